@@ -1,0 +1,1 @@
+"""Backends: where a tier stores bytes; and the wrappers around them. The contract is ``core.contracts``."""

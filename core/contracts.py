@@ -1,0 +1,125 @@
+"""Contracts between rooms: what a backend and a writer promise, as far as a test can check it.
+
+A backend stores named byte strings ("objects") under keys such as ``gpt/step-00000400-a0007/commit.json``. It knows
+nothing of checkpoints. A concrete backend never retries, sleeps, throttles or logs: wrappers do (``backends/``). The
+conformance suite ``tierfall.backends.conformance`` runs every promise below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Protocol, Self
+
+
+class Publish(StrEnum):
+    """What ``publish`` does where the key is taken."""
+
+    REPLACE = "replace"
+    IF_ABSENT = "if_absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a backend can do, as data.
+
+    ``durable``: a published object survives a power cut. ``atomic_replace``: a reader sees the old or the new object,
+    never a mixture. ``conditional_create``: ``Publish.IF_ABSENT`` lets exactly one of several writers win.
+    ``ordered_writes``: a writer takes offsets in rising order only. ``alignment_bytes``: address, offset and length
+    multiples for which bytes move without a copy of the backend's own (1: any). ``direct_io``: bytes bypass the page
+    cache. ``part_bytes_min`` and ``part_bytes_max`` bound one ``write`` (0: no bound). ``max_parallel``: calls that may
+    usefully run at once.
+    """
+
+    durable: bool
+    atomic_replace: bool
+    conditional_create: bool
+    ordered_writes: bool = False
+    alignment_bytes: int = 1
+    direct_io: bool = False
+    part_bytes_min: int = 0
+    part_bytes_max: int = 0
+    max_parallel: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """One object as a scan or a stat reports it."""
+
+    key: str
+    bytes: int
+
+
+class Writer(Protocol):
+    """Fills one new object; nothing is visible under the key before ``publish`` returned.
+
+    ``write`` may be called from several threads with disjoint ranges (in rising order where the trait says so), keeps
+    no reference to the view, and returns once the bytes are taken. ``publish`` makes the object visible whole, and
+    durable where the trait says so; it raises KeyExistsError under ``Publish.IF_ABSENT`` when the key is taken, and
+    then, as after any failure, the writer is dead and leaves nothing. After a failed fsync the bytes count as lost:
+    write a new object. ``abort``, and leaving the ``with`` without publish, leave nothing visible; both may be called
+    twice.
+    """
+
+    def write(self, offset: int, view: memoryview) -> None: ...
+
+    def publish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+class Backend(Protocol):
+    """A place that stores objects under keys. All methods may be called from several threads at once.
+
+    Every error is a ``BackendError``: KeyNotFoundError only when the store answered that nothing is there, and
+    UnreachableError (or another retryable one) when it could not be asked; the two are never mixed up.
+    """
+
+    @property
+    def traits(self) -> Traits: ...
+
+    @property
+    def place(self) -> str:
+        """Where this is, for messages: a folder or an URL, never a credential."""
+        ...
+
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> Writer:
+        """Begin an object. With ``length`` given, space is reserved where the medium can, and ``publish`` raises a
+        BackendError unless exactly ``length`` bytes are covered."""
+        ...
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset``; an object that ends before the view is full raises BackendError."""
+        ...
+
+    def stat(self, key: str) -> Stored: ...
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        """Every object whose key starts with ``prefix`` (empty, or ending in '/'), sorted by key; unfinished objects
+        and names that no valid key has are left out. A prefix with nothing below it yields nothing; a place that
+        cannot be read raises, also in the middle of the iteration."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object, durably where the trait says so. A key that is not there is no error."""
+        ...
+
+    def discard_unfinished(self, prefix: str) -> int:
+        """Remove what writers left under ``prefix`` without publishing, except this backend object's own living
+        writers; return how many. Only for callers that know that no other process writes there."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,90 @@
+"""How things are named on a tier: pure functions between values and keys, and nothing else.
+
+    <run>/attempts/a0007.json
+    <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json, marks/<name>
+    <run>/latest
+
+Numbers are padded to at least these widths and compared as integers. A name that does not parse is not ours: it is
+never touched.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tierfall.core.errors import ConfigError
+from tierfall.core.values import CheckpointId, Shard
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+COMMIT_NAME = "commit.json"
+LATEST_NAME = "latest"
+ATTEMPTS_FOLDER = "attempts"
+MARKS_FOLDER = "marks"
+PIN_MARK = "pin"
+TOMBSTONE_MARK = "tombstone"
+
+_STEP = re.compile(r"step-([0-9]{8,18})-a([0-9]{4,12})\Z")
+_ATTEMPT = re.compile(r"a([0-9]{4,12})\.json\Z")
+_SHARD = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.json)\Z")
+_MARK = re.compile(
+    r"(pin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|restore-a[0-9]{4,12}-[0-9]+)\Z"
+)
+
+
+def check_name(name: str, *, what: str) -> str:
+    """Return a run, tier or tag name unchanged, or raise ConfigError."""
+    if len(name) > 200 or not NAME_PATTERN.match(name):
+        raise ConfigError(
+            f"{what}: {name!r} is not a usable name; expected up to 200 letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def attempt_key(run: str, number: int) -> str:
+    return f"{run}/{ATTEMPTS_FOLDER}/a{number:04d}.json"
+
+
+def parse_attempt(name: str) -> int | None:
+    """Read an attempt number from the last part of a key."""
+    match = _ATTEMPT.match(name)
+    return int(match[1]) if match else None
+
+
+def step_folder(checkpoint: CheckpointId) -> str:
+    return f"step-{checkpoint.step:08d}-a{checkpoint.attempt:04d}"
+
+
+def parse_step_folder(name: str) -> CheckpointId | None:
+    match = _STEP.match(name)
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
+
+
+def step_prefix(run: str, checkpoint: CheckpointId) -> str:
+    return f"{run}/{step_folder(checkpoint)}/"
+
+
+def shard_name(shard: Shard) -> str:
+    return f"rank-{shard.rank:05d}-of-{shard.world_size:05d}.safetensors"
+
+
+def manifest_name(shard: Shard) -> str:
+    return f"rank-{shard.rank:05d}-of-{shard.world_size:05d}.json"
+
+
+def parse_shard(name: str) -> Shard | None:
+    """Read rank and world size from the name of an image or of its manifest."""
+    match = _SHARD.match(name)
+    return Shard(int(match[1]), int(match[2])) if match else None
+
+
+def tag_mark(tag: str) -> str:
+    return f"tag-{tag}"
+
+
+def is_ours(name: str) -> bool:
+    """Say whether tierfall writes a file of this name, relative to a step folder."""
+    folder, _, leaf = name.rpartition("/")
+    if folder == MARKS_FOLDER:
+        return bool(_MARK.match(leaf))
+    return folder == "" and (leaf == COMMIT_NAME or _SHARD.match(leaf) is not None)

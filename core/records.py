@@ -1,0 +1,343 @@
+"""Manifest, commit record, attempt record and mark: what they hold, and how they are read from untrusted bytes.
+
+Each is a document (``core.documents``). Reading checks every member's type and range, so that no later code has to
+doubt them; a member that is missing or wrong is damage (IntegrityError), never a default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tierfall.core import documents
+from tierfall.core.documents import Spliced
+from tierfall.core.errors import IntegrityError
+from tierfall.core.values import CheckpointId, Shard
+
+CHUNK_BYTES_MIN = 4 << 10
+CHUNK_BYTES_MAX = 1 << 30
+HEADER_BYTES_MAX = 64 << 20
+IMAGE_BYTES_MAX = 1 << 50
+DIGEST_PREFIX = "xxh3-128:"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Where a checkpoint stands among the others of its run.
+
+    ``ordinal`` is its place in its line, 1 above the one it continues from; ``started_from`` is the checkpoint that its
+    attempt restored before it saved, or None where it began anew.
+    """
+
+    run: str
+    checkpoint: CheckpointId
+    attempt_id: str
+    ordinal: int
+    started_from: CheckpointId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What one rank's image holds and how to check it.
+
+    Chunk 0 is the header, bytes 0 to ``data_start``; chunk i > 0 begins at ``data_start + (i - 1) * chunk_bytes``.
+    ``digests`` has one ``xxh3-128:`` digest per chunk. ``pieces`` is the serialised table of tensor pieces.
+    """
+
+    line: Line
+    shard: Shard
+    image_bytes: int
+    data_start: int
+    chunk_bytes: int
+    digests: tuple[str, ...]
+    structure: str
+    pieces: Spliced = field(repr=False)
+
+    @property
+    def chunk_count(self) -> int:
+        return chunk_count(self.image_bytes, self.data_start, self.chunk_bytes)
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        """Return start and end of chunk ``index`` in the image."""
+        return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                **_line_members(self.line),
+                "rank": self.shard.rank,
+                "world_size": self.shard.world_size,
+                "image_bytes": self.image_bytes,
+                "data_start": self.data_start,
+                "chunk_bytes": self.chunk_bytes,
+                "structure": self.structure,
+                "chunks": list(self.digests),
+                "pieces": self.pieces,
+            }
+        )
+
+
+def chunk_count(image_bytes: int, data_start: int, chunk_bytes: int) -> int:
+    return 1 + -(-(image_bytes - data_start) // chunk_bytes)
+
+
+def chunk_range(
+    index: int, image_bytes: int, data_start: int, chunk_bytes: int
+) -> tuple[int, int]:
+    if index == 0:
+        return 0, data_start
+    start = data_start + (index - 1) * chunk_bytes
+    return start, min(start + chunk_bytes, image_bytes)
+
+
+def read_manifest(data: bytes, *, what: str) -> Manifest:
+    """Read a manifest from bytes that nobody vouches for."""
+    reader = _Members(documents.open_sealed(data, what=what), what)
+    world_size = reader.number("world_size", 1, 10**9)
+    image_bytes = reader.number("image_bytes", 1, IMAGE_BYTES_MAX)
+    data_start = reader.number(
+        "data_start", 8, min(image_bytes, HEADER_BYTES_MAX + (1 << 20))
+    )
+    chunk_bytes = reader.number("chunk_bytes", CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)
+    digests = reader.list_of("chunks", str)
+    if len(digests) != chunk_count(image_bytes, data_start, chunk_bytes):
+        raise IntegrityError(
+            f"{what}: lists {len(digests)} chunks, its sizes make another number"
+        )
+    if not all(
+        d.startswith(DIGEST_PREFIX) and len(d) == len(DIGEST_PREFIX) + 32 for d in digests
+    ):
+        raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
+    pieces = reader.get("pieces", list)
+    return Manifest(
+        line=reader.line(),
+        shard=Shard(reader.number("rank", 0, world_size - 1), world_size),
+        image_bytes=image_bytes,
+        data_start=data_start,
+        chunk_bytes=chunk_bytes,
+        digests=tuple(digests),
+        structure=reader.get("structure", str),
+        pieces=Spliced(documents.dumps(pieces)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFile:
+    """A file that a commit record vouches for: its size, and its digest where the manifest does not hold one."""
+
+    name: str
+    bytes: int
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The record whose presence makes a checkpoint exist on a tier.
+
+    ``files`` names the image and the manifest of every shard; a manifest with its SHA-256, an image with its size (its
+    digests stand in its manifest). ``metrics`` are rank 0's.
+    """
+
+    line: Line
+    world_size: int
+    files: tuple[NamedFile, ...]
+    nodes: tuple[str, ...]
+    wall_time_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+    @property
+    def image_bytes(self) -> int:
+        """All images together, as they are stored."""
+        return sum(file.bytes for file in self.files if file.digest is None)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def file(self, name: str) -> NamedFile | None:
+        return next((file for file in self.files if file.name == name), None)
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                **_line_members(self.line),
+                "world_size": self.world_size,
+                "wall_time_s": self.wall_time_s,
+                "nodes": list(self.nodes),
+                "metrics": {k: documents.float_to_json(v) for k, v in self.metrics.items()},
+                "tags": list(self.tags),
+                "files": [
+                    {"name": f.name, "bytes": f.bytes}
+                    | ({} if f.digest is None else {"digest": f.digest})
+                    for f in self.files
+                ],
+            }
+        )
+
+
+def read_commit(data: bytes, *, what: str) -> Commit:
+    """Read a commit record from bytes that nobody vouches for."""
+    reader = _Members(documents.open_sealed(data, what=what), what)
+    metrics = reader.get("metrics", dict)
+    if not all(isinstance(v, int | float | str) for v in metrics.values()):
+        raise IntegrityError(f"{what}: a metric is not a number")
+    return Commit(
+        line=reader.line(),
+        world_size=reader.number("world_size", 1, 10**9),
+        files=tuple(_named_file(entry, what) for entry in reader.list_of("files", dict)),
+        nodes=tuple(reader.list_of("nodes", str)),
+        wall_time_s=float(reader.get("wall_time_s", int | float)),
+        metrics={
+            k: reader.parse(f"metrics.{k}", documents.float_from_json, v)
+            for k, v in metrics.items()
+        },
+        tags=tuple(reader.list_of("tags", str)),
+    )
+
+
+def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
+    reader = _Members(entry, f"{what}: files")
+    digest = reader.get("digest", str) if "digest" in entry else None
+    return NamedFile(
+        name=reader.get("name", str),
+        bytes=reader.number("bytes", 0, IMAGE_BYTES_MAX),
+        digest=digest,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One line of saving: its number, its random 128-bit id in hexadecimal, and who took it when."""
+
+    run: str
+    number: int
+    id: str
+    node: str
+    pid: int
+    wall_time_s: float
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                "run": self.run,
+                "attempt": self.number,
+                "attempt_id": self.id,
+                "node": self.node,
+                "pid": self.pid,
+                "wall_time_s": self.wall_time_s,
+            }
+        )
+
+
+def read_attempt(data: bytes, *, what: str) -> Attempt:
+    reader = _Members(documents.open_sealed(data, what=what), what)
+    return Attempt(
+        run=reader.get("run", str),
+        number=reader.number("attempt", 1, 10**12),
+        id=reader.get("attempt_id", str),
+        node=reader.get("node", str),
+        pid=reader.number("pid", 0, 1 << 40),
+        wall_time_s=float(reader.get("wall_time_s", int | float)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A note beside a checkpoint: pin, tombstone, tag. ``name`` is also the last part of its key."""
+
+    name: str
+    checkpoint: CheckpointId
+    wall_time_s: float
+    reason: str = ""
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                "mark": self.name,
+                "step": self.checkpoint.step,
+                "attempt": self.checkpoint.attempt,
+                "wall_time_s": self.wall_time_s,
+                "reason": self.reason,
+            }
+        )
+
+
+def read_mark(data: bytes, *, what: str) -> Mark:
+    reader = _Members(documents.open_sealed(data, what=what), what)
+    return Mark(
+        name=reader.get("mark", str),
+        checkpoint=CheckpointId(
+            reader.number("step", 0, 10**18), reader.number("attempt", 1, 10**12)
+        ),
+        wall_time_s=float(reader.get("wall_time_s", int | float)),
+        reason=reader.get("reason", str),
+    )
+
+
+def _line_members(line: Line) -> dict[str, object]:
+    start = line.started_from
+    return {
+        "run": line.run,
+        "step": line.checkpoint.step,
+        "attempt": line.checkpoint.attempt,
+        "attempt_id": line.attempt_id,
+        "ordinal": line.ordinal,
+        "started_from": None
+        if start is None
+        else {"step": start.step, "attempt": start.attempt},
+    }
+
+
+class _Members:
+    """Typed access to a parsed object; whatever is missing or of another type is damage."""
+
+    def __init__(self, members: Mapping[str, Any], what: str) -> None:
+        self._members = members
+        self._what = what
+
+    def get(self, name: str, kind: Any) -> Any:
+        value = self._members.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise IntegrityError(f"{self._what}: member {name!r} is missing or of a wrong type")
+        return value
+
+    def number(self, name: str, low: int, high: int) -> int:
+        value: int = self.get(name, int)
+        if not low <= value <= high:
+            raise IntegrityError(
+                f"{self._what}: {name!r} is {value}, not within {low} to {high}"
+            )
+        return value
+
+    def list_of(self, name: str, kind: type[T]) -> list[T]:
+        values = self.get(name, list)
+        if not all(isinstance(value, kind) for value in values):
+            raise IntegrityError(f"{self._what}: {name!r} holds an entry of a wrong type")
+        return list(values)
+
+    def parse(self, name: str, parse: Callable[[Any], T], value: Any) -> T:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise IntegrityError(f"{self._what}: {name!r}: {error}") from error
+
+    def line(self) -> Line:
+        start = self._members.get("started_from")
+        if start is not None:
+            reader = _Members(self.get("started_from", dict), f"{self._what}: started_from")
+            start = CheckpointId(
+                reader.number("step", 0, 10**18), reader.number("attempt", 1, 10**12)
+            )
+        return Line(
+            run=self.get("run", str),
+            checkpoint=CheckpointId(
+                self.number("step", 0, 10**18), self.number("attempt", 1, 10**12)
+            ),
+            attempt_id=self.get("attempt_id", str),
+            ordinal=self.number("ordinal", 1, 10**18),
+            started_from=start,
+        )

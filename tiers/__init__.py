@@ -1,0 +1,1 @@
+"""Tiers: levels of the chain. A tier is handed its backend; it never imports one."""
