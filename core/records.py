@@ -84,9 +84,7 @@ def chunk_count(image_bytes: int, data_start: int, chunk_bytes: int) -> int:
     return 1 + -(-(image_bytes - data_start) // chunk_bytes)
 
 
-def chunk_range(
-    index: int, image_bytes: int, data_start: int, chunk_bytes: int
-) -> tuple[int, int]:
+def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int) -> tuple[int, int]:
     if index == 0:
         return 0, data_start
     start = data_start + (index - 1) * chunk_bytes
@@ -98,18 +96,12 @@ def read_manifest(data: bytes, *, what: str) -> Manifest:
     reader = _Members(documents.open_sealed(data, what=what), what)
     world_size = reader.number("world_size", 1, 10**9)
     image_bytes = reader.number("image_bytes", 1, IMAGE_BYTES_MAX)
-    data_start = reader.number(
-        "data_start", 8, min(image_bytes, HEADER_BYTES_MAX + (1 << 20))
-    )
+    data_start = reader.number("data_start", 8, min(image_bytes, HEADER_BYTES_MAX + (1 << 20)))
     chunk_bytes = reader.number("chunk_bytes", CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)
     digests = reader.list_of("chunks", str)
     if len(digests) != chunk_count(image_bytes, data_start, chunk_bytes):
-        raise IntegrityError(
-            f"{what}: lists {len(digests)} chunks, its sizes make another number"
-        )
-    if not all(
-        d.startswith(DIGEST_PREFIX) and len(d) == len(DIGEST_PREFIX) + 32 for d in digests
-    ):
+        raise IntegrityError(f"{what}: lists {len(digests)} chunks, its sizes make another number")
+    if not all(d.startswith(DIGEST_PREFIX) and len(d) == len(DIGEST_PREFIX) + 32 for d in digests):
         raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
     pieces = reader.get("pieces", list)
     return Manifest(
@@ -286,9 +278,7 @@ def _line_members(line: Line) -> dict[str, object]:
         "attempt": line.checkpoint.attempt,
         "attempt_id": line.attempt_id,
         "ordinal": line.ordinal,
-        "started_from": None
-        if start is None
-        else {"step": start.step, "attempt": start.attempt},
+        "started_from": None if start is None else {"step": start.step, "attempt": start.attempt},
     }
 
 
@@ -308,9 +298,7 @@ class _Members:
     def number(self, name: str, low: int, high: int) -> int:
         value: int = self.get(name, int)
         if not low <= value <= high:
-            raise IntegrityError(
-                f"{self._what}: {name!r} is {value}, not within {low} to {high}"
-            )
+            raise IntegrityError(f"{self._what}: {name!r} is {value}, not within {low} to {high}")
         return value
 
     def list_of(self, name: str, kind: type[T]) -> list[T]:
