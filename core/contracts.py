@@ -56,11 +56,12 @@ class Writer(Protocol):
     """Fills one new object; nothing is visible under the key before ``publish`` returned.
 
     ``write`` may be called from several threads with disjoint ranges (in rising order where the trait says so), keeps
-    no reference to the view, and returns once the bytes are taken. ``publish`` makes the object visible whole, and
-    durable where the trait says so; it raises KeyExistsError under ``Publish.IF_ABSENT`` when the key is taken, and
-    then, as after any failure, the writer is dead and leaves nothing. After a failed fsync the bytes count as lost:
-    write a new object. ``abort``, and leaving the ``with`` without publish, leave nothing visible; both may be called
-    twice.
+    no reference to the view, and returns once the bytes are taken. After a ``write`` that failed with a retryable error
+    the writer lives, and the same range may be written again; after any other failure it is dead and leaves nothing.
+    ``publish`` makes the object visible whole, and durable where the trait says so; it raises KeyExistsError under
+    ``Publish.IF_ABSENT`` when the key is taken, and after any failure of it the writer is dead. After a failed fsync
+    the bytes count as lost: write a new object. ``abort``, and leaving the ``with`` without publish, leave nothing
+    visible; both may be called twice.
     """
 
     def write(self, offset: int, view: memoryview) -> None: ...

@@ -84,7 +84,7 @@ def tag_mark(tag: str) -> str:
 
 def is_ours(name: str) -> bool:
     """Say whether tierfall writes a file of this name, relative to a step folder."""
-    folder, _, leaf = name.rpartition("/")
+    folder, slash, leaf = name.rpartition("/")
     if folder == MARKS_FOLDER:
         return bool(_MARK.match(leaf))
-    return folder == "" and (leaf == COMMIT_NAME or _SHARD.match(leaf) is not None)
+    return slash == "" and (leaf == COMMIT_NAME or _SHARD.match(leaf) is not None)

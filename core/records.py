@@ -6,13 +6,14 @@ doubt them; a member that is missing or wrong is damage (IntegrityError), never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tierfall.core import documents
+from tierfall.core import documents, names
 from tierfall.core.documents import Spliced
-from tierfall.core.errors import IntegrityError
+from tierfall.core.errors import ConfigError, IntegrityError
 from tierfall.core.values import CheckpointId, Shard
 
 CHUNK_BYTES_MIN = 4 << 10
@@ -182,7 +183,7 @@ def read_commit(data: bytes, *, what: str) -> Commit:
         world_size=reader.number("world_size", 1, 10**9),
         files=tuple(_named_file(entry, what) for entry in reader.list_of("files", dict)),
         nodes=tuple(reader.list_of("nodes", str)),
-        wall_time_s=float(reader.get("wall_time_s", int | float)),
+        wall_time_s=reader.real("wall_time_s"),
         metrics={
             k: reader.parse(f"metrics.{k}", documents.float_from_json, v)
             for k, v in metrics.items()
@@ -195,7 +196,7 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
     reader = _Members(entry, f"{what}: files")
     digest = reader.get("digest", str) if "digest" in entry else None
     return NamedFile(
-        name=reader.get("name", str),
+        name=reader.name("name"),
         bytes=reader.number("bytes", 0, IMAGE_BYTES_MAX),
         digest=digest,
     )
@@ -228,12 +229,12 @@ class Attempt:
 def read_attempt(data: bytes, *, what: str) -> Attempt:
     reader = _Members(documents.open_sealed(data, what=what), what)
     return Attempt(
-        run=reader.get("run", str),
+        run=reader.name("run"),
         number=reader.number("attempt", 1, 10**12),
         id=reader.get("attempt_id", str),
         node=reader.get("node", str),
         pid=reader.number("pid", 0, 1 << 40),
-        wall_time_s=float(reader.get("wall_time_s", int | float)),
+        wall_time_s=reader.real("wall_time_s"),
     )
 
 
@@ -260,12 +261,15 @@ class Mark:
 
 def read_mark(data: bytes, *, what: str) -> Mark:
     reader = _Members(documents.open_sealed(data, what=what), what)
+    name = reader.name("mark")
+    if not names.is_ours(f"{names.MARKS_FOLDER}/{name}"):
+        raise IntegrityError(f"{what}: {name!r} is not a mark that tierfall writes")
     return Mark(
-        name=reader.get("mark", str),
+        name=name,
         checkpoint=CheckpointId(
             reader.number("step", 0, 10**18), reader.number("attempt", 1, 10**12)
         ),
-        wall_time_s=float(reader.get("wall_time_s", int | float)),
+        wall_time_s=reader.real("wall_time_s"),
         reason=reader.get("reason", str),
     )
 
@@ -310,18 +314,34 @@ class _Members:
     def parse(self, name: str, parse: Callable[[Any], T], value: Any) -> T:
         try:
             return parse(value)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise IntegrityError(f"{self._what}: {name!r}: {error}") from error
 
+    def real(self, name: str) -> float:
+        value: float = self.parse(name, float, self.get(name, int | float))
+        if not math.isfinite(value):
+            raise IntegrityError(f"{self._what}: {name!r} is {value}, not a finite number")
+        return value
+
+    def name(self, name: str) -> str:
+        """Read what becomes part of a key: nothing that could lead out of a folder."""
+        value: str = self.get(name, str)
+        try:
+            return names.check_name(value, what=f"{self._what}: {name!r}")
+        except ConfigError as error:
+            raise IntegrityError(str(error)) from error
+
     def line(self) -> Line:
-        start = self._members.get("started_from")
+        if "started_from" not in self._members:
+            raise IntegrityError(f"{self._what}: member 'started_from' is missing")
+        start = self._members["started_from"]
         if start is not None:
             reader = _Members(self.get("started_from", dict), f"{self._what}: started_from")
             start = CheckpointId(
                 reader.number("step", 0, 10**18), reader.number("attempt", 1, 10**12)
             )
         return Line(
-            run=self.get("run", str),
+            run=self.name("run"),
             checkpoint=CheckpointId(
                 self.number("step", 0, 10**18), self.number("attempt", 1, 10**12)
             ),

@@ -1,0 +1,43 @@
+"""tierfall: checkpointing for LLM training that never stops it.
+
+with tierfall.open("tiers.yaml") as ckpt:
+    report = ckpt.restore(state)
+    for step in range(report.step + 1 if report else 0, steps):
+        ...
+        ckpt.maybe_save(step, state)
+"""
+
+from tierfall.api import load, open
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import Config
+from tierfall.core import errors
+from tierfall.core.handle import SaveHandle, SaveStats
+from tierfall.core.image import item, register_codec
+from tierfall.reports import (
+    CheckpointInfo,
+    DrainReport,
+    Fallback,
+    RestoreReport,
+    ShardSource,
+    Statistics,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CheckpointInfo",
+    "Checkpointer",
+    "Config",
+    "DrainReport",
+    "Fallback",
+    "RestoreReport",
+    "SaveHandle",
+    "SaveStats",
+    "ShardSource",
+    "Statistics",
+    "errors",
+    "item",
+    "load",
+    "open",
+    "register_codec",
+]

@@ -1,0 +1,61 @@
+# Every verb makes .venv by itself. A machine without a GPU can take the small torch from its own index:
+#     make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+PIP_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+
+.PHONY: help demo test lint types check bench torture clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
+	@echo "make test     run the tests"
+	@echo "make check    lint, types and tests"
+	@echo "make bench    run the benchmarks"
+	@echo "make torture  kill and break saves until something gives (long)"
+	@echo "make clean    remove .venv and caches"
+
+demo: .venv/.installed
+	$(BIN)/tierfall demo
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed-dev
+	$(BIN)/python -m mypy
+
+check: lint types test
+
+bench: .venv/.installed-dev
+	$(BIN)/python -m benchmarks
+
+torture: .venv/.installed-dev
+	$(BIN)/python -m pytest -m torture tests/crash
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist tierfall.egg-info
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info[:2] <= (3, 13); \
+	    sys.exit(None if ok else "tierfall needs Python 3.11 to 3.13; this is " + sys.version.split()[0] + \
+	    ": say which with make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+# For a user: the package and what it needs, at the versions that were tested.
+.venv/.installed: .venv/.made pyproject.toml requirements-dev.txt
+	$(PIP) -c requirements-dev.txt -e .
+	@touch $@
+
+# For a developer: the tools as well. setuptools is one of them, so the build needs no environment of its own.
+.venv/.installed-dev: .venv/.made pyproject.toml requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-build-isolation -e .
+	@touch $@ .venv/.installed

@@ -1,0 +1,243 @@
+"""Objects as files below one folder: local disks and mounted file systems.
+
+A key is a path below the root. What is unfinished has a name that no key has, beside where it will stand; folders
+appear with their first object and go with their last. Symbolic links are followed up to the root, never below it.
+Retry, throttling and faults are wrappers' work.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tierfall.backends.keys import check_key, check_prefix, is_key, is_part, is_unfinished
+from tierfall.backends.posix_errors import backend_error, translated
+from tierfall.backends.posix_folders import Entry, Folders, is_missing, make_root
+from tierfall.backends.posix_io import BOUNCE_BYTES, read_whole
+from tierfall.backends.posix_probe import Exclusive, probe
+from tierfall.backends.posix_writer import PosixWriter, Shop
+from tierfall.backends.views import BouncePool, flat
+from tierfall.core.contracts import Publish, Stored, Traits
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyNotFoundError,
+)
+
+# Without waiting: opening a FIFO that somebody put there would hang. It changes nothing for files.
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_MAX_PARALLEL = 4
+
+
+class PosixBackend:
+    """Stores objects as files below ``root``; see ``core.contracts.Backend``.
+
+    ``root`` is made where it is missing, and must be a folder that this process may write to. ``direct_io``: None
+    takes direct I/O where a probe at open shows that it works, False never, True insists. While it is open, a root
+    that is unmounted, deleted or replaced raises UnreachableError. Call ``close`` when no other call is going on.
+
+    Raises AccessDeniedError or another BackendError, naming the folder, where it cannot be used.
+    """
+
+    def __init__(self, root: Path | str, *, direct_io: bool | None = None) -> None:
+        self._path = Path(os.path.abspath(root))
+        self._folders = _open_root(self._path)
+        try:
+            with self._folders.opened("") as folder:
+                self._medium = probe(folder, self.place, direct_io=direct_io)
+        except BaseException:
+            self._folders.close()
+            raise
+        block_bytes = self._medium.direct_bytes
+        pool = BouncePool(
+            block_bytes=BOUNCE_BYTES, alignment_bytes=max(block_bytes, 1), keep=_MAX_PARALLEL
+        )
+        self._living: set[str] = set()
+        self._shop = Shop(
+            folders=self._folders, medium=self._medium, pool=pool, living=self._living
+        )
+        self._traits = Traits(
+            durable=self._folders.can_sync,
+            atomic_replace=True,
+            conditional_create=self._medium.exclusive is not Exclusive.NONE,
+            alignment_bytes=max(block_bytes, 1),
+            direct_io=block_bytes > 0,
+            max_parallel=_MAX_PARALLEL,
+        )
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    @property
+    def place(self) -> str:
+        return str(self._path)
+
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> PosixWriter:
+        check_key(key)
+        if length is not None and length < 0:
+            raise BackendError(f"create {key!r} in {self.place}: a length of {length} bytes")
+        if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
+            raise BackendError(
+                f"create {key!r} in {self.place}: this file system has neither hard links nor an exclusive rename, "
+                "so nothing can be created conditionally there"
+            )
+        self._folders.verify()
+        with translated(f"create {key!r} in {self.place}"):
+            return PosixWriter(self._shop, key, length=length, publish=publish)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        check_key(key)
+        data = flat(view, writable=True)
+        if offset < 0:
+            raise BackendError(f"read {key!r} in {self.place}: the offset {offset} is negative")
+        with self._asking("read", key), self._opened(key) as (file, status):
+            count = read_whole(file, data, offset, block_bytes=self._medium.direct_bytes)
+        if count < data.nbytes:
+            raise BackendError(
+                f"read {key!r} in {self.place}: bytes {offset} to {offset + data.nbytes} were asked for, but it ends "
+                f"at {status.st_size}; it was cut short, or another object was expected"
+            )
+
+    def stat(self, key: str) -> Stored:
+        check_key(key)
+        parent, _, leaf = key.rpartition("/")
+        with self._asking("stat", key), self._folders.opened(parent) as folder:
+            status = os.stat(leaf, dir_fd=folder, follow_symlinks=False)
+            self._check_regular(status, key)
+        return Stored(key=key, bytes=status.st_size)
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        check_prefix(prefix)
+        return self._scan(prefix)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        parent, _, leaf = key.rpartition("/")
+        try:
+            with self._asking("delete", key), self._folders.opened(parent) as folder:
+                self._check_regular(os.stat(leaf, dir_fd=folder, follow_symlinks=False), key)
+                os.unlink(leaf, dir_fd=folder)
+                state = f"{key!r} is gone, but may be back after a power cut"
+                self._folders.sync(folder, state=state)
+        except KeyNotFoundError:
+            # Asked and answered: there is nothing to remove, here or any more.
+            return
+        self._folders.remove_empty(parent)
+
+    def discard_unfinished(self, prefix: str) -> int:
+        check_prefix(prefix)
+        count, pending = 0, [prefix]
+        while pending:
+            folder = pending.pop()
+            entries = self._entries(folder)
+            pending += [
+                f"{folder}{each.name}/" for each in entries if each.is_folder and is_part(each.name)
+            ]
+            dead = [each.name for each in entries if self._is_dead(each)]
+            if dead:
+                # A folder that somebody removes meanwhile took what was dead in it along.
+                with suppress(KeyNotFoundError):
+                    count += self._discard(folder, dead)
+        return count
+
+    def close(self) -> None:
+        """Give the root back. Writers that are still open may go on to their abort, not to their publish."""
+        self._folders.close()
+
+    @contextmanager
+    def _asking(self, operation: str, key: str) -> Iterator[None]:
+        """Translate what goes wrong while something that should be there is looked up.
+
+        "Not there" is believed only while the root is the one that was opened.
+        """
+        what = f"{operation} {key!r} in {self.place}"
+        self._folders.verify()
+        try:
+            yield
+        except BackendError:
+            raise
+        except OSError as error:
+            if is_missing(error):
+                self._folders.verify()
+                raise KeyNotFoundError(f"{what}: there is no such object") from error
+            raise backend_error(error, what) from error
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:
+        parent, _, leaf = key.rpartition("/")
+        with self._folders.opened(parent) as folder:
+            file = os.open(leaf, _READ_FLAGS, dir_fd=folder)
+        try:
+            status = os.fstat(file)
+            self._check_regular(status, key)
+            yield file, status
+        finally:
+            os.close(file)
+
+    def _check_regular(self, status: os.stat_result, key: str) -> None:
+        if stat.S_ISREG(status.st_mode):
+            return
+        if stat.S_ISDIR(status.st_mode):
+            raise KeyNotFoundError(f"{key!r} in {self.place} is a folder; there is no such object")
+        raise AccessDeniedError(
+            f"{key!r} in {self.place} is a symbolic link or a special file, and such are left alone; put the file "
+            "itself there"
+        )
+
+    def _scan(self, prefix: str) -> Iterator[Stored]:
+        pending: list[Stored | str] = [prefix]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, Stored):
+                yield item
+            else:
+                pending.extend(reversed(self._below(item)))
+
+    def _below(self, prefix: str) -> list[Stored | str]:
+        """List a folder as objects and longer prefixes, in the order of the keys that they stand for."""
+        found: dict[str, Stored | str] = {}
+        for entry in self._entries(prefix):
+            key = prefix + entry.name
+            if not is_key(key):
+                continue
+            if entry.is_folder:
+                found[key + "/"] = key + "/"
+            else:
+                found[key] = Stored(key=key, bytes=entry.bytes)
+        return [found[name] for name in sorted(found)]
+
+    def _is_dead(self, entry: Entry) -> bool:
+        return not entry.is_folder and is_unfinished(entry.name) and entry.name not in self._living
+
+    def _entries(self, prefix: str) -> list[Entry]:
+        try:
+            with self._asking("list", prefix):
+                return self._folders.entries(prefix.rstrip("/"))
+        except KeyNotFoundError:
+            # Not there, or removed since its parent was listed: nothing lies below it.
+            return []
+
+    def _discard(self, prefix: str, names: list[str]) -> int:
+        folder, count = prefix.rstrip("/"), 0
+        with self._asking("clean up", prefix), self._folders.opened(folder) as descriptor:
+            for name in names:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=descriptor)
+                    count += 1
+            self._folders.sync(descriptor, state="what was removed may be back after a power cut")
+        self._folders.remove_empty(folder)
+        return count
+
+
+def _open_root(path: Path) -> Folders:
+    with translated(f"open the tier's folder {path}"):
+        if os.path.lexists(path) and not path.is_dir():
+            raise BackendError(f"{path} is not a folder; name one, or one that can be made")
+        make_root(path)
+        return Folders(path)

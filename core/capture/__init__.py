@@ -1,0 +1,1 @@
+"""Capture: how a state becomes an image while the training goes on, and what keeps it from changing meanwhile."""

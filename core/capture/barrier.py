@@ -1,0 +1,62 @@
+"""The barrier's evidence: which optimizers were seen to step since the last save, by torch's global step pre-hook.
+
+A lazy capture is safe only if every update of what it copies is bracketed by the barrier. This module knows when a
+barrier was reached; what is done there is handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+logger = logging.getLogger("tierfall")
+
+
+class Barrier:
+    """Calls ``reached`` before every optimizer step of this process, and remembers whose it was."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        self._reached = reached
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._bracketed = False
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped.add(optimizer)
+        try:
+            self._reached()
+        except BaseException:
+            logger.exception("the barrier before an optimizer step failed")
+
+    def bracketed_by_hand(self) -> None:
+        """Note that the loop itself waited for the capture (``wait_captured``, ``guard``)."""
+        self._bracketed = True
+
+    def missing(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> tuple[str, ...]:
+        """Name the trainable parameters whose update no barrier was seen to bracket since ``forget``."""
+        if self._bracketed:
+            return ()
+        covered = {
+            id(parameter)
+            for optimizer in self._stepped
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        return tuple(name for name, parameter in parameters if id(parameter) not in covered)
+
+    @property
+    def seen(self) -> bool:
+        return self._bracketed or len(self._stepped) > 0
+
+    def forget(self) -> None:
+        """Begin to gather evidence anew, as each save does."""
+        self._stepped.clear()
+        self._bracketed = False
+
+    def close(self) -> None:
+        self._handle.remove()

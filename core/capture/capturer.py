@@ -1,0 +1,219 @@
+"""The capturer: one thread that turns the state into images, and the waits that keep the state from changing meanwhile.
+
+It owns the order of a capture's ends: copied (the training may change the state), hashed, verified where that is asked
+for, sealed. It tells the coordinator by events and the handle; it knows no tiers.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierfall.core import names
+from tierfall.core.capture.barrier import Barrier
+from tierfall.core.documents import sha256
+from tierfall.core.errors import CaptureError
+from tierfall.core.records import Commit, Manifest, NamedFile
+from tierfall.core.scheduler.tasks import CaptureFailed, CaptureSealed, Event
+from tierfall.core.snapshot import Snapshot
+
+logger = logging.getLogger("tierfall")
+
+
+class Capturer:
+    """Captures one snapshot after another. ``begin`` and the waits are called by the training thread only."""
+
+    def __init__(self, *, post: Callable[[Event], None], max_wait_s: float, name: str) -> None:
+        self._post = post
+        self._max_wait_s = max_wait_s
+        self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._current: Snapshot | None = None
+        self._seal_lock = threading.Lock()
+        self._said: set[str] = set()
+        self.barrier = Barrier(self._at_barrier)
+        self._thread = threading.Thread(
+            target=self._run, name=f"tierfall-{name}-capture", daemon=True
+        )
+        self._thread.start()
+
+    # The training thread ---------------------------------------------------------------------------
+
+    def why_blocking(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        tensors: Sequence[torch.Tensor],
+        *,
+        first: bool,
+    ) -> str | None:
+        """Say why this save cannot be captured lazily, or return None; the evidence begins anew."""
+        missing = self.barrier.missing(parameters)
+        seen = self.barrier.seen
+        self.barrier.forget()
+        if first:
+            return "it is the first"
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            return "lazy capture from a GPU is not supported yet"
+        if not seen:
+            return "no optimizer step, wait_captured() or guard() was seen since the last save"
+        if missing:
+            return (
+                f"no torch optimizer was seen to step {missing[0]}"
+                + (f" and {len(missing) - 1} more parameters" if len(missing) > 1 else "")
+                + " since the last save"
+            )
+        return None
+
+    def say_once(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("this save captures blocking: %s", reason)
+
+    def begin(self, snapshot: Snapshot, *, lazy: bool, verify: bool, on_host: bool) -> None:
+        """Start filling a snapshot; without ``lazy`` every source has been read when this returns.
+
+        ``on_host`` says that all sources lie in host memory: others are read on the calling thread, in the order of its
+        stream.
+        """
+        snapshot.lazy = lazy
+        snapshot.verified = not verify
+        self._current = snapshot
+        if not on_host:
+            while snapshot.filling.copy_next():
+                continue
+        self._queue.put(snapshot)
+        if not lazy:
+            self.wait_copied(self._max_wait_s)
+
+    def wait_copied(self, timeout: float | None) -> None:
+        """The barrier: help copying until every source is read; after ``timeout`` seconds the snapshot is given up.
+
+        Raises what kept the snapshot from being captured.
+        """
+        snapshot = self._current
+        if snapshot is None:
+            return
+        filling = snapshot.filling
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while filling.copy_next():
+            continue
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not filling.wait_idle(left):
+            filling.fail(
+                CaptureError(
+                    f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to "
+                    "end; the snapshot is given up and training goes on"
+                )
+            )
+        self._current = None
+        if filling.failure is None and not snapshot.verified:
+            self._verify(snapshot)
+        filling.release_sources()
+        if filling.failure is not None:
+            raise filling.failure
+
+    def _verify(self, snapshot: Snapshot) -> None:
+        try:
+            snapshot.filling.verify()
+        except CaptureError as error:
+            snapshot.filling.fail(error)
+            self._post(CaptureFailed(id=snapshot.id, error=error))
+            raise
+        with self._seal_lock:
+            snapshot.verified = True
+            ready = snapshot.hashed
+        if ready:
+            self._queue.put(snapshot)
+
+    def _at_barrier(self) -> None:
+        """What the step hook does; it never raises, since the capture thread reports what failed."""
+        if self._current is None:
+            return
+        try:
+            self.wait_copied(self._max_wait_s)
+        except BaseException:
+            logger.debug("the capture failed at the barrier", exc_info=True)
+
+    def close(self) -> None:
+        """End the thread, once what was begun is captured."""
+        self.barrier.close()
+        self._queue.put(None)
+        self._thread.join()
+
+    # The capture thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (snapshot := self._queue.get()) is not None:
+            try:
+                self._capture(snapshot)
+            except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
+                snapshot.filling.fail(error)
+                snapshot.filling.wait_idle()
+                self._post(CaptureFailed(id=snapshot.id, error=error))
+            del snapshot  # let go of the memory while this thread sleeps
+
+    def _capture(self, snapshot: Snapshot) -> None:
+        filling = snapshot.filling
+        if not snapshot.hashed:
+            filling.run()
+            if filling.failure is not None:
+                raise filling.failure
+            with self._seal_lock:
+                snapshot.hashed = True
+                if not snapshot.verified:
+                    return  # the barrier verifies, and sends it back here
+            filling.release_sources()
+        seal(snapshot)
+        snapshot.handle.tell_captured()
+        self._post(CaptureSealed(id=snapshot.id))
+
+
+def seal(snapshot: Snapshot) -> None:
+    """Write manifest and commit record beside a complete image; from then on it outlives the process."""
+    cut = snapshot.geometry
+    manifest = Manifest(
+        line=snapshot.line,
+        shard=snapshot.shard,
+        image_bytes=cut.image_bytes,
+        data_start=cut.data_start,
+        chunk_bytes=cut.chunk_bytes,
+        digests=tuple(snapshot.filling.digests),
+        structure=snapshot.structure,
+        pieces=snapshot.pieces,
+    )
+    data = manifest.encode()
+    commit = Commit(
+        line=snapshot.line,
+        world_size=snapshot.shard.world_size,
+        files=(
+            NamedFile(name=names.shard_name(snapshot.shard), bytes=cut.image_bytes, digest=None),
+            NamedFile(
+                name=names.manifest_name(snapshot.shard), bytes=len(data), digest=sha256(data)
+            ),
+        ),
+        nodes=(snapshot.node,),
+        wall_time_s=snapshot.wall_time_s,
+        metrics=read_metrics(snapshot.metrics),
+        tags=snapshot.tags,
+    )
+    snapshot.region.seal(manifest=data, commit=commit.encode())
+    snapshot.manifest = manifest
+    snapshot.commit = commit
+
+
+def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Read metrics, 0-dim tensors too, as floats."""
+    values = {}
+    for name, value in metrics.items():
+        try:
+            values[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise CaptureError(
+                f"save: metrics[{name!r}] is not a number but {type(value).__name__}: {error}"
+            ) from error
+    return values

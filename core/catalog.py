@@ -1,0 +1,109 @@
+"""What tiers hold, as read from them: the values of a listing, and how listings of several tiers come together.
+
+"Absent" and "could not look" are kept apart: a listing either holds everything that its tier answered, or the error
+that kept it from answering. A commit record that is there but damaged is damage, never absence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tierfall.core import names
+from tierfall.core.errors import TierfallError
+from tierfall.core.lines import abandoned
+from tierfall.core.records import Commit
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCopy:
+    """A checkpoint that has a commit record on a tier; ``damage`` says why the record cannot be used."""
+
+    id: CheckpointId
+    state: CopyState
+    bytes: int
+    commit: Commit | None
+    damage: TierfallError | None = None
+    marks: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """All that one tier answered. ``unfinished`` are step folders without a commit record, with their bytes."""
+
+    tier: str
+    copies: tuple[FoundCopy, ...] = ()
+    unfinished: dict[CheckpointId, int] = field(default_factory=dict)
+    attempts: tuple[int, ...] = ()
+    error: TierfallError | None = None
+
+    def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
+        return next((c for c in self.copies if c.id == checkpoint), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCheckpoint:
+    """One checkpoint over all tiers that answered. ``commit`` is None where every record of it is damaged."""
+
+    id: CheckpointId
+    commit: Commit | None
+    copies: dict[str, FoundCopy]
+    abandoned: bool
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset().union(*(copy.marks for copy in self.copies.values()))
+
+    @property
+    def pinned(self) -> bool:
+        return names.PIN_MARK in self.marks
+
+    @property
+    def tombstoned(self) -> bool:
+        return names.TOMBSTONE_MARK in self.marks
+
+
+def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
+    """Bring listings together, oldest checkpoint first."""
+    found: dict[CheckpointId, dict[str, FoundCopy]] = {}
+    for listing in listings:
+        for copy in listing.copies:
+            found.setdefault(copy.id, {})[listing.tier] = copy
+    commits = {
+        id: next((c.commit for c in copies.values() if c.commit is not None), None)
+        for id, copies in found.items()
+    }
+    left = abandoned(
+        (id, commit.line.started_from) for id, commit in commits.items() if commit is not None
+    )
+    return tuple(
+        KnownCheckpoint(id=id, commit=commits[id], copies=found[id], abandoned=id in left)
+        for id in sorted(found)
+    )
+
+
+def to_view(
+    tiers: Sequence[TierRules], known: Iterable[KnownCheckpoint], **members: object
+) -> View:
+    """Make the picture that policies see of what lies on disk, for callers without a coordinator."""
+    return View(
+        tiers=tuple(tiers),
+        checkpoints=tuple(
+            CheckpointView(
+                id=c.id,
+                ordinal=c.commit.line.ordinal if c.commit else 0,
+                started_from=c.commit.line.started_from if c.commit else None,
+                abandoned=c.abandoned,
+                pinned=c.pinned,
+                tombstoned=c.tombstoned,
+                copies={
+                    tier: CopyView(state=copy.state, bytes=copy.bytes)
+                    for tier, copy in c.copies.items()
+                },
+            )
+            for c in known
+        ),
+        **members,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,193 @@
+"""The handle that a save returns: what became of one step, on each tier, told from other threads.
+
+Capture and coordinator set outcomes; the training loop asks, waits, and gets the original exception. Nothing here
+decides anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tierfall.core.errors import CaptureError, ConfigError, FlushError, TierfallError
+from tierfall.core.values import CheckpointId, SaveOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStats:
+    """Times of one save in seconds, from the call of ``save``; what has not happened yet is None or not there."""
+
+    bytes: int
+    lazy: bool
+    blocked_s: float
+    captured_s: float | None = None
+    durable_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class SaveHandle:
+    """What became of one save. Thread-safe; keeps no tensor alive."""
+
+    def __init__(
+        self,
+        checkpoint: CheckpointId,
+        tiers: tuple[str, ...],
+        *,
+        in_memory: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._tiers = tiers
+        self._in_memory = in_memory
+        self._clock = clock
+        self._began = clock()
+        self._changed = threading.Condition()
+        self._captured = False
+        self._failure: BaseException | None = None
+        self._outcome = SaveOutcome.PENDING
+        self._done: set[str] = set()
+        self._failed: dict[str, BaseException] = {}
+        self._stats = SaveStats(bytes=0, lazy=False, blocked_s=0.0)
+        self._captured_s: float | None = None
+        self._durable_s: dict[str, float] = {}
+        self.before_wait: Callable[[], None] | None = None
+
+    # Asking ----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self._checkpoint.step
+
+    @property
+    def attempt(self) -> int:
+        return self._checkpoint.attempt
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that this step is flushed to, fastest first."""
+        return self._tiers
+
+    @property
+    def outcome(self) -> SaveOutcome:
+        """``pending`` until the last tier of this step has it (``saved``), or it was given up."""
+        with self._changed:
+            return self._outcome
+
+    @property
+    def stats(self) -> SaveStats:
+        with self._changed:
+            return SaveStats(
+                bytes=self._stats.bytes,
+                lazy=self._stats.lazy,
+                blocked_s=self._stats.blocked_s,
+                captured_s=self._captured_s,
+                durable_s=dict(self._durable_s),
+            )
+
+    def exception(self) -> BaseException | None:
+        """Return why this save was given up, or why a tier did not get it; None while all is well."""
+        with self._changed:
+            return self._failure or next(iter(self._failed.values()), None)
+
+    def captured(self, timeout: float | None = None) -> None:
+        """Wait until the image lies sealed in host memory; raises what kept it from it, TimeoutError after ``timeout``
+        seconds."""
+        self._prepare_to_wait()
+        with self._changed:
+            self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
+            if self._failure is not None and not self._captured:
+                raise _again(self._failure)
+
+    def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
+        """Wait until the step is committed on ``tier`` (default: the last one that it is flushed to).
+
+        Raises the exception that kept it from it, ConfigError for a tier that this step is not flushed to, and
+        TimeoutError after ``timeout`` seconds.
+        """
+        name = self._resolve(tier)
+        self._prepare_to_wait()
+        with self._changed:
+            self._wait(
+                lambda: name in self._done or self._failure is not None or name in self._failed,
+                timeout,
+                f"committed on {name}",
+            )
+            if name in self._done:
+                return
+            raise _again(self._failed.get(name) or self._failure)
+
+    def done(self, tier: str | None = None) -> bool:
+        """Say whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
+        name = self._resolve(tier)
+        with self._changed:
+            return name in self._done
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle step={self.step} attempt={self.attempt} outcome={self.outcome}>"
+
+    # Telling ---------------------------------------------------------------------------------------
+
+    def tell_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
+        with self._changed:
+            self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
+
+    def tell_captured(self) -> None:
+        with self._changed:
+            self._captured = True
+            self._captured_s = self._clock() - self._began
+            self._done.add(self._in_memory)
+            if not self._tiers:
+                self._outcome = SaveOutcome.SAVED
+            self._changed.notify_all()
+
+    def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
+        """The image will never be complete: skipped, superseded or failed."""
+        with self._changed:
+            self._outcome = outcome
+            self._failure = error
+            self._changed.notify_all()
+
+    def tell_committed(self, tier: str) -> None:
+        with self._changed:
+            self._done.add(tier)
+            self._failed.pop(tier, None)
+            self._durable_s[tier] = self._clock() - self._began
+            if self._tiers and tier == self._tiers[-1]:
+                self._outcome = SaveOutcome.SAVED
+            self._changed.notify_all()
+
+    def tell_tier_failed(self, tier: str, error: BaseException) -> None:
+        with self._changed:
+            self._failed[tier] = error
+            if self._tiers and tier == self._tiers[-1]:
+                self._outcome = SaveOutcome.FAILED
+            self._changed.notify_all()
+
+    def _prepare_to_wait(self) -> None:
+        """Where the image waits for the barrier (``capture.verify``), waiting for it is the barrier."""
+        if self.before_wait is not None:
+            self.before_wait()
+
+    def _resolve(self, tier: str | None) -> str:
+        name = tier or (self._tiers[-1] if self._tiers else self._in_memory)
+        if name != self._in_memory and name not in self._tiers:
+            raise ConfigError(
+                f"step {self.step} is not flushed to tier {name!r}; it goes to "
+                f"{', '.join((self._in_memory, *self._tiers))}"
+            )
+        return name
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if not self._changed.wait_for(ready, timeout):
+            raise TimeoutError(f"step {self.step} is not {what} after {timeout} s")
+
+
+def _again(error: BaseException | None) -> BaseException:
+    """Make a fresh exception of the same kind, caused by the original: raised twice, that would grow its traceback."""
+    if error is None:
+        return FlushError("the save was given up")
+    kind = type(error) if isinstance(error, TierfallError) else CaptureError
+    copy = kind(str(error))
+    copy.__cause__ = error
+    return copy

@@ -1,0 +1,236 @@
+"""Restoring a stock optimizer: its state tensor by tensor, in the dtype that was saved, and its groups by value.
+
+``Optimizer.load_state_dict`` would cast the state to the parameter's dtype. Here a state tensor goes into the one that
+is there where device, dtype and shape are the same, and into a new one otherwise; state that the checkpoint does not have
+is removed. ``step`` lies where torch puts it: on the CPU, unless the group is capturable or fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tierfall.core.image import naming, optimizers, put
+from tierfall.core.image.build import CPU
+from tierfall.core.image.nodes import MapNode, Node, OptimizerNode, TensorNode, ValueNode
+from tierfall.core.image.work import Work
+
+_STEP = "step"
+_ON_DEVICE = ("capturable", "fused")
+
+
+class OptimizerFiller:
+    """Plans one optimizer as part of a restore."""
+
+    def __init__(self, work: Work, node: OptimizerNode, live: Optimizer, name: str) -> None:
+        self._work = work
+        self._builder = work.builder
+        self._node = node
+        self._live = live
+        self._name = name
+        self._numbering = optimizers.numbering(live, work.scans)
+
+    def plan(self) -> None:
+        groups = self._match()
+        if groups is None:
+            return
+        live_number, live_groups = groups
+        steps_on_device = self._steps_on_device()
+        for index, (_, node) in enumerate(self._node.groups):
+            name = f"{self._name}.param_groups.{index}"
+            self._group(node, self._live.param_groups[live_groups[index]], name)
+        kept: set[Any] = set()
+        for key, node in self._node.state:
+            name = f"{self._name}.state.{self._node.part(key)}"
+            if not isinstance(key, int):
+                kept.add(key[0])
+                self._state(node, key[0], CPU, CPU, name)
+                continue
+            parameter = self._numbering.parameters[live_number[key]]
+            kept.add(id(parameter))
+            step_device = parameter.device if key in steps_on_device else CPU
+            self._state(node, parameter, parameter.device, step_device, name)
+        self._work.puts.append(lambda: self._remove_others(kept))
+
+    # ---- which group and parameter is which
+
+    def _match(self) -> tuple[list[int], list[int]] | None:
+        """Return, per saved number, the number of the live parameter, and per saved group the live group's index."""
+        stored, live = self._node, self._numbering
+        if not (any(stored.names) and any(live.names)):
+            return self._match_by_place()
+        stored_keys = [stored.part(number) for number in range(len(stored.names))]
+        live_keys = {live.part(number): number for number in range(len(live.names))}
+        wanted = [frozenset(stored_keys[n] for n in numbers) for numbers, _ in stored.groups]
+        there = [frozenset(live.part(n) for n in numbers) for numbers in live.groups]
+        order: list[int] = []
+        for index, group in enumerate(wanted):
+            found = next((i for i, g in enumerate(there) if g == group and i not in order), None)
+            if found is None:
+                self._differs(index, group, there)
+                return None
+            order.append(found)
+        if len(order) != len(there):
+            self._work.report.differs(
+                f"{self._name}.param_groups", f"{len(order)} groups", f"{len(there)} groups"
+            )
+            return None
+        return [live_keys[key] for key in stored_keys], order
+
+    def _match_by_place(self) -> tuple[list[int], list[int]] | None:
+        # One side does not know names: torch's own rule, group by group and place by place.
+        stored = [len(numbers) for numbers, _ in self._node.groups]
+        live = [len(numbers) for numbers in self._numbering.groups]
+        if stored != live:
+            self._work.report.differs(
+                f"{self._name}.param_groups",
+                f"groups of {stored} parameters",
+                f"groups of {live} (put the optimizer's modules into the state to match them by name)",
+            )
+            return None
+        numbers = list(range(len(self._node.names)))
+        for (stored_group, _), live_group in zip(
+            self._node.groups, self._numbering.groups, strict=True
+        ):
+            for stored_number, live_number in zip(stored_group, live_group, strict=True):
+                numbers[stored_number] = live_number
+        return numbers, list(range(len(live)))
+
+    def _differs(self, index: int, group: frozenset[str], there: Sequence[frozenset[str]]) -> None:
+        nearest = max(there, key=lambda g: len(g & group), default=frozenset())
+        missing = sorted(group - nearest)[:3]
+        more = sorted(nearest - group)[:3]
+        self._work.report.refuses(
+            f"{self._name}.param_groups.{index}",
+            f"no parameter group of the state holds the same {len(group)} parameters; the nearest lacks "
+            f"{missing or 'none of them'} and has besides {more or 'no others'}: group the parameters as they were",
+        )
+
+    def _steps_on_device(self) -> set[int]:
+        found: set[int] = set()
+        for numbers, node in self._node.groups:
+            if isinstance(node, ValueNode):
+                self._builder.prepare(node, CPU)
+                flags: dict[Any, Any] = self._plain(node)
+            else:
+                assert isinstance(node, MapNode), "a group that is no mapping"
+                flags = {
+                    key: self._plain(child)
+                    for key, child in node.entries
+                    if key in _ON_DEVICE and isinstance(child, ValueNode)
+                }
+            if any(flags.get(key) is True for key in _ON_DEVICE):
+                found.update(numbers)
+        return found
+
+    def _plain(self, node: ValueNode) -> Any:
+        return {} if node.blobs else self._builder.value(node)
+
+    # ---- groups
+
+    def _group(self, node: Node, live: dict[str, Any], name: str) -> None:
+        work = self._work
+        if not work.selection.has(name):
+            return
+        if isinstance(node, ValueNode):
+            work.puts.append(lambda: _update(live, self._builder.value(node)))
+            return
+        assert isinstance(node, MapNode), "a group that is no mapping"
+        for key, child in node.entries:
+            value = live.get(key)
+            if isinstance(child, TensorNode) and self._fits(child, value):
+                work.fitter.tensor(child.slot, value, f"{name}.{naming.part(key)}")
+                continue
+            device = value.device if isinstance(value, torch.Tensor) else CPU
+            self._builder.prepare(child, device)
+            work.puts.append(self._group_put(live, key, child, device))
+
+    def _group_put(self, live: dict[str, Any], key: Any, node: Node, device: torch.device) -> Any:
+        return lambda: _update(live, {key: self._builder.build(node, device)})
+
+    # ---- state
+
+    def _state(
+        self, node: Node, key: Any, device: torch.device, step_device: torch.device, name: str
+    ) -> None:
+        selection = self._work.selection
+        if not selection.touches(name):
+            return
+        live = self._live.state.get(key)
+        if not isinstance(node, MapNode) or not isinstance(live, dict | None):
+            self._builder.prepare(node, device)
+            self._work.puts.append(lambda: self._replace(key, self._builder.build(node, device)))
+            return
+        made: list[tuple[Any, Node | None, torch.device]] = []
+        for entry, child in node.entries:
+            below = f"{name}.{naming.part(entry)}"
+            if not selection.touches(below):
+                continue
+            target = step_device if entry == _STEP else device
+            value = None if live is None else live.get(entry)
+            if isinstance(child, TensorNode) and self._goes_into(child, value, target, below):
+                made.append((entry, None, target))
+            else:
+                self._builder.prepare(child, target)
+                made.append((entry, child, target))
+        whole = selection.has(name)
+        self._work.puts.append(lambda: self._renew(key, made, whole))
+
+    def _goes_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
+        """Plan to fill a state tensor that is there; False where a new one is needed."""
+        if not isinstance(live, torch.Tensor):
+            return False
+        stored = self._builder.header.tensors[node.slot]
+        if tuple(live.shape) != stored.shape:
+            self._work.fitter.compare(node.slot, live, name)
+            return True
+        if not self._fits(node, live) or live.device != device:
+            return False
+        self._work.fitter.tensor(node.slot, live, name)
+        return True
+
+    def _fits(self, node: TensorNode, live: Any) -> bool:
+        stored = self._builder.header.tensors[node.slot]
+        return (
+            type(live) in (torch.Tensor, torch.nn.Parameter)
+            and live.dtype is stored.dtype
+            and tuple(live.shape) == stored.shape
+        )
+
+    def _renew(
+        self, key: Any, made: Sequence[tuple[Any, Node | None, torch.device]], whole: bool
+    ) -> None:
+        live = self._live.state[key]
+        renewed = {
+            entry: live[entry] if node is None else self._builder.build(node, device)
+            for entry, node, device in made
+        }
+        if whole:
+            live.clear()
+        live.update(renewed)
+
+    def _replace(self, key: Any, value: Any) -> None:
+        self._live.state[key] = put.merge(self._live.state.get(key), value)
+
+    def _remove_others(self, kept: set[Any]) -> None:
+        for key in list(self._live.state):
+            known = id(key) if isinstance(key, torch.Tensor) else key
+            if known not in kept and self._work.selection.has(self._state_name(key)):
+                del self._live.state[key]
+
+    def _state_name(self, key: Any) -> str:
+        number = self._numbering.numbers.get(id(key))
+        part = (
+            naming.part(key)
+            if not isinstance(key, torch.Tensor)
+            else (self._numbering.part(number) if number is not None else "%")
+        )
+        return f"{self._name}.state.{part}"
+
+
+def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
+    for key, value in values.items():
+        live[key] = put.merge(live.get(key), value)

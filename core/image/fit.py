@@ -1,0 +1,119 @@
+"""Fitting stored tensors into tensors that are there: the same dtype and shape, in place.
+
+A target whose elements do not lie in order gets its bytes through a temporary. Targets that are one memory are filled
+once; one memory that two stored tensors would go into is refused, since which one came last would be chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import dtypes, tensors
+from tierfall.core.image.build import Builder
+from tierfall.core.image.nodes import QuantizedNode
+from tierfall.core.image.report import Report
+
+
+class Fitter:
+    """Notes targets with the builder, and what is left to do once they are filled."""
+
+    def __init__(self, builder: Builder, report: Report) -> None:
+        self._builder = builder
+        self._report = report
+        self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
+        self.checks: list[Callable[[], None]] = []
+        self.copies: list[Callable[[], None]] = []
+
+    def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
+        """Say whether dtype and shape are the same; report it where they are not."""
+        stored = self._builder.header.tensors[slot]
+        if live.dtype is stored.dtype and tuple(live.shape) == stored.shape:
+            return True
+        self._report.differs(
+            name,
+            f"{dtypes.name_of(stored.dtype)} {stored.shape}",
+            f"{dtypes.name_of(live.dtype)} {tuple(live.shape)}",
+        )
+        return False
+
+    def tensor(self, slot: int, live: torch.Tensor, name: str) -> None:
+        """Fill ``live`` from a slot, in place."""
+        reason = tensors.refusal(live)
+        if reason is not None:
+            self._report.refuses(name, f"cannot be restored into: {reason}")
+        elif self.compare(slot, live, name) and self._claim(slot, live, name):
+            self._target(slot, live.detach(), name)
+
+    def quantized(self, node: QuantizedNode, live: torch.Tensor, name: str) -> None:
+        """Fill a quantized tensor from a slot, and give it the stored scale and zero point."""
+        if not self.compare(node.slot, live, name):
+            return
+        if str(live.qscheme()) != node.scheme:
+            self._report.differs(name, node.scheme, str(live.qscheme()))
+            return
+        self._builder.prepare(node, live.device)
+
+        def copy() -> None:
+            built = self._builder.build(node, live.device)
+            # Not copy_: it knows half of the schemes. The object stays, with new memory.
+            live.data = built
+
+        self.copies.append(copy)
+
+    def _claim(self, slot: int, live: torch.Tensor, name: str) -> bool:
+        """Say whether this memory is still to be filled."""
+        if not live.numel():
+            return False
+        claims = self._claims.setdefault(live.data_ptr(), [])
+        for other, other_slot, other_name in claims:
+            if not tensors.same_memory(other, live):
+                continue
+            if other_slot != slot and self._report.strict:
+                self._report.refuses(
+                    name,
+                    f"shares its memory with {other_name} in the state, and is stored apart from it; untie them, or "
+                    f"pass strict=False to take {other_name}",
+                )
+            return False
+        claims.append((live, slot, name))
+        return True
+
+    def _target(self, slot: int, live: torch.Tensor, name: str) -> None:
+        flat = tensors.as_bytes(live)
+        if flat is not None:
+            self._builder.add_target(slot, flat)
+            return
+        once = tensors.without_repeats(live)
+        if once is None:
+            self._report.refuses(
+                name, "its elements share memory: it cannot be restored into; clone it first"
+            )
+            return
+        temporary = self._builder.flat(slot, live.device)
+        if once.numel() == live.numel():
+            self.copies.append(lambda: tensors.fill_whole(live, temporary))
+            return
+        self.checks.append(lambda: _check_repeats(live, once, temporary, name))
+        self.copies.append(lambda: tensors.fill_whole(once, _once(live, once, temporary)))
+
+
+def _elements(live: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """View flat bytes as rows of one element each, in the shape of ``live``."""
+    return flat.view(*live.shape, live.element_size())
+
+
+def _once(live: torch.Tensor, once: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    picked = _elements(live, flat)[tuple(slice(0, n) for n in once.shape)]
+    return picked.contiguous().view(-1)
+
+
+def _check_repeats(live: torch.Tensor, once: torch.Tensor, flat: torch.Tensor, name: str) -> None:
+    expanded = _once(live, once, flat).view(*once.shape, live.element_size())
+    if not torch.equal(expanded.expand(*live.shape, -1), _elements(live, flat)):
+        raise RestoreError(
+            f"restore: {name} is an expanded tensor in the state, and the checkpoint has different elements for the "
+            "same memory; replace it by a clone of itself"
+        )

@@ -1,0 +1,315 @@
+"""An image's header, read from bytes that nobody vouches for.
+
+Nothing here executes what it reads, and nothing is allocated for a size that was not checked against the image's own.
+Whatever is off is damage: IntegrityError, with what the bytes were.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tierfall.core.documents import FORMAT
+from tierfall.core.errors import IntegrityError, NotSupportedError
+from tierfall.core.image import arrays, codec, dtypes
+from tierfall.core.image.codec import Coded
+from tierfall.core.image.layout import LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
+from tierfall.core.image.nodes import (
+    CodecNode,
+    MapNode,
+    Node,
+    ObjectNode,
+    QuantizedNode,
+    RandomNode,
+    SequenceNode,
+    TensorNode,
+    TreeReader,
+    ValueNode,
+    leaves,
+)
+from tierfall.core.records import HEADER_BYTES_MAX
+
+# The header may be as large as it may grow in place: the limit, and what rounding up adds.
+_LENGTH_MAX = HEADER_BYTES_MAX + (1 << 20)
+_QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of an image: its true dtype and shape, and its bytes relative to the start of the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_quantized(self) -> bool:
+        return dtypes.name_of(self.dtype) in _QUANTIZED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageHeader:
+    """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it."""
+
+    what: str
+    data_start: int
+    data_bytes: int
+    tensors: tuple[StoredTensor, ...]
+    tree: MapNode = field(repr=False)
+    values: tuple[Coded, ...] = field(repr=False)
+
+
+def read_header(
+    data: bytes | bytearray | memoryview, *, image_bytes: int, what: str
+) -> ImageHeader:
+    """Read the header of an image of ``image_bytes`` bytes from its first bytes; ``what`` names it in errors.
+
+    Raises IntegrityError where anything about it is off, NotSupportedError where a newer tierfall wrote it.
+    """
+    try:
+        return _read(data, image_bytes, what)
+    except NotSupportedError:
+        raise
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise IntegrityError(
+            f"{what}: the header is damaged, or not tierfall's: {error}"
+        ) from error
+
+
+def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> ImageHeader:
+    data_start = _data_start(data, image_bytes)
+    table = _parse(bytes(data[LENGTH_BYTES:data_start]))
+    metadata = _object(table.pop("__metadata__", None), "__metadata__")
+    static = _object(_parse(_text(metadata, LAYOUT_MEMBER)), LAYOUT_MEMBER)
+    if static.get("format") != FORMAT or static.get("requires") != []:
+        raise NotSupportedError(
+            f"{what}: written in format {static.get('format')!r} requiring {static.get('requires')!r}; this tierfall "
+            f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
+        )
+    tensors = _tensors(table, _list(static, "dtypes"), image_bytes - data_start)
+    values = _parse(_text(metadata, VALUES_MEMBER))
+    if not isinstance(values, list):
+        raise ValueError(f"{VALUES_MEMBER} is not a list")
+    reader = TreeReader(len(tensors), len(values))
+    tree = reader.read(static.get("tree"))
+    if not isinstance(tree, MapNode):
+        raise ValueError("the tree is not a mapping")
+    if len(reader.used_slots) != len(tensors) or len(reader.used_values) != len(values):
+        raise ValueError("the tree leaves out tensors or values")
+    _Check(tensors, values).tree(tree)
+    return ImageHeader(
+        what=what,
+        data_start=data_start,
+        data_bytes=image_bytes - data_start,
+        tensors=tensors,
+        tree=tree,
+        values=tuple(values),
+    )
+
+
+def _data_start(data: bytes | bytearray | memoryview, image_bytes: int) -> int:
+    if len(data) < LENGTH_BYTES:
+        raise ValueError(f"{len(data)} bytes are too few for one")
+    (length,) = struct.unpack("<Q", data[:LENGTH_BYTES])
+    if length > _LENGTH_MAX:
+        raise ValueError(f"it claims {length} bytes, more than the {_LENGTH_MAX} that one may have")
+    data_start: int = LENGTH_BYTES + length
+    if data_start > len(data) or data_start > image_bytes:
+        raise ValueError(
+            f"it claims to end at byte {data_start} of an image of {image_bytes}, of which {len(data)} were read"
+        )
+    return data_start
+
+
+# ---- the table of tensors
+
+
+def _tensors(
+    table: dict[str, Any], true_dtypes: list[Any], data_bytes: int
+) -> tuple[StoredTensor, ...]:
+    stored, end = [], 0
+    for name, entry in table.items():
+        tensor = _tensor(name, _object(entry, name))
+        if tensor.start != end:
+            raise ValueError(
+                f"tensor {name!r} begins at {tensor.start}, expected {end}: hole or overlap"
+            )
+        end = tensor.end
+        stored.append(tensor)
+    if end != data_bytes:
+        raise ValueError(f"the tensors take {end} bytes, the image has {data_bytes} for them")
+    for entry in true_dtypes:
+        position, tensor = _true_tensor(entry, stored)
+        stored[position] = tensor
+    return tuple(stored)
+
+
+def _tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
+    dtype, shape, offsets = dtypes.from_code(entry.get("dtype")), entry.get("shape"), None
+    if entry.keys() == {"dtype", "shape", "data_offsets"}:
+        offsets = entry["data_offsets"]
+    if dtype is None or shape is None or not dtypes.is_shape(shape):
+        raise ValueError(f"tensor {name!r} has no dtype or no shape that can be")
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != 2
+        or any(type(o) is not int for o in offsets)
+    ):
+        raise ValueError(f"tensor {name!r} has no offsets")
+    start, end = offsets
+    if end - start != dtypes.byte_count(dtype, shape):
+        raise ValueError(
+            f"tensor {name!r} has {end - start} bytes, its dtype and shape make another number"
+        )
+    return StoredTensor(name, dtype, tuple(shape), start, end)
+
+
+def _true_tensor(entry: Any, stored: list[StoredTensor]) -> tuple[int, StoredTensor]:
+    if not isinstance(entry, list) or len(entry) != 3:
+        raise ValueError("an entry of dtypes is not of three members")
+    position, name, shape = entry
+    if type(position) is not int or not 0 <= position < len(stored):
+        raise ValueError("dtypes names a tensor that is not in the table")
+    raw, dtype = stored[position], dtypes.from_name(name)
+    if dtype is None:
+        raise ValueError(
+            f"tensor {raw.name!r} is of dtype {name!r:.60}, unknown to torch {torch.__version__}"
+        )
+    if raw.dtype is not torch.uint8 or len(raw.shape) != 1 or not dtypes.is_shape(shape):
+        raise ValueError(f"tensor {raw.name!r} is not stored as bytes, or its shape cannot be")
+    if dtypes.byte_count(dtype, shape) != raw.length:
+        raise ValueError(
+            f"tensor {raw.name!r} has {raw.length} bytes, its true dtype and shape make another number"
+        )
+    return position, StoredTensor(raw.name, dtype, tuple(shape), raw.start, raw.end)
+
+
+# ---- values and what the tree makes of tensors
+
+
+class _Check:
+    """Decodes every value once, with stand-ins for what is not read yet: afterwards none can be malformed."""
+
+    def __init__(self, tensors: tuple[StoredTensor, ...], values: list[Coded]) -> None:
+        self._tensors = tensors
+        self._values = values
+
+    def tree(self, node: Node) -> None:
+        for _, leaf in leaves(node, ""):
+            match leaf:
+                case ValueNode():
+                    codec.decode(self._values[leaf.number], _BlobCheck(leaf, self._tensors))
+                case TensorNode():
+                    if self._tensors[leaf.slot].is_quantized:
+                        raise ValueError("a quantized tensor lacks its scale")
+                case QuantizedNode():
+                    self._quantized(leaf)
+                case ObjectNode() | RandomNode():
+                    self.tree(leaf.state)
+                case CodecNode():
+                    self.tree(leaf.value)
+
+    def _quantized(self, node: QuantizedNode) -> None:
+        tensor = self._tensors[node.slot]
+        if not tensor.is_quantized:
+            raise ValueError(f"tensor {tensor.name!r} is read as quantized, and is not")
+        if node.scheme == "torch.per_tensor_affine":
+            if not isinstance(node.parameters, ValueNode):
+                raise ValueError(f"tensor {tensor.name!r} lacks its scale")
+            read = codec.decode(
+                self._values[node.parameters.number], _BlobCheck(node.parameters, self._tensors)
+            )
+            if not isinstance(read, list) or [type(v) for v in read] != [float, int]:
+                raise ValueError(f"tensor {tensor.name!r} lacks its scale or its zero point")
+        else:
+            self._per_channel(node, tensor)
+
+    def _per_channel(self, node: QuantizedNode, tensor: StoredTensor) -> None:
+        if not isinstance(node.parameters, SequenceNode) or len(node.parameters.nodes) != 2:
+            raise ValueError(f"tensor {tensor.name!r} lacks its scales or its zero points")
+        if not 0 <= node.axis < len(tensor.shape):
+            raise ValueError(f"tensor {tensor.name!r} has no axis {node.axis}")
+        for part in node.parameters.nodes:
+            expected = (tensor.shape[node.axis],)
+            if not isinstance(part, TensorNode) or self._tensors[part.slot].shape != expected:
+                raise ValueError(
+                    f"tensor {tensor.name!r} has scales or zero points of another length"
+                )
+
+
+class _BlobCheck:
+    def __init__(self, node: ValueNode, tensors: tuple[StoredTensor, ...]) -> None:
+        self._node = node
+        self._tensors = tensors
+
+    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
+        if not 0 <= number < len(self._node.blobs):
+            raise ValueError("a value names a blob that it does not have")
+        tensor = self._tensors[self._node.blobs[number]]
+        dtype, shape = members.get("d"), members.get("s")
+        match kind:
+            case "array":
+                if not isinstance(dtype, str) or not dtypes.is_shape(shape):
+                    raise ValueError("an array lacks its dtype or its shape")
+                arrays.check_bytes(dtype, shape or [], tensor.length)
+            case "generator":
+                if not isinstance(dtype, str) or tensor.dtype is not torch.uint8:
+                    raise ValueError("a generator lacks its device or its state")
+                codec.decode({codec.TAG: "device", "v": dtype}, self)
+            case "str" | "bytes":
+                if tensor.dtype is not torch.uint8:
+                    raise ValueError("bytes are stored as a tensor of another dtype")
+            case _:
+                raise ValueError(f"a blob is of the unknown kind {kind[:40]!r}")
+        return None
+
+    def registered(self, name: str, value: object) -> object:
+        return None
+
+
+# ---- JSON
+
+
+def _parse(data: bytes | str) -> Any:
+    return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("an object has a member twice")
+    return result
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not allowed here")
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name!r:.80} is missing, or not an object")
+    return value
+
+
+def _text(members: dict[str, Any], name: str) -> str:
+    value = members.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"__metadata__ lacks {name!r}")
+    return value
+
+
+def _list(members: dict[str, Any], name: str) -> list[Any]:
+    value = members.get(name)
+    if not isinstance(value, list):
+        raise ValueError(f"{name!r} is missing, or not a list")
+    return value

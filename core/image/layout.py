@@ -1,0 +1,231 @@
+"""Where each byte of an image lies: planned once per structure of the state, then only filled.
+
+    0            8                     8 + JSON length              data_start, a multiple of 64 KiB
+    | length     | safetensors JSON    | spaces                     | tensors, largest items first, then by name ...
+
+The JSON is spliced from parts that are serialised once per layout and the values, which change with every save. At
+least 4 KiB of spaces stand behind it in the first header, so that values which grow move nothing. The order is by item
+size, so that every tensor is aligned to its items, without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierfall.core.documents import FORMAT, Spliced, sha256
+from tierfall.core.errors import CaptureError
+from tierfall.core.image import dtypes
+from tierfall.core.image.codec import Coded
+from tierfall.core.image.walk import Node, StateView
+from tierfall.core.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
+
+DATA_ALIGNMENT_BYTES = 64 << 10
+SLACK_BYTES = 4 << 10
+LENGTH_BYTES = 8
+
+LAYOUT_MEMBER = "tierfall"
+VALUES_MEMBER = "tierfall.values"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where one tensor's bytes lie, relative to the start of the data, and as what safetensors reads them.
+
+    ``index`` is the tensor's place in ``StateView.tensors``.
+    """
+
+    index: int
+    name: str
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The plan of an image. ``structure`` is equal for equal states; ``pieces`` is the manifest's table of tensors."""
+
+    structure: str
+    slots: tuple[Slot, ...]
+    data_start: int
+    data_bytes: int
+    pieces: Spliced = field(repr=False)
+    _key: tuple[Any, ...] = field(repr=False)
+    _before_values: bytes = field(repr=False)
+    _after_values: bytes = field(repr=False)
+
+    @property
+    def image_bytes(self) -> int:
+        return self.data_start + self.data_bytes
+
+    def matches(self, view: StateView) -> bool:
+        """Say whether the view's bytes lie where this layout has them."""
+        return self._key == view.structure
+
+    def header(self, view: StateView) -> bytes | None:
+        """Return the image's first ``data_start`` bytes for a view that matches; None where its values need more room,
+        and the layout has to be planned again."""
+        values = _quote(_dump(view.values))
+        length = self.data_start - LENGTH_BYTES
+        used = len(self._before_values) + len(values) + len(self._after_values)
+        if used > length:
+            return None
+        return b"".join(
+            (
+                struct.pack("<Q", length),
+                self._before_values,
+                values,
+                self._after_values,
+                b" " * (length - used),
+            )
+        )
+
+
+def plan_layout(view: StateView) -> Layout:
+    """Plan the image of a view; CaptureError where its header or its data would be larger than an image may be."""
+    slots = _place(view)
+    slot_of = [0] * len(slots)
+    for position, slot in enumerate(slots):
+        slot_of[slot.index] = position
+    static = {
+        "format": FORMAT,
+        "requires": [],
+        "tree": tree_to_json(view.tree, slot_of),
+        "dtypes": _true_dtypes(view, slots),
+    }
+    metadata = (("format", "pt"), (LAYOUT_MEMBER, _dump(static).decode("ascii")))
+    members = b",".join(_quote(name) + b":" + _quote(text) for name, text in metadata)
+    before = b'{"__metadata__":{' + members + b"," + _quote(VALUES_MEMBER) + b":"
+    after = b"}" + b"".join(_table_entry(slot) for slot in slots) + b"}"
+    used = LENGTH_BYTES + len(before) + len(_quote(_dump(view.values))) + len(after)
+    data_start = -(-(used + SLACK_BYTES) // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+    data_bytes = slots[-1].end if slots else 0
+    _check_sizes(used, data_start + data_bytes)
+    return Layout(
+        structure=sha256(before + after),
+        slots=slots,
+        data_start=data_start,
+        data_bytes=data_bytes,
+        pieces=_pieces(view, slots),
+        _key=view.structure,
+        _before_values=before,
+        _after_values=after,
+    )
+
+
+def _check_sizes(header_bytes: int, image_bytes: int) -> None:
+    if header_bytes > HEADER_BYTES_MAX:
+        raise CaptureError(
+            f"save: the header of the image would take {header_bytes} bytes, more than the {HEADER_BYTES_MAX} that it "
+            "may have; save large Python values as tensors, arrays or bytes"
+        )
+    if image_bytes > IMAGE_BYTES_MAX:
+        raise CaptureError(
+            f"save: the image would take {image_bytes} bytes, more than {IMAGE_BYTES_MAX}; are there expanded tensors?"
+        )
+
+
+def _place(view: StateView) -> tuple[Slot, ...]:
+    names = [source.name for source in view.tensors]
+    sizes = [dtype.itemsize for dtype in view.dtypes]
+    order = sorted(range(len(names)), key=lambda i: (-sizes[i], names[i]))
+    slots, end = [], 0
+    for index in order:
+        dtype, shape = view.dtypes[index], tuple(view.shapes[index])
+        start, end = end, end + dtypes.byte_count(dtype, shape)
+        code = dtypes.code_of(dtype)
+        slots.append(
+            Slot(
+                index=index,
+                name=names[index],
+                start=start,
+                end=end,
+                dtype=code or dtypes.RAW_CODE,
+                shape=shape if code else (end - start,),
+            )
+        )
+    return tuple(slots)
+
+
+def _true_dtypes(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
+    """List slot, dtype and shape of whatever is stored as U8 and is not."""
+    return [
+        [position, dtypes.name_of(view.dtypes[slot.index]), list(view.shapes[slot.index])]
+        for position, slot in enumerate(slots)
+        if dtypes.code_of(view.dtypes[slot.index]) is None
+    ]
+
+
+def _table_entry(slot: Slot) -> bytes:
+    entry = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
+    return b"," + _quote(slot.name) + b":" + _dump(entry)
+
+
+def _pieces(view: StateView, slots: Sequence[Slot]) -> Spliced:
+    """One piece per tensor: this rank holds each of them whole."""
+    return Spliced(
+        _dump(
+            [
+                {
+                    "name": slot.name,
+                    "dtype": dtypes.name_of(view.dtypes[slot.index]),
+                    "shape": (shape := tuple(view.shapes[slot.index])),
+                    "offset": [0] * len(shape),
+                    "lengths": shape,
+                    "start": slot.start,
+                    "end": slot.end,
+                }
+                for slot in slots
+            ]
+        )
+    )
+
+
+def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
+    """Write a node of the walk with the slots of its tensors; ``nodes`` reads it back."""
+    if type(node) is int:
+        return slot_of[node]
+
+    def write(child: Node) -> Coded:
+        return tree_to_json(child, slot_of)
+
+    match node:
+        case ("v", number, *blobs):
+            return ["v", number, *[slot_of[blob] for blob in blobs]]
+        case ("d", kind, keys, nodes):
+            return ["d", kind, [_key_to_json(key) for key in keys], [write(n) for n in nodes]]
+        case ("l" | "t" as kind, nodes):
+            return [kind, [write(n) for n in nodes]]
+        case ("m", keys, names, nodes):
+            return ["m", keys, names, [write(n) for n in nodes]]
+        case ("o", names, groups, state):
+            return [
+                "o",
+                names,
+                [[numbers, write(n)] for numbers, n in groups],
+                [[k if type(k) is int else _key_to_json(k[0]), write(n)] for k, n in state],
+            ]
+        case ("q", number, scheme, axis, child):
+            return ["q", slot_of[number], scheme, axis, write(child)]
+        case ("c", name, child):
+            return ["c", name, write(child)]
+        case (kind, child):
+            return [kind, write(child)]
+    raise AssertionError(f"a node of no known kind: {node!r}")
+
+
+def _key_to_json(key: str | tuple[str]) -> Coded:
+    return key if type(key) is str else [json.loads(key[0])]
+
+
+def _dump(value: Coded) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _quote(text: str | bytes) -> bytes:
+    return json.dumps(text if isinstance(text, str) else text.decode("ascii")).encode("ascii")

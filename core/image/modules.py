@@ -1,0 +1,182 @@
+"""What a module tells about its state_dict: which keys are parameters, and their names without wrappers.
+
+DDP, DataParallel and compiled modules put a prefix before each key of what they wrap. It is taken off where a module of
+that type stands, at any depth; a child that happens to be called ``module`` keeps its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tierfall.core.image import codec, naming
+from tierfall.core.image.item import Item
+
+EXTRA_STATE = "_extra_state"
+
+
+@dataclass(slots=True)
+class ModuleScan:
+    """One module's own view of its state_dict keys; ``bare`` maps prefixes to what is left without wrappers."""
+
+    name: str
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    bare: dict[str, str] = field(default_factory=dict)
+    has_wrappers: bool = False
+    _pointers: dict[int, str] | None = None
+
+    def key_name(self, key: str) -> str:
+        """Name a key of the state_dict, below the module's own name."""
+        return naming.module_part(self._strip(key) if self.has_wrappers else key)
+
+    def _strip(self, key: str) -> str:
+        prefix, dot, leaf = key.rpartition(".")
+        while dot and prefix + "." not in self.bare:
+            # A key that a hook made up: strip what is known of it.
+            prefix, dot, more = prefix.rpartition(".")
+            leaf = f"{more}.{leaf}"
+        return (self.bare[prefix + "."] if dot else self.bare.get("", "")) + leaf
+
+    def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
+        """Return the parameter whose memory a tensor of the state_dict is."""
+        found = self.parameters.get(key)
+        if found is not None and found.data_ptr() == tensor.data_ptr():
+            return found
+        found_key = self._by_pointer(tensor)
+        return None if found_key is None else self.parameters.get(found_key)
+
+    def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the parameter or buffer whose memory a tensor of the state_dict is; None where it is a copy."""
+        found: torch.Tensor | None = self.parameters.get(key)
+        if found is None:
+            found = self.buffers.get(key)
+        if found is not None and found.data_ptr() == tensor.data_ptr():
+            return found
+        found_key = self._by_pointer(tensor)
+        if found_key is None:
+            return None
+        return self.parameters.get(found_key, self.buffers.get(found_key))
+
+    def _by_pointer(self, tensor: torch.Tensor) -> str | None:
+        if self._pointers is None:
+            tensors: list[tuple[str, torch.Tensor]] = [
+                *self.buffers.items(),
+                *self.parameters.items(),
+            ]
+            self._pointers = {
+                t.data_ptr(): key for key, t in tensors if t.layout is torch.strided and t.numel()
+            }
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+        ):
+            return None
+        return self._pointers.get(tensor.data_ptr()) if tensor.numel() else None
+
+
+def scan(module: nn.Module, name: str) -> ModuleScan:
+    result = ModuleScan(name)
+    _visit(module, "", "", result)
+    return result
+
+
+def _visit(module: nn.Module, raw: str, bare: str, result: ModuleScan) -> None:
+    result.bare[raw] = bare
+    result.owners[raw + EXTRA_STATE] = module
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            result.parameters[raw + name] = parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            result.buffers[raw + name] = buffer
+    wrapped = _wrapped_child(module)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if name == wrapped:
+            result.has_wrappers = True
+            _visit(child, f"{raw}{name}.", bare, result)
+        else:
+            _visit(child, f"{raw}{name}.", f"{bare}{name}.", result)
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    # A compiled module exists only where dynamo is loaded already; loading it costs seconds.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return "_orig_mod"
+    return None
+
+
+@dataclass(slots=True)
+class Scans:
+    """Every module of a state, scanned once before the walk, and the name of every parameter."""
+
+    by_module: dict[int, ModuleScan] = field(default_factory=dict)
+    parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+
+    def of(self, module: nn.Module, name: str) -> ModuleScan:
+        """Return the scan of a module at ``name``; one module may stand at several."""
+        found = self.by_module.get(id(module))
+        return found if found is not None and found.name == name else scan(module, name)
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        found = self.parameters.get(id(parameter))
+        return None if found is None else found[0]
+
+
+def scan_state(state: Mapping[object, object]) -> Scans:
+    """Scan all modules and bare parameters of a state. Looks through plain containers only, and never calls anything of
+    the user's."""
+    scans = Scans()
+    for key, value in state.items():
+        _find(value, naming.part(key) if _may_name(key) else "", scans, 0)
+    return scans
+
+
+def _find(value: object, name: str, scans: Scans, depth: int) -> None:
+    kind = type(value)
+    if kind is Item:
+        _find(value.value, name, scans, depth)  # type: ignore[attr-defined]
+    elif isinstance(value, nn.Module) and codec.codec_for(kind) is None:
+        if id(value) not in scans.by_module:
+            found = scans.by_module[id(value)] = scan(value, name)
+            for key, parameter in found.parameters.items():
+                full = naming.join(name, found.key_name(key))
+                scans.parameters.setdefault(id(parameter), (full, parameter))
+    elif kind is nn.Parameter:
+        scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
+    elif depth <= codec.DEPTH_MAX:
+        for child_name, child in _children(value, name):
+            _find(child, child_name, scans, depth + 1)
+
+
+def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if type(value) in codec.MAPPINGS:
+        for key, child in value.items():  # type: ignore[attr-defined]
+            if type(child) not in _LEAVES and _may_name(key):
+                yield naming.join(name, naming.part(key)), child
+    elif type(value) is list or type(value) is tuple:
+        for index, child in enumerate(value):
+            if type(child) not in _LEAVES:
+                yield f"{name}.{index}", child
+
+
+def _may_name(key: object) -> bool:
+    try:
+        naming.part(key)
+    except codec.Uncodable:
+        return False  # the walk refuses it, with its path
+    return True
+
+
+_LEAVES = frozenset({int, float, str, bool, bytes, type(None), torch.Tensor})

@@ -1,0 +1,69 @@
+"""Torch optimizers: which of them are stock, and how their parameters are numbered and named.
+
+A stock optimizer is saved and restored tensor by tensor, since ``load_state_dict`` casts state to the parameter's
+dtype. One whose class, object or hooks change what ``state_dict`` or ``load_state_dict`` do is asked through them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tierfall.core.image.modules import Scans
+
+
+def is_stock(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    if kind.state_dict is not Optimizer.state_dict:
+        return False
+    if kind.load_state_dict is not Optimizer.load_state_dict:
+        return False
+    own = optimizer.__dict__
+    if "state_dict" in own or "load_state_dict" in own:
+        return False
+    return not any(own.get(hooks) for hooks in _HOOKS)
+
+
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The parameters of an optimizer in the order of their groups: number, and name where the state has their module.
+
+    A parameter's number is the one that ``state_dict`` gives it.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    numbers: dict[int, int]
+    names: tuple[str | None, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    def part(self, number: int) -> str:
+        """Name a parameter's state, below ``<optimizer>.state``."""
+        return self.names[number] or f"%i{number}"
+
+
+def numbering(optimizer: Optimizer, scans: Scans) -> Numbering:
+    numbers: dict[int, int] = {}
+    parameters: list[torch.Tensor] = []
+    groups: list[tuple[int, ...]] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers.setdefault(id(parameter), len(parameters))
+            parameters.append(parameter)
+        groups.append(tuple(numbers[id(p)] for p in group["params"]))
+    names = tuple(scans.name_of(parameter) for parameter in parameters)
+    return Numbering(tuple(parameters), numbers, names, tuple(groups))
+
+
+def group_values(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -1,0 +1,153 @@
+"""One tensor as bytes: which tensors an image takes, their flat bytes without a copy, and with one.
+
+It knows torch's kinds of tensor and nothing of states, names or layouts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tierfall.core.image import dtypes
+
+_BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Say why an image cannot take this tensor, or None."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return _refuse_subclass(kind)
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot be saved; save its dense parts instead"
+    if tensor.is_nested:
+        return "a nested tensor cannot be saved; save its components instead"
+    if tensor.is_meta:
+        return "a meta tensor has no data; materialise it first (for a module: to_empty)"
+    if not tensor.data_ptr() and tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "the storage of this tensor has been freed"
+    return None
+
+
+def _refuse_subclass(kind: type[torch.Tensor]) -> str:
+    if kind.__name__ in ("DTensor", "ShardedTensor") and kind.__module__.startswith("torch."):
+        return f"{kind.__name__} is not supported yet; save its local tensor instead"
+    if issubclass(
+        kind, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer
+    ):
+        return "an uninitialized parameter has no data; run the module once before the first save"
+    if kind.__name__ == "NestedTensor":
+        return "a nested tensor cannot be saved; save its components instead"
+    return f"tensors of class {kind.__module__}.{kind.__qualname__} cannot be saved; convert it to a plain tensor"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of ``tensor`` as a flat uint8 view of its memory.
+
+    None where its elements do not lie one after the other as they read: not contiguous, conjugated, negated. A
+    quantized tensor gives its integers.
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.is_quantized or tensor.is_inference():
+        return _over_storage(tensor)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dim() != 1:
+        tensor = tensor.view(-1)
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+
+
+def _over_storage(tensor: torch.Tensor) -> torch.Tensor:
+    # A fresh tensor over the same storage: views of quantized tensors stay quantized, and those of inference tensors
+    # cannot be written.
+    start = tensor.storage_offset() * tensor.element_size()
+    length = dtypes.byte_count(tensor.dtype, tensor.shape)
+    with torch.no_grad():
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return flat.set_(tensor.untyped_storage(), start, (length,))  # type: ignore[call-overload, no-any-return]
+
+
+def copy_whole(target: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy any tensor that an image takes into ``target``, flat uint8 of its contiguous size, bit for bit.
+
+    Not-a-number payloads survive; a lazily conjugated or negated tensor is written as it reads.
+    """
+    with torch.no_grad():
+        flat = as_bytes(tensor)
+        if flat is not None:
+            target.copy_(flat, non_blocking=non_blocking)
+            return
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.is_quantized:
+            tensor = tensor.contiguous()
+        flat = as_bytes(tensor)
+        if flat is not None:
+            target.copy_(flat, non_blocking=non_blocking)
+            return
+        source = _as_integers(tensor)
+        if target.storage_offset() % source.element_size():
+            flat = source.contiguous().view(-1).view(torch.uint8)
+            target.copy_(flat, non_blocking=non_blocking)
+        else:
+            target.view(source.dtype).view(source.shape).copy_(source, non_blocking=non_blocking)
+
+
+def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copy flat contiguous bytes into a tensor that has no flat view: the inverse of ``copy_whole``.
+
+    ``flat`` starts at the beginning of its storage.
+    """
+    with torch.no_grad():
+        target = target.detach()
+        if target.is_conj() or target.is_neg():
+            # Written as it reads; torch turns it into what lies below.
+            target.copy_(flat.view(target.dtype).view(target.shape))
+            return
+        if target.is_inference():
+            target = _writable(target)
+        integers = _as_integers(target)
+        integers.copy_(flat.view(integers.dtype).view(integers.shape))
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return fresh.set_(  # type: ignore[call-overload, no-any-return]
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    # Integers of the same size: every dtype copies then, the sub-byte shells too, and no bit changes.
+    bits = _BITS_OF_SIZE.get(tensor.element_size())
+    return torch.view_as_real(tensor).view(torch.int64) if bits is None else tensor.view(bits)
+
+
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the view of an expanded tensor that holds each of its elements once; None where elements share memory in
+    another way. A tensor whose elements do not share memory comes back as it is."""
+    for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and length > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    spans = sorted(
+        (stride, length)
+        for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
+        if length > 1
+    )
+    reach = 1
+    for stride, length in spans:
+        if stride < reach:
+            return None
+        reach = stride * (length - 1) + reach
+    return tensor
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors that start at one address are aliases: each element the same memory, read the same."""
+    return (
+        one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )

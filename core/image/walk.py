@@ -1,0 +1,443 @@
+"""One walk of a state: every tensor once, every value written down, and the tree that holds them.
+
+The walk fixes values at its moment and refuses, naming the path, what cannot be saved. It decides nothing about where
+bytes lie (``layout``) and copies no tensor. A node of the tree is a tuple that compares cheaply (two walks of one
+structure give equal trees) and holds no value that may change: those stand aside, in ``values``.
+
+    7                                   tensor number 7 of the view
+    ("v", 3, 8, 9)                      value number 3, whose blobs are the tensors 8 and 9
+    ("d", kind, keys, nodes)            a mapping that holds tensors; a key is str, or (coded,) for any other type
+    ("l", nodes), ("t", nodes)          a list, a tuple
+    ("m", keys, names, nodes)           a module's state_dict; names is () where they equal the keys
+    ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
+    ("s", node)                         an object with state_dict and load_state_dict
+    ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point
+    ("c", name, node)                   a value of a registered type, written as something that holds tensors
+    ("r", node)                         the random state of the process
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tierfall.core.errors import CaptureError
+from tierfall.core.image import arrays, codec, modules, naming, optimizers, random_state, tensors
+from tierfall.core.image.codec import Coded
+from tierfall.core.image.item import Item
+from tierfall.core.image.modules import Scans
+from tierfall.core.image.naming import Trail
+from tierfall.core.values import Changes
+
+Node = Any  # int, or one of the tuples above
+T = TypeVar("T")
+
+
+class SourceTensor(NamedTuple):
+    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
+
+    name: str
+    tensor: torch.Tensor
+    changes: Changes
+    trail: Trail
+
+    @property
+    def path(self) -> str:
+        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
+        return naming.path(self.trail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateView:
+    """A state at one moment: its tensors (aliases resolved), and its values written down.
+
+    ``parameters`` are the trainable parameters of all modules in the state, and bare ones. ``structure`` holds all that
+    a layout depends on: equal structures have equal layouts.
+    """
+
+    tensors: tuple[SourceTensor, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    optimizers: tuple[Optimizer, ...]
+    tree: Node
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    values: list[Coded]
+    structure: tuple[Any, ...]
+
+
+def describe(state: Mapping[Any, object]) -> StateView:
+    """Walk a state; CaptureError, naming the path, where something in it cannot be saved."""
+    if not isinstance(state, Mapping):
+        raise CaptureError(
+            f"save: state is a {type(state).__name__}; expected a mapping of names to what is to be saved"
+        )
+    scans = modules.scan_state(state)
+    walk = _Walk(scans)
+    tree = walk.state(state)
+    names = tuple(walk.names)
+    dtypes, shapes = tuple(walk.dtypes), tuple(walk.shapes)
+    return StateView(
+        tensors=tuple(map(SourceTensor, names, walk.tensors, walk.changes, walk.trails)),
+        parameters=tuple((n, p) for n, p in scans.parameters.values() if p.requires_grad),
+        optimizers=tuple(walk.optimizers),
+        tree=tree,
+        dtypes=dtypes,
+        shapes=shapes,
+        values=walk.values,
+        structure=(tree, names, dtypes, shapes),
+    )
+
+
+class _Plain:
+    """A value that holds no tensors, written down, and its blobs, still without numbers."""
+
+    __slots__ = ("blobs", "coded")
+
+    def __init__(self, coded: Coded, blobs: Sequence[tuple[dict[str, Any], int]] = ()) -> None:
+        self.coded = coded
+        self.blobs = blobs
+
+
+_SCALARS = frozenset({int, float, bool, type(None)})
+_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+
+
+class _Walk:
+    def __init__(self, scans: Scans) -> None:
+        self.scans = scans
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.dtypes: list[torch.dtype] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.changes: list[Changes] = []
+        self.trails: list[Trail] = []
+        self.values: list[Coded] = []
+        self.optimizers: list[Optimizer] = []
+        self._taken: set[str] = set()
+        self._by_pointer: dict[int, list[int]] = {}
+        self._ancestors: set[int] = set()
+        self._ruled: Changes | None = None  # what the innermost item() says
+        self._inside_optimizer = False
+
+    def state(self, state: Mapping[Any, object]) -> Node:
+        keys, nodes = [], []
+        for key, value in state.items():
+            trail = (None, key)
+            keys.append(self._key(key, trail))
+            nodes.append(self._settle(self._walk(value, naming.part(key), trail, 0)))
+        if random_state.ENTRY not in state:
+            keys.append(random_state.ENTRY)
+            found = self._walk(random_state.capture(), random_state.ENTRY, (None, "rng"), 0)
+            nodes.append(("r", self._settle(found)))
+        return ("d", "dict", tuple(keys), tuple(nodes))
+
+    # ---- dispatch
+
+    def _walk(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+        kind = type(value)
+        if kind in _TENSORS:
+            return self._tensor(value, name, trail)
+        if kind in _SCALARS:
+            return _Plain(codec.encode_atom(value))
+        if kind is str or kind is bytes:
+            return self._text(value, name, trail)
+        if depth > codec.DEPTH_MAX:
+            _refuse(trail, f"is nested deeper than {codec.DEPTH_MAX} levels")
+        if kind is tuple or kind is list or kind in codec.MAPPINGS:
+            return self._container(value, name, trail, depth)
+        registered = codec.codec_for(kind)
+        if registered is not None:
+            return self._registered(registered, value, name, trail, depth)
+        return self._object(value, name, trail, depth)
+
+    def _object(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+        if isinstance(value, Item):
+            return self._item(value, name, trail, depth)
+        if isinstance(value, nn.Module):
+            return self._within(value, trail, lambda: self._module(value, name, trail, depth))
+        if isinstance(value, Optimizer):
+            self.optimizers.append(value)
+            if optimizers.is_stock(value):
+                return self._within(
+                    value, trail, lambda: self._optimizer(value, name, trail, depth)
+                )
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name, trail)
+        if isinstance(value, torch.Generator):
+            return self._generator(value, name, trail)
+        if arrays.is_array(value):
+            return self._array(value, name, trail)
+        if is_stateful(value):
+            return self._within(value, trail, lambda: self._stateful(value, name, trail, depth))
+        return _Plain(self._atom(value, trail))
+
+    def _within(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
+        if id(value) in self._ancestors:
+            _refuse(trail, "contains itself")
+        self._ancestors.add(id(value))
+        try:
+            return visit()
+        finally:
+            self._ancestors.discard(id(value))
+
+    def _settle(self, found: Node | _Plain) -> Node:
+        """Give a value its number, where its container holds tensors and so is not a value itself."""
+        if type(found) is not _Plain:
+            return found
+        for number, (members, _) in enumerate(found.blobs):
+            members["t"] = number
+        self.values.append(found.coded)
+        return ("v", len(self.values) - 1, *[source for _, source in found.blobs])
+
+    # ---- values
+
+    def _atom(self, value: object, trail: Trail) -> Coded:
+        try:
+            return codec.encode_atom(value)
+        except codec.Uncodable as error:
+            _refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+
+    def _key(self, key: object, trail: Trail) -> str | tuple[str]:
+        if type(key) is str:
+            return key
+        return (json.dumps(self._atom(key, trail), separators=(",", ":")),)
+
+    def _text(self, value: str | bytes, name: str, trail: Trail) -> _Plain:
+        if len(value) <= codec.BLOB_BYTES // 4:
+            return _Plain(codec.encode_atom(value))
+        data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+        if len(data) <= codec.BLOB_BYTES:
+            return _Plain(codec.encode_atom(value))
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self._blob(flat, "str" if isinstance(value, str) else "bytes", name, trail)
+
+    def _blob(
+        self, flat: torch.Tensor, kind: str, name: str, trail: Trail, **members: Coded
+    ) -> _Plain:
+        coded = {codec.TAG: "blob", "k": kind, "t": 0, **members}
+        return _Plain(coded, [(coded, self._add(flat, flat.dtype, tuple(flat.shape), name, trail))])
+
+    def _array(self, value: Any, name: str, trail: Trail) -> _Plain:
+        reason = arrays.why_not(value)
+        if reason is not None:
+            _refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
+        source = arrays.to_tensor(value)
+        members = {"d": value.dtype.str, "s": list(value.shape)}
+        return self._blob(source, "array", name, trail, **members)
+
+    def _generator(self, value: torch.Generator, name: str, trail: Trail) -> _Plain:
+        return self._blob(value.get_state(), "generator", name, trail, d=str(value.device))
+
+    def _registered(
+        self, registered: codec.Codec, value: object, name: str, trail: Trail, depth: int
+    ) -> Node | _Plain:
+        found = self._within(
+            value, trail, lambda: self._walk(registered.encode(value), name, trail, depth + 1)
+        )
+        if type(found) is not _Plain:
+            return ("c", registered.name, found)
+        return _Plain({codec.TAG: "codec", "n": registered.name, "v": found.coded}, found.blobs)
+
+    # ---- containers
+
+    def _container(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+        if type(value) is list:
+            run = codec.encode_run(value)
+            if run is not None:
+                return _Plain(run)
+        return self._within(value, trail, lambda: self._children(value, name, trail, depth))
+
+    def _children(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
+        if type(value) is list or type(value) is tuple:
+            found = [
+                self._walk(child, f"{name}.{i}", (trail, i), depth + 1)
+                for i, child in enumerate(value)
+            ]
+            if _all_plain(found):
+                coded = [child.coded for child in found]
+                return _join(coded if type(value) is list else codec.tagged("tuple", coded), found)
+            return ("l" if type(value) is list else "t", tuple(map(self._settle, found)))
+        kind = codec.MAPPINGS[type(value)]
+        keys = [self._key(key, (trail, key)) for key in value]
+        found = [
+            self._walk(child, f"{name}.{naming.part(key)}", (trail, key), depth + 1)
+            for key, child in value.items()
+        ]
+        if _all_plain(found):
+            return _join(codec.encode_items(kind, list(value), [c.coded for c in found]), found)
+        return ("d", kind, tuple(keys), tuple(map(self._settle, found)))
+
+    def _item(self, value: Item, name: str, trail: Trail, depth: int) -> Node | _Plain:
+        outer = self._ruled
+        self._ruled = value.changes or outer
+        try:
+            return self._within(
+                value, trail, lambda: self._walk(value.value, name, trail, depth + 1)
+            )
+        finally:
+            self._ruled = outer
+
+    # ---- what has a state_dict
+
+    def _module(self, module: nn.Module, name: str, trail: Trail, depth: int) -> Node:
+        scan = self.scans.of(module, name)
+        state = module.state_dict()
+        if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
+            _refuse(
+                trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
+            )
+        keys = tuple(state)
+        names = tuple(map(scan.key_name, keys))
+        nodes = []
+        for key, below, value in zip(keys, names, state.values(), strict=True):
+            if type(value) is torch.Tensor:
+                on_step = scan.parameter_of(key, value) is not None
+                node = self._tensor(value, f"{name}.{below}", (trail, key), on_step=on_step)
+            else:
+                found = self._walk(value, f"{name}.{below}", (trail, key), depth + 1)
+                node = self._settle(found)
+            nodes.append(node)
+        return ("m", keys, () if names == keys else names, tuple(nodes))
+
+    def _optimizer(self, optimizer: Optimizer, name: str, trail: Trail, depth: int) -> Node:
+        numbering = optimizers.numbering(optimizer, self.scans)
+        groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            place = ((trail, "param_groups"), index)
+            values = optimizers.group_values(group)
+            found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
+            groups.append((numbering.groups[index], self._settle(found)))
+        outer, self._inside_optimizer = self._inside_optimizer, True
+        try:
+            state = tuple(
+                self._optimizer_state(
+                    key, value, numbering, f"{name}.state", (trail, "state"), depth
+                )
+                for key, value in optimizer.state.items()
+            )
+        finally:
+            self._inside_optimizer = outer
+        return ("o", numbering.names, tuple(groups), state)
+
+    def _optimizer_state(
+        self,
+        key: Any,
+        value: Any,
+        numbering: optimizers.Numbering,
+        name: str,
+        trail: Trail,
+        depth: int,
+    ) -> tuple[Any, Node]:
+        if not isinstance(key, torch.Tensor):
+            place = (trail, key)
+            token = self._key(key, place)
+            found = self._walk(value, f"{name}.{naming.part(key)}", place, depth + 1)
+            return ((token,), self._settle(found))
+        number = numbering.numbers.get(id(key))
+        if number is None:
+            _refuse(trail, "holds the state of a parameter that is in none of its groups")
+        found = self._walk(value, f"{name}.{numbering.part(number)}", (trail, number), depth + 1)
+        return (number, self._settle(found))
+
+    def _stateful(self, value: Any, name: str, trail: Trail, depth: int) -> Node:
+        return ("s", self._settle(self._walk(value.state_dict(), name, trail, depth + 1)))
+
+    # ---- tensors
+
+    def _tensor(
+        self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool = False
+    ) -> Node:
+        reason = tensors.refusal(tensor)
+        if reason is not None:
+            _refuse(trail, f"cannot be saved: {reason}")
+        on_step = on_step or type(tensor) is nn.Parameter
+        if tensor.is_quantized:
+            return self._quantized(tensor, name, trail, on_step=on_step)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return self._add(tensor, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
+
+    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool) -> Node:
+        flat = tensors.as_bytes(tensor.detach().contiguous())
+        assert flat is not None, "a contiguous tensor without bytes"
+        number = self._add(flat, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
+        scheme = str(tensor.qscheme())
+        if tensor.qscheme() == torch.per_tensor_affine:
+            settled = self._settle(
+                _Plain([codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
+            )
+            return ("q", number, scheme, 0, settled)
+        parts = (
+            self._tensor(tensor.q_per_channel_scales().clone(), f"{name}%scales", trail),
+            self._tensor(tensor.q_per_channel_zero_points().clone(), f"{name}%zero_points", trail),
+        )
+        return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
+
+    def _add(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        name: str,
+        trail: Trail,
+        *,
+        on_step: bool = False,
+    ) -> int:
+        """Take a tensor in and return its number; an alias of an earlier one gets that one's."""
+        changes = Changes.ON_STEP if on_step or self._inside_optimizer else Changes.ANYTIME
+        changes = self._ruled or changes
+        pointer = tensor.data_ptr()
+        number = len(self.names)
+        if pointer and tensor.numel():
+            same = self._by_pointer.setdefault(pointer, [])
+            for other in same:
+                if (
+                    self.dtypes[other] is dtype
+                    and self.shapes[other] == shape
+                    and (tensors.same_memory(self.tensors[other], tensor))
+                ):
+                    if changes is Changes.ANYTIME:
+                        self.changes[other] = changes
+                    return other
+            same.append(number)
+        if name in self._taken:
+            # Only keys that a state_dict made up can meet; % is in no other name, so this is free.
+            name = f"{name}%d{number}"
+        self._taken.add(name)
+        self.names.append(name)
+        self.tensors.append(tensor)
+        self.dtypes.append(dtype)
+        self.shapes.append(shape)
+        self.changes.append(changes)
+        self.trails.append(trail)
+        return number
+
+
+_ADVICE = "save what it is made of, give it state_dict and load_state_dict, or teach tierfall with register_codec"
+
+
+def is_stateful(value: object) -> bool:
+    """Say whether an object tells its state through state_dict and load_state_dict."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def _all_plain(found: list[Any]) -> bool:
+    return all(type(child) is _Plain for child in found)
+
+
+def _join(coded: Coded, found: list[_Plain]) -> _Plain:
+    return _Plain(coded, [blob for child in found for blob in child.blobs])
+
+
+def _refuse(trail: Trail, reason: str) -> NoReturn:
+    raise CaptureError(f"save: {naming.path(trail)} {reason}")

@@ -1,0 +1,164 @@
+"""The reads of a restore: every chunk verified before its bytes go anywhere, from the fastest copy that is good.
+
+A few threads each read a chunk, hash it, and scatter it to its targets. From storage it goes through a reused aligned
+buffer, from host memory it is taken where it lies.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from tierfall.core.buffers import BufferPool
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.errors import BackendError, IntegrityError, TierfallError
+from tierfall.core.image import Fill
+from tierfall.core.records import Manifest
+from tierfall.core.restore.images import Image
+
+READ_THREADS = 4
+BUFFER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """Something that was passed over, and why: a tier, a copy, a chunk of it, or a whole step."""
+
+    what: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a restore has read, by tier, and what it passed over. Shared by the reading threads."""
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, tier: str, bytes: int) -> None:
+        with self.lock:
+            self.bytes[tier] = self.bytes.get(tier, 0) + bytes
+
+    def passed_over(self, what: str, reason: object) -> None:
+        with self.lock:
+            self.fallbacks.append(Fallback(what=what, reason=str(reason)))
+
+
+class ChunkReader:
+    """Reads verified chunks of one image, from whichever of its copies is good. Thread-safe."""
+
+    def __init__(self, images: Sequence[Image], manifest: Manifest, tally: Tally) -> None:
+        """``images`` are copies that carry this very manifest, fastest first."""
+        self._images = images
+        self._manifest = manifest
+        self._tally = tally
+
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``.
+
+        Raises IntegrityError when every copy of it is damaged, and the retryable error when one could not be read and
+        no other is good: that copy may well be.
+        """
+        start, end = self._manifest.chunk_range(index)
+        failures: list[TierfallError] = []
+        for image in self._images:
+            try:
+                view = image.read(start, end, buffer)
+                self._check(image, index, view)
+            except (IntegrityError, BackendError) as error:
+                failures.append(error)
+                what = f"chunk {index} of {self._manifest.line.checkpoint} on {image.tier}"
+                self._tally.passed_over(what, error)
+                continue
+            self._tally.read(image.tier, end - start)
+            return view
+        for failure in failures:
+            if failure.retryable:
+                raise failure
+        raise IntegrityError(
+            f"restore of {self._manifest.line.checkpoint}: chunk {index} is damaged in every copy: "
+            + "; ".join(map(str, failures))
+        )
+
+    def _check(self, image: Image, index: int, view: memoryview) -> None:
+        if chunk_digest(view) != self._manifest.digests[index]:
+            raise IntegrityError(
+                f"{image.tier}: chunk {index} of {self._manifest.line.checkpoint} does not match its digest"
+            )
+
+
+def threads_and_pool(manifest: Manifest, images: Sequence[Image]) -> tuple[int, BufferPool]:
+    """Choose how many chunks are read at once, so that the buffers stay within BUFFER_BYTES."""
+    largest = max(manifest.data_start, manifest.chunk_bytes)
+    threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
+    if all(image.in_memory for image in images):
+        threads = max(1, min(READ_THREADS, os.cpu_count() or 1))
+    return threads, BufferPool(bytes=largest, count=threads)
+
+
+def read_fills(
+    reader: ChunkReader,
+    manifest: Manifest,
+    fills: Sequence[Fill],
+    threads: int,
+    pool: BufferPool,
+) -> None:
+    """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped."""
+    wanted = _chunks_of(manifest, fills)
+    ends = [fill.end for fill in fills]
+    stop = threading.Event()
+
+    def read(index: int) -> None:
+        if stop.is_set():
+            return
+        try:
+            start, end = manifest.chunk_range(index)
+            with pool.take(end - start) as buffer:
+                view = reader.read(index, buffer)
+                _scatter(view, start - manifest.data_start, fills, ends)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="tierfall-restore") as executor:
+        futures = [executor.submit(read, index) for index in wanted]
+        failures = [error for future in futures if (error := future.exception()) is not None]
+    if failures:
+        raise failures[0]
+
+
+def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
+    wanted: set[int] = set()
+    for fill in fills:
+        if fill.end > fill.start:
+            first = fill.start // manifest.chunk_bytes
+            last = (fill.end - 1) // manifest.chunk_bytes
+            wanted.update(range(first + 1, last + 2))
+    return sorted(wanted)
+
+
+def _scatter(view: memoryview, start: int, fills: Sequence[Fill], ends: Sequence[int]) -> None:
+    """Copy a chunk, which begins at ``start`` from the data start, to all targets in it."""
+    source = torch.frombuffer(view, dtype=torch.uint8)
+    end = start + len(view)
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    at = bisect_right(ends, start)
+    while at < len(fills) and fills[at].start < end:
+        fill = fills[at]
+        low, high = max(fill.start, start), min(fill.end, end)
+        for target in fill.targets if high > low else ():
+            targets.append(target[low - fill.start : high - fill.start])
+            sources.append(source[low - start : high - start])
+        at += 1
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,232 @@
+"""Restoring: the newest step that can be restored, from the fastest copies that are good, or the reason why not.
+
+"Nothing there" is said only when every tier answered. A copy that is damaged gives way to the next one, a step that is
+damaged everywhere to the next older step, and each such turn stands in the report.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    RestoreError,
+    TierfallError,
+)
+from tierfall.core.image import Fill, ImageHeader, read_header
+from tierfall.core.records import Manifest
+from tierfall.core.restore.images import Image, checked_manifest
+from tierfall.core.restore.reader import ChunkReader, Tally, read_fills, threads_and_pool
+from tierfall.core.values import CheckpointId, Shard
+
+logger = logging.getLogger("tierfall")
+
+
+class Plan(Protocol):
+    """Where the bytes of an image go."""
+
+    @property
+    def fills(self) -> Sequence[Fill]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from."""
+
+    step: int | None = None
+    attempt: int | None = None
+    tier: str | None = None
+    ignore_unreachable: bool = False
+
+
+OpenImage = Callable[[str, CheckpointId, Shard], Image]
+MakePlan = Callable[[ImageHeader], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was read: which checkpoint, the plan whose targets are filled, and from where."""
+
+    checkpoint: KnownCheckpoint
+    plan: Plan
+    tally: Tally
+
+
+def restore(
+    listings: Sequence[Listing],
+    request: Request,
+    *,
+    open_image: OpenImage,
+    make_plan: MakePlan,
+    shard: Shard,
+) -> Restored | None:
+    """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
+
+    Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
+    was tried; its text says when targets are half filled.
+    """
+    tally = Tally()
+    _look(listings, request, tally)
+    candidates = _candidates(listings, request, tally)
+    if not candidates:
+        _check_nothing(request, tally)
+        return None
+    touched = False
+    for checkpoint in candidates:
+        try:
+            job = _prepare(checkpoint, request, listings, open_image, shard, tally)
+            plan = make_plan(job.header)
+            touched = True
+            job.fill(plan)
+            return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
+        except (IntegrityError, BackendError, NotSupportedError) as error:
+            if getattr(error, "retryable", False) and not request.ignore_unreachable:
+                raise RestoreError(
+                    f"restore of {checkpoint.id}: a copy could not be read, and no other is good: {error}. Try again, "
+                    "or pass unreachable='ignore' to go on to an older step" + _half(touched)
+                ) from error
+            tally.passed_over(f"step {checkpoint.id}", error)
+            logger.error("restore: step %s is passed over: %s", checkpoint.id, error)
+            if request.step is not None:
+                raise RestoreError(
+                    f"restore of {checkpoint.id}: {error}" + _half(touched)
+                ) from error
+    raise RestoreError(
+        "restore: none of the checkpoints can be read whole: "
+        + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
+        + _half(touched)
+    )
+
+
+def _half(touched: bool) -> str:
+    return "; THE STATE IS HALF FILLED: do not train on it" if touched else ""
+
+
+def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
+    """Refuse to take "could not look" for "nothing there"."""
+    for listing in listings:
+        if listing.error is None or (request.tier is not None and listing.tier != request.tier):
+            continue
+        tally.passed_over(f"tier {listing.tier}", listing.error)
+        if request.ignore_unreachable:
+            logger.warning("restore: goes on without tier %s: %s", listing.tier, listing.error)
+            continue
+        if _found_elsewhere(listings, request):
+            continue
+        raise RestoreError(
+            f"restore: tier {listing.tier} could not be read and may hold something newer: {listing.error}. Try again, "
+            "name a step (step=...), or pass unreachable='ignore' to go on without it"
+        ) from listing.error
+
+
+def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
+    """A step that was asked for by name, and is there, needs no look at the other tiers."""
+    return request.step is not None and any(
+        copy.id.step == request.step and request.attempt in (None, copy.id.attempt)
+        for listing in listings
+        for copy in listing.copies
+    )
+
+
+def _candidates(
+    listings: Sequence[Listing], request: Request, tally: Tally
+) -> list[KnownCheckpoint]:
+    """Newest first: what the request allows, minus what was deleted or left behind."""
+    candidates = []
+    for checkpoint in reversed(merge(listings)):
+        if request.tier is not None and request.tier not in checkpoint.copies:
+            continue
+        if request.step is not None and checkpoint.id.step != request.step:
+            continue
+        if request.attempt is not None and checkpoint.id.attempt != request.attempt:
+            continue
+        if checkpoint.tombstoned:
+            tally.passed_over(f"step {checkpoint.id}", "deleted by a person")
+        elif checkpoint.abandoned and (request.step is None or request.attempt is None):
+            tally.passed_over(
+                f"step {checkpoint.id}",
+                "its line was left behind; name it by step= and attempt= to go back to it",
+            )
+        else:
+            candidates.append(checkpoint)
+    return candidates
+
+
+def _check_nothing(request: Request, tally: Tally) -> None:
+    """Raise RestoreError unless there being nothing to restore is an answer to what was asked."""
+    if request.step is None and (not tally.fallbacks or request.ignore_unreachable):
+        return
+    asked = "no step" if request.step is None else f"step {request.step}"
+    if request.attempt is not None:
+        asked += f" of attempt {request.attempt}"
+    where = f" on tier {request.tier}" if request.tier else ""
+    reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks)
+    raise RestoreError(
+        f"restore: {asked} is there to restore{where}" + (f" ({reasons})" if reasons else "")
+    )
+
+
+class _Job:
+    """One checkpoint, ready to be read: its good copies, its manifest, its header."""
+
+    def __init__(self, images: Sequence[Image], manifest: Manifest, tally: Tally) -> None:
+        self._manifest = manifest
+        self._reader = ChunkReader(images, manifest, tally)
+        self._threads, self._pool = threads_and_pool(manifest, images)
+        self.header = self._read_header()
+
+    def _read_header(self) -> ImageHeader:
+        with self._pool.take(self._manifest.data_start) as buffer:
+            view = self._reader.read(0, buffer)
+            return read_header(
+                view,
+                image_bytes=self._manifest.image_bytes,
+                what=f"header of {self._manifest.line.checkpoint}",
+            )
+
+    def fill(self, plan: Plan) -> None:
+        read_fills(self._reader, self._manifest, plan.fills, self._threads, self._pool)
+
+
+def _prepare(
+    checkpoint: KnownCheckpoint,
+    request: Request,
+    listings: Sequence[Listing],
+    open_image: OpenImage,
+    shard: Shard,
+    tally: Tally,
+) -> _Job:
+    images: list[Image] = []
+    manifest: Manifest | None = None
+    failures: list[TierfallError] = []
+    for listing in listings:
+        found = checkpoint.copies.get(listing.tier)
+        if found is None or (request.tier is not None and request.tier != listing.tier):
+            continue
+        try:
+            if found.commit is None:
+                raise found.damage or IntegrityError(f"{listing.tier}: no commit record")
+            image = open_image(listing.tier, checkpoint.id, shard)
+            there = checked_manifest(image, found.commit, shard)
+            if manifest is not None and there != manifest:
+                raise IntegrityError(
+                    f"{listing.tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
+                )
+        except (IntegrityError, BackendError, NotSupportedError) as error:
+            failures.append(error)
+            tally.passed_over(f"{checkpoint.id} on {listing.tier}", error)
+            continue
+        manifest = there
+        images.append(image)
+    if manifest is None:
+        raise next((e for e in failures if e.retryable), None) or IntegrityError(
+            f"no copy of {checkpoint.id} has a good manifest: "
+            + "; ".join(str(error) for error in failures)
+        )
+    return _Job(images, manifest, tally)

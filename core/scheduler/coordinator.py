@@ -1,0 +1,527 @@
+"""The coordinator: takes events, keeps the ledger, asks the policies, and says what is to be done.
+
+It does no I/O and reads no clock: ``step(now)`` takes what has happened since and returns when it wants to be called
+next. In production one thread calls it (``runner``); tests and simulations call it with a virtual clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tierfall.core import names
+from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
+from tierfall.core.records import Mark
+from tierfall.core.scheduler.dropping import Dropper
+from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, Transfer
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.tasks import (
+    Admission,
+    Ask,
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+    ChangeMark,
+    DropCopy,
+    Event,
+    Order,
+    Outcome,
+    ReadMarks,
+    Task,
+)
+from tierfall.core.snapshot import HostMemory, HostRegion
+from tierfall.core.units import format_size
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
+
+logger = logging.getLogger("tierfall")
+TRIES_BEFORE_REPORT = 3
+
+
+class Policies(Protocol):
+    """The decisions that the coordinator asks for: pure functions, handed in."""
+
+    def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
+
+    def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
+
+    def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
+
+    def plan_eviction(
+        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+    ) -> Eviction: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLimits:
+    """How many chunks of one copy may be on their way at once, and what their buffers may hold."""
+
+    parallel: int
+    budget_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What happened so far, in numbers."""
+
+    flush_failures: int = 0
+    skipped_saves: int = 0
+    given_up_copies: int = 0
+    commits: dict[str, int] = field(default_factory=dict)
+
+
+class Coordinator:
+    """See the module. ``post`` may be called from any thread, everything else from one."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, LaneLimits],
+        host: HostMemory,
+        policies: Policies,
+        submit: Callable[[Task], None],
+        max_wait_s: float,
+    ) -> None:
+        self.ledger = ledger
+        self._host = host
+        self._policies = policies
+        self._submit = submit
+        self._max_wait_s = max_wait_s
+        self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        self._admissions: deque[Admission] = deque()
+        self._tasks_out = 0
+        order = tuple(rules.name for rules in ledger.rules)
+        self.lanes = {
+            tier: Lane(
+                tier,
+                parallel=limits.parallel,
+                budget_bytes=limits.budget_bytes,
+                order=order,
+                host=ledger.host,
+                submit=self._dispatch,
+            )
+            for tier, limits in lanes.items()
+        }
+        self.dropper = Dropper(
+            ledger=ledger,
+            tiers=self.lanes,
+            plan_retention=policies.plan_retention,
+            dispatch=self._dispatch,
+        )
+        self._orders = Orders(
+            ledger=ledger,
+            lanes=self.lanes.values(),
+            dropper=self.dropper,
+            free_region=self._free_region,
+            dispatch=self._dispatch,
+        )
+        self.fenced: FencedError | None = None
+        self.errors: list[BaseException] = []
+        self.counters = Counters()
+
+    # Being told ------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        self._arrived.put(event)
+
+    def wait_for_event(self, timeout: float | None) -> None:
+        """Block until an event is there; for the thread that calls ``step`` in production."""
+        try:
+            self._events.append(self._arrived.get(timeout=timeout))
+        except queue.Empty:
+            return
+
+    def start(self) -> None:
+        """Work out, from what was found at open, which copies are owed and what is to be collected."""
+        view = self.ledger.view()
+        for checkpoint in view.checkpoints:
+            entry = self.ledger.entries[checkpoint.id]
+            if entry.commit is not None:
+                owed = self._policies.still_owed(view, checkpoint)
+                entry.owed.update(name for name in owed if name in self.lanes)
+        for tier, id in list(self.ledger.unfinished):
+            found = self.ledger.entries.get(id)
+            if tier in self.lanes and (found is None or tier not in found.owed):
+                self.dropper.collect(tier, id, "left unfinished by an earlier start")
+        self.dropper.survey_all()
+
+    def step(self, now_s: float) -> float | None:
+        """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
+        while not self._arrived.empty():
+            self._events.append(self._arrived.get_nowait())
+        while self._events:
+            self._take(self._events.popleft(), now_s)
+        self._orders.carry_out()
+        self._admit(now_s)
+        for lane in self.lanes.values():
+            self._drive(lane, now_s)
+        if self.fenced is None:
+            self.dropper.dispatch_surveys()
+        return self._next_s(now_s)
+
+    # Events ----------------------------------------------------------------------------------------
+
+    def _take(self, event: Event, now_s: float) -> None:
+        match event:
+            case Admission():
+                self._admissions.append(event)
+            case CaptureBegun():
+                self._begun(event)
+            case CaptureAdvanced():
+                if entry := self.ledger.entries.get(event.id):
+                    entry.final_chunks = event.final_chunks
+            case CaptureSealed():
+                self._sealed(event.id)
+            case CaptureFailed():
+                self._capture_failed(event.id, event.error)
+            case Order():
+                self._orders.give(event)
+            case Ask():
+                self._answer(event)
+            case Outcome():
+                self._tasks_out -= 1
+                self._took(event, now_s)
+
+    def _begun(self, event: CaptureBegun) -> None:
+        snapshot = event.snapshot
+        entry = Entry(
+            id=snapshot.id,
+            ordinal=snapshot.line.ordinal,
+            started_from=snapshot.line.started_from,
+            shard=snapshot.shard,
+            geometry=snapshot.geometry,
+            region=snapshot.region,
+            snapshot=snapshot,
+            handle=snapshot.handle,
+        )
+        entry.owed.update(name for name in event.tiers if name in self.lanes)
+        entry.set_state(self.ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
+        self.ledger.entries[entry.id] = entry
+
+    def _sealed(self, id: CheckpointId) -> None:
+        entry = self.ledger.entries[id]
+        assert entry.snapshot is not None
+        entry.manifest = entry.snapshot.manifest
+        entry.commit = entry.snapshot.commit
+        entry.snapshot = None
+        entry.set_state(self.ledger.host, CopyState.SEALED)
+
+    def _capture_failed(self, id: CheckpointId, error: BaseException) -> None:
+        entry = self.ledger.entries[id]
+        if entry.snapshot is None:
+            return  # the barrier and the capture thread may both report it
+        self.errors.append(error)
+        logger.error("save: step %d is given up: %s", id.step, error)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(SaveOutcome.FAILED, error)
+        entry.owed.clear()
+        entry.snapshot = None
+        entry.set_state(self.ledger.host, CopyState.LEAVING)
+        self._stop_lanes(entry, error)
+
+    def _stop_lanes(self, entry: Entry, error: BaseException) -> None:
+        for lane in self.lanes.values():
+            if lane.active is not None and lane.active.entry is entry:
+                lane.give_up(error)
+
+    def _answer(self, event: Ask) -> None:
+        try:
+            value = event.function()
+        except BaseException as error:  # noqa: BLE001 - handed to the asking thread as it is
+            event.answer(None, error)
+        else:
+            event.answer(value, None)
+
+    def _took(self, outcome: Outcome, now_s: float) -> None:
+        match outcome.task:
+            case DropCopy() as task:
+                if self.dropper.take_dropped(task, outcome):
+                    self._room_was_made(self.lanes[task.tier], now_s)
+                self._orders.done(task.tier, task.id, outcome.error)
+            case ReadMarks() as task:
+                self.dropper.take_marks(task, outcome)
+            case ChangeMark() as task:
+                self._orders.take_mark(task, outcome)
+            case task:
+                lane = self.lanes[task.tier]
+                if lane.take(outcome):
+                    self._committed(lane, task.id)
+
+    # Room in memory --------------------------------------------------------------------------------
+
+    def _admit(self, now_s: float) -> None:
+        self._release_memory()
+        while self._admissions:
+            request = self._admissions[0]
+            region: HostRegion | None = None
+            error: BaseException | None = self.fenced
+            if error is None:
+                region = self._allocate(request)
+                if region is None and now_s < request.deadline_s:
+                    return
+                if region is None:
+                    error = self._no_room(request)
+                    self.counters.skipped_saves += 1
+            self._admissions.popleft()
+            request.answer(region, error)
+
+    def _allocate(self, request: Admission) -> HostRegion | None:
+        """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
+        need = request.image_bytes + request.records_bytes
+        while True:
+            region = self._host.allocate(
+                image_bytes=request.image_bytes, records_bytes=request.records_bytes
+            )
+            if region is not None:
+                return region
+            free = self._host.free_bytes
+            plan = self._policies.plan_eviction(
+                self.ledger.view(),
+                self.ledger.host,
+                need_bytes=max(need, free + 1),
+                free_bytes=free,
+            )
+            if not plan.drops:
+                return None
+            self._evict_from_memory(plan.drops[0])
+
+    def _no_room(self, request: Admission) -> CapacityError:
+        waiting = sorted({name for e in self.ledger.entries.values() for name in e.owed})
+        behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
+        return CapacityError(
+            f"save of step {request.id.step}: tier {self.ledger.host} has room for "
+            f"{format_size(self._host.free_bytes)} of {format_size(self._host.capacity_bytes)}, the image needs "
+            f"{format_size(request.image_bytes)}, and none became free within max_wait ({self._max_wait_s:g} s)"
+            f"{behind}: this save is skipped. Raise the tier's capacity, save less often, or flush less"
+        )
+
+    def _evict_from_memory(self, decision: Decision) -> None:
+        entry = self.ledger.entries[decision.checkpoint]
+        logger.info("%s: %s is dropped: %s", decision.tier, entry.id, decision.reason)
+        if not any(state is CopyState.COMMITTED for state in entry.states.values()):
+            for name in tuple(entry.owed):
+                error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
+                self._give_up_copy(entry, name, error)
+        self._free_region(entry)
+
+    def _give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
+        entry.owed.discard(tier)
+        self.counters.given_up_copies += 1
+        self._report(entry, tier, error)
+        lane = self.lanes[tier]
+        if lane.active is not None and lane.active.entry is entry:
+            lane.give_up(error)
+
+    def _free_region(self, entry: Entry) -> None:
+        if entry.region is not None:
+            entry.region.release()
+            entry.region = None
+        entry.final_chunks = 0
+        entry.set_state(self.ledger.host, CopyState.ABSENT)
+        self.ledger.forget_if_gone(entry)
+
+    def _release_memory(self) -> None:
+        """Free the regions of images that failed, once no worker reads them."""
+        host = self.ledger.host
+        for entry in list(self.ledger.entries.values()):
+            if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):
+                self._free_region(entry)
+
+    # Copies on their way ---------------------------------------------------------------------------
+
+    def _drive(self, lane: Lane, now_s: float) -> None:
+        if lane.active is None and self.fenced is None and now_s >= lane.not_before_s:
+            self._begin_next(lane, now_s)
+        if lane.active is None:
+            return
+        entry = lane.active.entry
+        lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
+        if transfer := lane.aborted():
+            self._copy_failed(lane, transfer, now_s)
+
+    def _begin_next(self, lane: Lane, now_s: float) -> None:
+        left = self.ledger.abandoned()
+        for entry in self.ledger.ordered():
+            if lane.tier not in entry.owed:
+                continue
+            if entry.id in left:
+                entry.owed.discard(lane.tier)
+            elif lane.hopeless(entry):
+                error = FlushError(
+                    f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
+                )
+                self._give_up_copy(entry, lane.tier, error)
+            else:
+                if self._make_room(lane, entry, now_s):
+                    self.ledger.unfinished.pop((lane.tier, entry.id), None)
+                    lane.begin(entry)
+                return
+
+    def _make_room(self, lane: Lane, entry: Entry, now_s: float) -> bool:
+        """Admit a copy to a tier before it begins: drop what may go, and wait while it goes."""
+        if self.dropper.paused or self.dropper.busy(lane.tier):
+            return False
+        capacity = next(r.capacity_bytes for r in self.ledger.rules if r.name == lane.tier)
+        need = _image_bytes(entry)
+        free = need if capacity is None else capacity - self.ledger.used_bytes(lane.tier)
+        if lane.full:
+            free = min(free, 0)
+        if free >= need:
+            return True
+        plan = self._policies.plan_eviction(
+            self.ledger.view(), lane.tier, need_bytes=need, free_bytes=free
+        )
+        if plan.drops and (lane.full or plan.missing_bytes == 0):
+            lane.full = False
+            for decision in plan.drops:
+                self.dropper.drop(lane.tier, decision.checkpoint, decision.reason)
+            return False
+        self._room_is_missing(lane, entry, need, max(free, 0), now_s)
+        return False
+
+    def _room_is_missing(
+        self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
+    ) -> None:
+        if lane.full:  # others share the disk: look again later, whoever frees it
+            lane.full = False
+            lane.not_before_s = now_s + LONGEST_RETRY_S
+        if lane.tier in self.ledger.failing:
+            return
+        self.ledger.failing.add(lane.tier)
+        self._report(
+            entry,
+            lane.tier,
+            CapacityError(
+                f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, there is room for "
+                f"{format_size(free)}, and nothing more may be dropped there; it is tried again when room is made. "
+                "Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the disk"
+            ),
+        )
+
+    def _room_was_made(self, lane: Lane, now_s: float) -> None:
+        lane.full = False
+        lane.not_before_s = min(lane.not_before_s, now_s)
+        self.ledger.failing.discard(lane.tier)
+
+    def _committed(self, lane: Lane, id: CheckpointId) -> None:
+        entry = self.ledger.entries[id]
+        assert entry.commit is not None
+        entry.set_state(lane.tier, CopyState.COMMITTED, entry.commit.stored_bytes)
+        entry.marks[lane.tier] = frozenset(mark.name for mark in self._marks_of(entry))
+        entry.owed.discard(lane.tier)
+        lane.succeeded(entry)
+        self.ledger.failing.discard(lane.tier)
+        self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
+        self.dropper.survey(lane.tier)
+        if entry.handle is not None:
+            entry.handle.tell_committed(lane.tier)
+
+    def _copy_failed(self, lane: Lane, transfer: Transfer, now_s: float) -> None:
+        """A copy ended in an error and nothing of it is left on the tier; it stays owed unless that is hopeless."""
+        entry, error = transfer.entry, transfer.error
+        assert error is not None
+        entry.set_state(lane.tier, CopyState.ABSENT)
+        if isinstance(error, FencedError):
+            self._fence(error)
+        if lane.tier not in entry.owed:
+            self.ledger.forget_if_gone(entry)
+            return
+        if isinstance(error, StorageFullError):
+            lane.full = True
+            logger.warning("flush of %s to %s: no space: %s", entry.id, lane.tier, error)
+            return
+        lane.back_off(now_s)
+        self.counters.flush_failures += 1
+        logger.warning(
+            "flush of %s to %s failed (try %d), again in %.1f s: %s",
+            entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
+        )  # fmt: skip
+        lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
+        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
+            self.ledger.failing.add(lane.tier)
+            self._report(entry, lane.tier, _flush_error(entry, lane.tier, error))
+
+    def _report(self, entry: Entry, tier: str, error: BaseException) -> None:
+        if entry.handle is not None:
+            entry.handle.tell_tier_failed(tier, error)
+        self.errors.append(error)
+        logger.error("%s", error)
+
+    def _fence(self, error: FencedError) -> None:
+        """A newer attempt exists: nothing more is written by this process."""
+        if self.fenced is None:
+            self.fenced = error
+            self.errors.append(error)
+            logger.error("%s", error)
+        for entry in self.ledger.entries.values():
+            for tier in tuple(entry.owed):
+                entry.owed.discard(tier)
+                if entry.handle is not None:
+                    entry.handle.tell_tier_failed(tier, error)
+        for lane in self.lanes.values():
+            lane.give_up(error)
+        self.dropper.cancel()
+
+    def _marks_of(self, entry: Entry) -> tuple[Mark, ...]:
+        """The marks that go along with a copy."""
+        if not entry.pinned or entry.commit is None:
+            return ()
+        wall_time_s = entry.commit.wall_time_s
+        return (Mark(name=names.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)
+
+    def _is_newest(self, tier: str, entry: Entry) -> bool:
+        """Say whether ``latest`` of a tier may come to name this one: it never goes back."""
+        left = self.ledger.abandoned()
+        return not any(
+            e.id > entry.id and e.id not in left and e.state(tier) is CopyState.COMMITTED
+            for e in self.ledger.entries.values()
+        )
+
+    # Asking ----------------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Say whether something is under way, or owed to a tier that takes copies."""
+        if self._tasks_out or self._orders.busy() or self._admissions or self.dropper.busy():
+            return True
+        return any(
+            e.snapshot is not None or (e.owed - self.ledger.failing)
+            for e in self.ledger.entries.values()
+        )
+
+    def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
+        return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.owed))
+
+    def _dispatch(self, task: Task) -> None:
+        """Every task that goes out comes back as one outcome."""
+        self._tasks_out += 1
+        self._submit(task)
+
+    def _next_s(self, now_s: float) -> float | None:
+        waits = [request.deadline_s for request in self._admissions]
+        waits += [
+            lane.not_before_s
+            for lane in self.lanes.values()
+            if lane.active is None and lane.not_before_s > now_s
+        ]
+        return min(waits, default=None)
+
+
+def _image_bytes(entry: Entry) -> int:
+    if entry.geometry is not None:
+        return entry.geometry.image_bytes
+    assert entry.commit is not None
+    return entry.commit.image_bytes
+
+
+def _flush_error(entry: Entry, tier: str, cause: BaseException) -> FlushError:
+    error = FlushError(f"flush of {entry.id} to {tier} failed and is still being tried: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,170 @@
+"""The ledger: the one record of every copy of every checkpoint. Only the coordinator's thread writes it.
+
+It keeps facts and answers questions; what follows from them is the coordinator's and the policies' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tierfall.core import names
+from tierfall.core.catalog import KnownCheckpoint, Listing
+from tierfall.core.handle import SaveHandle
+from tierfall.core.lines import abandoned
+from tierfall.core.records import Commit, Manifest
+from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
+from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One checkpoint. ``final_chunks`` counts the leading chunks of its image in memory that will not change."""
+
+    id: CheckpointId
+    ordinal: int
+    started_from: CheckpointId | None
+    shard: Shard
+    commit: Commit | None = None
+    manifest: Manifest | None = None
+    geometry: Geometry | None = None
+    region: HostRegion | None = None
+    snapshot: Snapshot | None = None
+    handle: SaveHandle | None = None
+    final_chunks: int = 0
+    adopted: bool = False
+    marks: dict[str, frozenset[str]] = field(default_factory=dict)
+    states: dict[str, CopyState] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    leases: dict[str, int] = field(default_factory=dict)
+    owed: set[str] = field(default_factory=set)
+
+    @property
+    def pinned(self) -> bool:
+        return any(names.PIN_MARK in marks for marks in self.marks.values())
+
+    @property
+    def tombstoned(self) -> bool:
+        return any(names.TOMBSTONE_MARK in marks for marks in self.marks.values())
+
+    def set_mark(self, tier: str, name: str, *, there: bool) -> None:
+        old = self.marks.get(tier, frozenset())
+        self.marks[tier] = old | {name} if there else old - {name}
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """In which order checkpoints came to be, over attempts and rewinds."""
+        return (self.id.attempt, self.id.step)
+
+    def state(self, tier: str) -> CopyState:
+        return self.states.get(tier, CopyState.ABSENT)
+
+    def readable_on(self, tier: str) -> bool:
+        return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
+
+    def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
+        if state is CopyState.ABSENT:
+            self.states.pop(tier, None)
+            self.bytes.pop(tier, None)
+            self.marks.pop(tier, None)
+            return
+        self.states[tier] = state
+        if bytes is not None:
+            self.bytes[tier] = bytes
+
+    def lease(self, tier: str, change: int) -> None:
+        self.leases[tier] = self.leases.get(tier, 0) + change
+
+
+class Ledger:
+    """Entries by checkpoint, and the picture of them that policies see."""
+
+    def __init__(self, rules: tuple[TierRules, ...], host: str) -> None:
+        self.rules = rules
+        self.host = host
+        self.entries: dict[CheckpointId, Entry] = {}
+        self.unfinished: dict[tuple[str, CheckpointId], int] = {}
+        self.failing: set[str] = set()
+        self.restored_from: CheckpointId | None = None
+
+    def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
+        """Take over what tiers were found to hold."""
+        for checkpoint in known:
+            commit = checkpoint.commit
+            entry = Entry(
+                id=checkpoint.id,
+                ordinal=commit.line.ordinal if commit else 0,
+                started_from=commit.line.started_from if commit else None,
+                shard=_first_shard(commit),
+                commit=commit,
+            )
+            for tier, copy in checkpoint.copies.items():
+                entry.set_state(tier, copy.state, copy.bytes)
+                entry.marks[tier] = copy.marks
+            self.entries[checkpoint.id] = entry
+        for listing in listings:
+            for id, bytes in listing.unfinished.items():
+                self.unfinished[listing.tier, id] = bytes
+
+    def ordered(self) -> list[Entry]:
+        """Entries in the order in which they came to be."""
+        return sorted(self.entries.values(), key=lambda entry: entry.order)
+
+    def forget_if_gone(self, entry: Entry) -> None:
+        if not entry.states and not entry.owed and entry.snapshot is None:
+            self.entries.pop(entry.id, None)
+
+    def whole(self, entry: Entry) -> bool:
+        """Say whether some tier holds the checkpoint whole."""
+        return any(
+            state in (CopyState.SEALED, CopyState.COMMITTED) for state in entry.states.values()
+        )
+
+    def abandoned(self) -> frozenset[CheckpointId]:
+        return abandoned((e.id, e.started_from) for e in self.entries.values() if self.whole(e))
+
+    def view(self) -> View:
+        left = self.abandoned()
+        return View(
+            tiers=self.rules,
+            checkpoints=tuple(
+                self._view(entry, entry.id in left)
+                for entry in sorted(self.entries.values(), key=lambda e: e.id)
+            ),
+            failing=frozenset(self.failing),
+            restored_from=self.restored_from,
+        )
+
+    def _view(self, entry: Entry, left: bool) -> CheckpointView:
+        return CheckpointView(
+            id=entry.id,
+            ordinal=entry.ordinal,
+            started_from=entry.started_from,
+            abandoned=left,
+            pinned=entry.pinned,
+            tombstoned=entry.tombstoned,
+            copies={
+                tier: CopyView(
+                    state=state,
+                    bytes=entry.bytes.get(tier, 0),
+                    leased=entry.leases.get(tier, 0) > 0,
+                )
+                for tier, state in entry.states.items()
+            },
+            owed=frozenset(entry.owed),
+        )
+
+    def used_bytes(self, tier: str) -> int:
+        """Bytes that a tier holds of this run, half-done copies included."""
+        return sum(e.bytes.get(tier, 0) for e in self.entries.values()) + sum(
+            size for (name, _), size in self.unfinished.items() if name == tier
+        )
+
+
+def _first_shard(commit: Commit | None) -> Shard:
+    if commit is not None:
+        for file in commit.files:
+            if shard := names.parse_shard(file.name):
+                return shard
+    return Shard(0, 1)

@@ -1,0 +1,251 @@
+"""Workers: a few fixed threads per stored tier that run tasks and hand back outcomes, and the coordinator's thread.
+
+A worker makes blocking calls and decides nothing. Whatever a task raises comes back as its outcome; no task is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tierfall.core.buffers import BufferPool
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.catalog import Listing
+from tierfall.core.contracts import Writer
+from tierfall.core.errors import IntegrityError, TierfallError
+from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.tasks import (
+    AbortShard,
+    ChangeMark,
+    CopyChunk,
+    DropCopy,
+    FinishCopy,
+    OpenShard,
+    Outcome,
+    ReadMarks,
+    Side,
+    Source,
+    Task,
+)
+from tierfall.core.snapshot import Geometry, geometry
+from tierfall.core.values import CheckpointId, Shard
+
+logger = logging.getLogger("tierfall")
+
+
+class Store(Protocol):
+    """A stored tier, as workers use it. All methods block."""
+
+    name: str
+
+    def list(self) -> Listing: ...
+
+    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
+
+    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
+    def read_into(
+        self, checkpoint: CheckpointId, shard: Shard, offset: int, view: memoryview
+    ) -> None: ...
+
+    def create_shard(self, checkpoint: CheckpointId, shard: Shard, image_bytes: int) -> Writer: ...
+
+    def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None: ...
+
+    def commit(self, commit: Commit, *, attempt: Attempt, marks: tuple[Mark, ...] = ()) -> None: ...
+
+    def name_latest(self, checkpoint: CheckpointId) -> None: ...
+
+    def add_mark(self, mark: Mark) -> None: ...
+
+    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None: ...
+
+    def marks(self, checkpoint: CheckpointId) -> frozenset[str]: ...
+
+    def drop(
+        self,
+        checkpoint: CheckpointId,
+        *,
+        by_person: bool = False,
+        next_latest: CheckpointId | None = None,
+    ) -> frozenset[str]: ...
+
+    def discard(self, checkpoint: CheckpointId) -> None: ...
+
+
+class _SourceError(Exception):
+    """The failure came from where the bytes were read; the cause is what counts."""
+
+
+class TaskRunner:
+    """Carries out one task at a time, on the calling thread."""
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        pools: Mapping[str, BufferPool],
+        attempt: Callable[[], Attempt],
+    ) -> None:
+        self._stores = stores
+        self._pools = pools
+        self._attempt = attempt
+
+    def run(self, task: Task) -> Outcome:
+        """Return what became of a task; never raises what the task raised."""
+        began = time.monotonic()
+        try:
+            value = self._perform(task)
+        except _SourceError as error:
+            return Outcome(task=task, error=error.__cause__, side=Side.SOURCE)
+        except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
+            return Outcome(task=task, error=error)
+        return Outcome(task=task, value=value, seconds=time.monotonic() - began)
+
+    def _perform(self, task: Task) -> Any:
+        store = self._stores[task.tier]
+        match task:
+            case OpenShard():
+                return self._open(task, store)
+            case CopyChunk():
+                return self._copy(task)
+            case FinishCopy():
+                return self._finish(task, store)
+            case AbortShard():
+                return task.writer.abort()
+            case DropCopy(unfinished=True):
+                return store.discard(task.id)
+            case DropCopy():
+                return store.drop(task.id, by_person=task.by_person, next_latest=task.next_latest)
+            case ReadMarks():
+                return {id: store.marks(id) for id in task.ids}
+            case ChangeMark(remove=True):
+                return store.remove_mark(task.mark.checkpoint, task.mark.name)
+            case ChangeMark():
+                return store.add_mark(task.mark)
+
+    def _open(self, task: OpenShard, store: Store) -> tuple[Writer, Manifest | None]:
+        manifest = None
+        cut = task.geometry
+        if task.source is not None:
+            manifest = self._read_manifest(task, task.source)
+            cut = geometry(manifest)
+        assert isinstance(cut, Geometry)
+        return store.create_shard(task.id, task.shard, cut.image_bytes), manifest
+
+    def _read_manifest(self, task: OpenShard, source: Source) -> Manifest:
+        what = f"manifest of {task.id} on {source.tier}"
+        try:
+            if source.region is not None:
+                data = source.region.manifest()
+            else:
+                data = self._stores[source.tier].read_manifest(task.id, task.shard)
+            return read_manifest(data, what=what)
+        except TierfallError as error:
+            raise _SourceError from error
+
+    def _copy(self, task: CopyChunk) -> None:
+        length = task.end - task.start
+        if task.source.region is not None:
+            view = task.source.region.image[task.start : task.end]
+            self._check(task, view)
+            task.writer.write(task.start, view)
+            return
+        with self._pools[task.tier].take(length) as buffer:
+            view = buffer[:length]
+            try:
+                self._stores[task.source.tier].read_into(task.id, task.shard, task.start, view)
+            except TierfallError as error:
+                raise _SourceError from error
+            self._check(task, view)
+            task.writer.write(task.start, view)
+
+    def _check(self, task: CopyChunk, view: memoryview) -> None:
+        if task.digest is not None and chunk_digest(view) != task.digest:
+            raise _SourceError from IntegrityError(
+                f"flush of {task.id} to {task.tier}: chunk {task.index} read from {task.source.tier} does not match "
+                "its digest"
+            )
+
+    def _finish(self, task: FinishCopy, store: Store) -> None:
+        task.writer.publish()
+        store.write_manifest(task.id, task.shard, task.manifest.encode())
+        store.commit(task.commit, attempt=self._attempt(), marks=task.marks)
+        if task.name_latest:
+            store.name_latest(task.id)
+
+
+class Workers:
+    """Threads that run tasks: per tier a queue and a few threads, and one thread for the coordinator."""
+
+    def __init__(self, runner: TaskRunner, threads: Mapping[str, int], *, name: str) -> None:
+        self._runner = runner
+        self._queues: dict[str, queue.SimpleQueue[Task | None]] = {
+            tier: queue.SimpleQueue() for tier in threads
+        }
+        self._threads = threads
+        self._name = name
+        self._running: list[threading.Thread] = []
+        self._coordinator: Coordinator | None = None
+        self._stopping = threading.Event()
+        self.failure: BaseException | None = None
+        self.idle = threading.Event()
+
+    def submit(self, task: Task) -> None:
+        self._queues[task.tier].put(task)
+
+    def start(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        for tier, count in self._threads.items():
+            for number in range(count):
+                self._spawn(self._work, f"{tier}-{number}", tier)
+        self._spawn(self._coordinate, "coordinator")
+
+    def _spawn(self, target: Callable[..., None], name: str, *args: object) -> None:
+        # daemon: an exit without close must not hang; what is sealed lies in memory that outlives the process
+        thread = threading.Thread(
+            target=target, args=args, name=f"tierfall-{self._name}-{name}", daemon=True
+        )
+        self._running.append(thread)
+        thread.start()
+
+    def _work(self, tier: str) -> None:
+        assert self._coordinator is not None
+        while (task := self._queues[tier].get()) is not None:
+            self._coordinator.post(self._runner.run(task))
+            del task  # a task holds views of memory that may be unmapped while this thread sleeps
+
+    def _coordinate(self) -> None:
+        assert self._coordinator is not None
+        try:
+            while not self._stopping.is_set():
+                next_s = self._coordinator.step(time.monotonic())
+                if self._coordinator.busy():
+                    self.idle.clear()
+                else:
+                    self.idle.set()
+                if self._stopping.is_set():
+                    return
+                self._coordinator.wait_for_event(
+                    None if next_s is None else max(0.0, next_s - time.monotonic())
+                )
+        except BaseException as error:
+            self.failure = error
+            logger.exception("the coordinator stopped: nothing is flushed any more")
+            raise
+
+    def stop(self, wake: Callable[[], None]) -> None:
+        """End all threads once they are done with the tasks at hand; ``wake`` posts any event."""
+        self._stopping.set()
+        wake()
+        for tier, count in self._threads.items():
+            for _ in range(count):
+                self._queues[tier].put(None)
+        for thread in self._running:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._running.clear()

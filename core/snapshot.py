@@ -1,0 +1,104 @@
+"""One rank's image at one step, from the call of save until it is sealed: what capture and coordinator share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tierfall.core.records import Commit, Line, Manifest, chunk_count, chunk_range
+from tierfall.core.values import CheckpointId, Shard
+
+if TYPE_CHECKING:
+    from tierfall.core.capture.filling import Filling
+    from tierfall.core.documents import Spliced
+    from tierfall.core.handle import SaveHandle
+
+
+class HostRegion(Protocol):
+    """Room for one image in memory that outlives the process."""
+
+    @property
+    def image(self) -> memoryview: ...
+
+    @property
+    def sealed(self) -> bool: ...
+
+    def tensor(self) -> torch.Tensor: ...
+
+    def seal(self, *, manifest: bytes, commit: bytes) -> None: ...
+
+    def manifest(self) -> bytes: ...
+
+    def commit(self) -> bytes: ...
+
+    def add_mark(self, data: bytes) -> None: ...
+
+    def marks(self) -> tuple[bytes, ...]: ...
+
+    def release(self) -> None: ...
+
+
+class HostMemory(Protocol):
+    """The host tier as the coordinator uses it: it hands out regions at once, or says that there is no room."""
+
+    def allocate(self, *, image_bytes: int, records_bytes: int) -> HostRegion | None: ...
+
+    @property
+    def capacity_bytes(self) -> int: ...
+
+    @property
+    def free_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """How an image is cut into chunks."""
+
+    image_bytes: int
+    data_start: int
+    chunk_bytes: int
+
+    @property
+    def chunk_count(self) -> int:
+        return chunk_count(self.image_bytes, self.data_start, self.chunk_bytes)
+
+    def chunk_range(self, index: int) -> tuple[int, int]:
+        return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
+
+
+def geometry(manifest: Manifest) -> Geometry:
+    return Geometry(
+        image_bytes=manifest.image_bytes,
+        data_start=manifest.data_start,
+        chunk_bytes=manifest.chunk_bytes,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """A save in flight. Capture sets ``manifest`` and ``commit`` when it seals; nobody else writes to it."""
+
+    line: Line
+    shard: Shard
+    geometry: Geometry
+    structure: str
+    pieces: Spliced
+    region: HostRegion
+    handle: SaveHandle
+    filling: Filling
+    wall_time_s: float
+    node: str
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    lazy: bool = False
+    verified: bool = True
+    hashed: bool = False
+    manifest: Manifest | None = None
+    commit: Commit | None = None
+
+    @property
+    def id(self) -> CheckpointId:
+        return self.line.checkpoint

@@ -1,0 +1,108 @@
+"""What a policy sees: an immutable picture of every checkpoint on every tier, and what a policy answers.
+
+The coordinator makes a view from its ledger, the command line from what it found on disk; a policy cannot tell which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRules:
+    """What the configuration asks of one tier. ``retain_last`` None keeps all there is room for."""
+
+    name: str
+    kind: TierKind
+    survives: LossClass
+    capacity_bytes: int | None = None
+    flush_every: int = 1
+    retain_last: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyView:
+    """One copy: its state, its size on the tier, and whether somebody is reading or writing it."""
+
+    state: CopyState
+    bytes: int
+    leased: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointView:
+    """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one."""
+
+    id: CheckpointId
+    ordinal: int
+    started_from: CheckpointId | None
+    abandoned: bool = False
+    pinned: bool = False
+    tombstoned: bool = False
+    copies: Mapping[str, CopyView] = field(default_factory=dict)
+    owed: frozenset[str] = frozenset()
+
+    def state(self, tier: str) -> CopyState:
+        copy = self.copies.get(tier)
+        return copy.state if copy else CopyState.ABSENT
+
+    def readable_on(self, tier: str) -> bool:
+        """Say whether a copy there can be read whole: sealed in memory, or committed."""
+        return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
+
+    @property
+    def live(self) -> bool:
+        return not self.abandoned and not self.tombstoned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Every tier, fastest first, and every checkpoint, oldest step first.
+
+    ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from.
+    """
+
+    tiers: tuple[TierRules, ...]
+    checkpoints: tuple[CheckpointView, ...]
+    failing: frozenset[str] = frozenset()
+    restored_from: CheckpointId | None = None
+
+    def tier(self, name: str) -> TierRules:
+        return next(tier for tier in self.tiers if tier.name == name)
+
+    def on(self, tier: str) -> tuple[CheckpointView, ...]:
+        """Checkpoints with a whole copy on that tier, oldest first."""
+        return tuple(c for c in self.checkpoints if c.readable_on(tier))
+
+    def used_bytes(self, tier: str) -> int:
+        return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)
+
+
+class Verdict(StrEnum):
+    """Whether a copy stays or goes."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a policy says of one copy, why, and how many bytes it concerns."""
+
+    checkpoint: CheckpointId
+    tier: str
+    verdict: Verdict
+    reason: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """Copies to drop so that ``need_bytes`` find room; ``missing_bytes`` is what is still lacking then."""
+
+    drops: tuple[Decision, ...]
+    missing_bytes: int

@@ -1,0 +1,9 @@
+"""The policies that a run uses, under the names by which the coordinator asks for them."""
+
+from __future__ import annotations
+
+from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import still_owed, tiers_owed
+from tierfall.policies.retention import plan_retention
+
+__all__ = ["plan_eviction", "plan_retention", "still_owed", "tiers_owed"]

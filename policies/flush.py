@@ -1,0 +1,33 @@
+"""Flush: which tiers are owed a copy of a checkpoint.
+
+Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, in rising order; what it has moved past is
+not sent again.
+"""
+
+from __future__ import annotations
+
+from tierfall.core.values import TierKind
+from tierfall.core.view import CheckpointView, TierRules, View
+
+_IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
+
+
+def tiers_owed(tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]:
+    """Name the tiers that a new checkpoint of this ordinal is flushed to, fastest first."""
+    return tuple(t.name for t in tiers if t.kind not in _IN_MEMORY and ordinal % t.flush_every == 0)
+
+
+def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
+    """Name the tiers that a checkpoint found at a start is still owed to.
+
+    Not where it is, nor where a newer checkpoint of the line was committed: copies arrive in order, so that tier had
+    it once, or gave it up.
+    """
+    if not checkpoint.live:
+        return ()
+    return tuple(
+        name
+        for name in tiers_owed(view.tiers, checkpoint.ordinal)
+        if not checkpoint.readable_on(name)
+        and not any(c.live and c.id > checkpoint.id for c in view.on(name))
+    )

@@ -1,0 +1,99 @@
+"""What no policy may drop: one list of reasons that retention, eviction and a person's prune all ask.
+
+Invariant 3: never a pinned checkpoint, nor, for each loss class, the newest checkpoint that survives that loss; and
+never a copy that somebody reads, or the only source of a copy that another tier is still owed.
+"""
+
+from __future__ import annotations
+
+from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
+from tierfall.core.view import CheckpointView, TierRules, View
+
+_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
+
+
+def reason_to_keep(
+    view: View, checkpoint: CheckpointView, tier: TierRules, gone: frozenset[CheckpointId]
+) -> str | None:
+    """Say why this copy must stay, or return None; ``gone`` are checkpoints already to be dropped from this tier."""
+    copy = checkpoint.copies[tier.name]
+    if checkpoint.pinned and not checkpoint.tombstoned:
+        return "pinned"
+    if copy.leased:
+        return "being read or written"
+    if copy.state not in (CopyState.SEALED, CopyState.COMMITTED):
+        return f"still {copy.state}"
+    if checkpoint.tombstoned:
+        return None
+    if owed := only_source_for(view, checkpoint, tier):
+        return f"the only source of the copy that {', '.join(owed)} is still owed"
+    if view.restored_from == checkpoint.id and not _newer_durable(view, checkpoint):
+        return "this run was restored from it, and nothing newer is durable yet"
+    if lost := newest_of(view, checkpoint, tier, gone):
+        return f"the newest that survives the loss of a {lost}"
+    return None
+
+
+def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> tuple[str, ...]:
+    """Name the tiers that could get their copy from nowhere else."""
+    others = [t.name for t in view.tiers if t.name != tier.name]
+    if any(checkpoint.readable_on(name) for name in others):
+        return ()
+    return tuple(t.name for t in view.tiers if t.name in checkpoint.owed)
+
+
+def newest_of(
+    view: View, checkpoint: CheckpointView, tier: TierRules, gone: frozenset[CheckpointId]
+) -> LossClass | None:
+    """Name the loss class whose newest surviving live checkpoint this copy is, if it is one."""
+    if not checkpoint.live:
+        return None
+    for lost in reversed(LOSS_CLASSES):
+        if _RANK[tier.survives] < _RANK[lost]:
+            continue
+        if not _held(view, lost, above=checkpoint, without=tier.name, gone=gone):
+            return lost
+    return None
+
+
+def _held(
+    view: View,
+    lost: LossClass,
+    *,
+    above: CheckpointView,
+    without: str,
+    gone: frozenset[CheckpointId],
+) -> bool:
+    """Say whether a live checkpoint of that step or newer survives that loss by another copy."""
+    for other in view.checkpoints:
+        if not other.live or other.id < above.id:
+            continue
+        for tier in view.tiers:
+            if _RANK[tier.survives] < _RANK[lost] or not other.readable_on(tier.name):
+                continue
+            if tier.name == without and (other.id == above.id or other.id in gone):
+                continue
+            return True
+    return False
+
+
+def _newer_durable(view: View, checkpoint: CheckpointView) -> bool:
+    return any(
+        other.live
+        and other.id > checkpoint.id
+        and any(other.state(tier.name) is CopyState.COMMITTED for tier in view.tiers)
+        for other in view.checkpoints
+    )
+
+
+def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+    """Say whether the line that left this checkpoint behind has a copy that survives as much as this one."""
+    return any(
+        other.live
+        and other.id.attempt > checkpoint.id.attempt
+        and any(
+            _RANK[t.survives] >= _RANK[tier.survives] and other.readable_on(t.name)
+            for t in view.tiers
+        )
+        for other in view.checkpoints
+    )

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.errors import BackendError
+
+
+@pytest.fixture(scope="session")
+def direct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that takes direct I/O; without one the test is skipped."""
+    folder = tmp_path_factory.mktemp("direct")
+    try:
+        PosixBackend(folder / "probe", direct_io=True).close()
+    except BackendError as error:
+        pytest.skip(f"no direct I/O in {folder}: {error}")
+    return folder
+
+
+@pytest.fixture(params=["buffered", "direct"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PosixBackend]:
+    if request.param == "direct":
+        request.getfixturevalue("direct_folder")
+    made = PosixBackend(tmp_path / "tier", direct_io=request.param == "direct")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB of its own."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"mount does not work here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

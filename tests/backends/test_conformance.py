@@ -1,0 +1,168 @@
+"""Every backend, bare and wrapped, keeps every promise of the contract; and the suite notices one that does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from backend_places import KINDS
+
+from tierfall.backends import conformance_read, conformance_write
+from tierfall.backends.conformance import CHECKS, check_backend, check_promise
+from tierfall.backends.memory import MemoryBackend, MemoryWriter
+from tierfall.backends.wrapper import Wrapper, WriterWrapper
+from tierfall.core.contracts import Backend, Publish, Stored, Writer
+from tierfall.core.errors import BackendError, KeyNotFoundError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHECKS)
+def test_promise(kind: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    folder = tmp_path
+    if kind.startswith("direct"):
+        request.getfixturevalue("direct_folder")
+    check_promise(name, KINDS[kind].maker(folder), reopen=KINDS[kind].reopener)
+
+
+def test_every_check_is_registered() -> None:
+    found = {
+        name
+        for module in (conformance_read, conformance_write)
+        for name, value in vars(module).items()
+        if callable(value)
+        and not name.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+    }
+    assert found == set(CHECKS)
+
+
+def test_the_whole_suite_in_one_call(tmp_path: Path) -> None:
+    kind = KINDS["buffered-bare"]
+    check_backend(kind.maker(tmp_path), reopen=kind.reopen)
+
+
+def test_the_suite_needs_no_test_framework() -> None:
+    for name in ("", "_kit", "_read", "_write"):
+        spec = importlib.util.find_spec(f"tierfall.backends.conformance{name}")
+        assert spec is not None
+        assert spec.origin is not None
+        assert "pytest" not in Path(spec.origin).read_text().replace("@pytest.mark", "")
+    assert "tierfall.backends.conformance" in sys.modules
+
+
+class _Changed(Wrapper):
+    """A backend with one mistake in it."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+
+    @property
+    def memory(self) -> MemoryBackend:
+        assert isinstance(self._inner, MemoryBackend)
+        return self._inner
+
+
+class _Visible(_Changed):
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> Writer:
+        writer = super().create(key, length=length, publish=publish)
+        self.memory.put(key, memoryview(b""), publish=Publish.REPLACE)
+        return writer
+
+
+class _Unconditional(_Changed):
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> Writer:
+        return super().create(key, length=length)
+
+
+class _Lenient(_Changed):
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> Writer:
+        return super().create(key, publish=publish)
+
+
+class _Unsorted(_Changed):
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        return iter(list(super().scan(prefix))[::-1])
+
+
+class _Sloppy(_Changed):
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        folder = prefix.rstrip("/")
+        return (each for each in super().scan("") if each.key.startswith(folder))
+
+
+class _Vague(_Changed):
+    def stat(self, key: str) -> Stored:
+        try:
+            return super().stat(key)
+        except KeyNotFoundError as error:
+            raise BackendError(str(error)) from None
+
+
+class _Silent(_Changed):
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        rest = max(0, self.stat(key).bytes - offset)
+        super().read_into(key, offset, view[: min(rest, view.nbytes)])
+
+
+class _Strict(_Changed):
+    def delete(self, key: str) -> None:
+        self.stat(key)
+        super().delete(key)
+
+
+class _Borrowing(_Changed):
+    """Copies only at publish."""
+
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> Writer:
+        return _BorrowingWriter(super().create(key, length=length, publish=publish))
+
+
+class _BorrowingWriter(WriterWrapper):
+    def __init__(self, inner: Writer) -> None:
+        super().__init__(inner)
+        self._taken: list[tuple[int, memoryview]] = []
+
+    def write(self, offset: int, view: memoryview) -> None:
+        assert isinstance(self._inner, MemoryWriter)
+        self._taken.append((offset, view))
+
+    def publish(self) -> None:
+        for offset, view in self._taken:
+            self._inner.write(offset, view)
+        self._inner.publish()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (_Visible, "nothing_is_visible_before_publish"),
+        (_Visible, "abort_leaves_nothing"),
+        (_Visible, "replace_is_atomic"),
+        (_Unconditional, "conditional_create_has_one_winner"),
+        (_Unconditional, "a_lost_conditional_create_leaves_no_litter"),
+        (_Lenient, "too_few_bytes_are_refused"),
+        (_Lenient, "too_many_bytes_are_refused"),
+        (_Unsorted, "a_scan_is_sorted_and_complete"),
+        (_Unsorted, "a_scan_beside_changes_shows_what_stays"),
+        (_Sloppy, "a_prefix_ends_at_a_part"),
+        (_Vague, "what_is_missing_is_said_to_be"),
+        (_Silent, "reading_past_the_end_is_an_error"),
+        (_Strict, "delete_can_be_said_twice"),
+        (_Borrowing, "a_writer_keeps_no_reference"),
+    ],
+)
+def test_the_suite_notices_a_broken_promise(make: Callable[[], Backend], name: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_promise(name, make)
+    assert any("the promise" in note for note in caught.value.__notes__)

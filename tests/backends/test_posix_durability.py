@@ -1,0 +1,188 @@
+"""What makes an object durable: the order of calls, and what a failed fsync or close costs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from backend_places import (
+    CHUNK_BYTES,
+    chunk,
+    fail,
+    files_below,
+    get,
+    is_file,
+    is_folder,
+    open_files,
+    put,
+    root_of,
+)
+
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.contracts import Publish
+from tierfall.core.errors import (
+    BackendError,
+    StorageFullError,
+)
+
+
+def test_a_failed_fsync_loses_the_object_and_leaves_nothing(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(backend, "run/key", b"old")
+    before = open_files()
+    writer = backend.create("run/key", length=CHUNK_BYTES)
+    writer.write(0, chunk())
+    synced = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(descriptor)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(BackendError, match="count as lost") as caught:
+        writer.publish()
+    monkeypatch.undo()
+    assert not caught.value.retryable
+    assert isinstance(caught.value.__cause__, OSError)
+    assert len(synced) == 1, "a second fsync would lie"
+    assert files_below(root_of(backend)) == ["run/key"]
+    assert get(backend, "run/key") == b"old"
+    assert open_files() == before
+    with pytest.raises(BackendError, match="dead"):
+        writer.publish()
+
+
+def test_a_failed_close_loses_the_object(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = backend.create("run/key", length=CHUNK_BYTES)
+    writer.write(0, chunk())
+    real = os.close
+
+    def close(descriptor: int) -> None:
+        regular = is_file(descriptor)
+        real(descriptor)
+        if regular:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(StorageFullError, match="count as lost"):
+        writer.publish()
+    monkeypatch.undo()
+    assert files_below(root_of(backend)) == []
+
+
+def test_a_failed_fsync_of_the_folder_is_told(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(backend, "run/key", b"old")
+    writer = backend.create("run/key")
+    writer.write(0, memoryview(b"new"))
+    fail(monkeypatch, "fsync", errno.EIO, is_folder)
+    with pytest.raises(BackendError, match="visible, but may not survive a power cut") as caught:
+        writer.publish()
+    monkeypatch.undo()
+    assert not caught.value.retryable
+    assert get(backend, "run/key") == b"new"
+    assert files_below(root_of(backend)) == ["run/key"]
+
+
+def test_a_new_folder_that_cannot_be_synced_fails_the_create(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "fsync", errno.EIO, is_folder)
+    with pytest.raises(BackendError, match="new folder 'run'") as caught:
+        backend.create("run/key")
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("mode", Publish)
+def test_order_of_calls_at_publish(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch, mode: Publish
+) -> None:
+    put(backend, "run/other", b"")
+    calls: list[str] = []
+
+    def record(name: str, label: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def stand_in(*args: object, **more: object) -> object:
+            calls.append(label(*args))
+            return real(*args, **more)
+
+        monkeypatch.setattr(os, name, stand_in)
+
+    record("pwrite", lambda *args: "write")
+    record("fsync", lambda fd: "fsync file" if is_file(fd) else "fsync folder")
+    for name in ("replace", "link", "unlink"):
+        record(name, lambda *args, name=name: name)
+    with backend.create("run/key", length=CHUNK_BYTES + 1, publish=mode) as writer:
+        writer.write(0, chunk())
+        writer.write(CHUNK_BYTES, memoryview(b"x"))
+        writer.publish()
+    seen = ["replace"] if mode is Publish.REPLACE else ["link", "unlink"]
+    assert calls == ["write", "write", "fsync file", *seen, "fsync folder"]
+
+
+def test_new_folders_are_synced_into_their_parents_before_the_file_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    root = tmp_path / "new" / "tier"
+    backend = PosixBackend(root)
+    assert {str(tmp_path), str(tmp_path / "new")} <= set(synced)
+    # Made by somebody who did not come to its fsync.
+    (root / "a").mkdir()
+    synced.clear()
+    with backend.create("a/b/key") as writer:
+        assert synced == [str(root), str(root / "a")]
+        writer.publish()
+    assert synced[2:] == [synced[2], str(root / "a" / "b")]
+    synced.clear()
+    put(backend, "a/b/key-2", b"")
+    assert len(synced) == 2, "a folder that is known to be durable was synced again"
+    backend.close()
+
+
+def test_delete_is_synced(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(backend, "run/key", b"")
+    put(backend, "run/other", b"")
+    fail(monkeypatch, "fsync", errno.EIO, is_folder)
+    with pytest.raises(BackendError, match="may be back after a power cut"):
+        backend.delete("run/key")
+
+
+def test_where_folders_cannot_be_synced_the_trait_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, "fsync", errno.EINVAL, is_folder)
+    backend = PosixBackend(tmp_path / "tier")
+    assert not backend.traits.durable
+    put(backend, "run/key", b"bytes")
+    assert get(backend, "run/key") == b"bytes"
+    backend.close()
+
+
+def test_folders_go_with_their_last_object(backend: PosixBackend) -> None:
+    root = root_of(backend)
+    put(backend, "a/b/c/key", b"")
+    put(backend, "a/other", b"")
+    backend.delete("a/b/c/key")
+    assert sorted(os.listdir(root / "a")) == ["other"]
+    backend.delete("a/other")
+    assert os.listdir(root) == []
+    backend.create("x/y/key").abort()
+    assert os.listdir(root) == []
+    put(backend, "a/b/key", b"again")
+    assert get(backend, "a/b/key") == b"again"

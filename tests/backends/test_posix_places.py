@@ -1,0 +1,406 @@
+"""Where a POSIX backend may be opened, what it finds out there, and what it never follows or touches."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from backend_places import (
+    CHUNK_BYTES,
+    chunk,
+    fail,
+    files_below,
+    get,
+    open_files,
+    powerless,
+    put,
+    root_of,
+)
+
+from tierfall.backends import linux, posix_probe
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.views import aligned_block
+from tierfall.core.contracts import Publish
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users can reach too."""
+    folder = Path(tempfile.mkdtemp(prefix="tierfall-test-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_a_root_is_made_with_the_folders_above_it(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path / "a" / "b" / "c")
+    assert backend.place == str(tmp_path / "a" / "b" / "c")
+    assert os.listdir(tmp_path / "a" / "b" / "c") == []
+    backend.close()
+
+
+def test_a_relative_root_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    backend = PosixBackend("tier")
+    monkeypatch.chdir("/")
+    put(backend, "run/key", b"bytes")
+    assert files_below(tmp_path / "tier") == ["run/key"]
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["file", "dangling", "file/below"])
+def test_a_root_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BackendError, match=name):
+        PosixBackend(tmp_path / name)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+def test_a_root_without_write_permission_is_refused_by_name(open_folder: Path, mode: int) -> None:
+    root = open_folder / "tier"
+    root.mkdir()
+    root.chmod(mode)
+    before = open_files()
+    with powerless(), pytest.raises(AccessDeniedError, match=str(root)):
+        PosixBackend(root)
+    with powerless(), pytest.raises(AccessDeniedError, match="tier/below"):
+        PosixBackend(root / "below")
+    assert open_files() == before
+
+
+def test_permission_denied_below_the_root_is_not_taken_for_absence(open_folder: Path) -> None:
+    backend = PosixBackend(open_folder)
+    put(backend, "run/key", b"bytes")
+    (open_folder / "run").chmod(0)
+    with powerless():
+        for call in (
+            lambda: backend.stat("run/key"),
+            lambda: get(backend, "run/key"),
+            lambda: list(backend.scan("")),
+            lambda: list(backend.scan("run/")),
+            lambda: backend.create("run/new"),
+            lambda: backend.delete("run/key"),
+            lambda: backend.discard_unfinished(""),
+        ):
+            with pytest.raises(AccessDeniedError, match="run"):
+                call()
+    (open_folder / "run").chmod(0o755)
+    assert get(backend, "run/key") == b"bytes"
+    backend.close()
+
+
+def test_a_root_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    backend = PosixBackend(tmp_path / "link")
+    put(backend, "run/key", b"bytes")
+    assert files_below(tmp_path / "real") == ["run/key"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("other")
+    with pytest.raises(UnreachableError, match="another folder"):
+        put(backend, "run/key", b"bytes")
+    assert files_below(tmp_path / "other") == []
+    backend.close()
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Iterator[PosixBackend]:
+    """A tier with links in it that lead to a folder and a file outside."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "key").write_text("secret")
+    backend = PosixBackend(tmp_path / "tier")
+    put(backend, "run/real", b"bytes")
+    (tmp_path / "tier" / "run" / "folder").symlink_to(outside)
+    (tmp_path / "tier" / "run" / "file").symlink_to(outside / "key")
+    (tmp_path / "tier" / "linked").symlink_to(outside)
+    yield backend
+    assert (outside / "key").read_text() == "secret"
+    assert os.listdir(outside) == ["key"]
+    backend.close()
+
+
+def test_links_below_the_root_are_not_followed(linked: PosixBackend) -> None:
+    for key in ("run/folder/key", "run/file", "linked/key"):
+        for call in (linked.stat, lambda key: linked.read_into(key, 0, memoryview(bytearray(1)))):
+            with pytest.raises(AccessDeniedError, match="link"):
+                call(key)
+    for key in ("run/folder/key", "run/folder/deep/key", "linked/key"):
+        with pytest.raises(AccessDeniedError, match="link"):
+            linked.create(key)
+        with pytest.raises(AccessDeniedError, match="link"):
+            linked.delete(key)
+    with pytest.raises(AccessDeniedError, match="link"):
+        linked.delete("run/file")
+    assert [stored.key for stored in linked.scan("")] == ["run/real"]
+    for prefix in ("linked/", "run/folder/"):
+        with pytest.raises(AccessDeniedError, match="link"):
+            list(linked.scan(prefix))
+        with pytest.raises(AccessDeniedError, match="link"):
+            linked.discard_unfinished(prefix)
+
+
+def test_publish_replaces_a_link_and_not_what_it_leads_to(linked: PosixBackend) -> None:
+    with (
+        linked.create("run/file", publish=Publish.IF_ABSENT) as writer,
+        pytest.raises(FileExistsError),
+    ):
+        writer.publish()
+    put(linked, "run/file", b"mine")
+    assert get(linked, "run/file") == b"mine"
+
+
+def test_a_link_in_place_of_an_unfinished_object_is_not_written_through(
+    linked: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tierfall.backends.posix_writer.unfinished_name",
+        lambda: ".tierfall-1-0123456789abcdef.part",
+    )
+    outside = root_of(linked).parent / "outside"
+    (root_of(linked) / ".tierfall-1-0123456789abcdef.part").symlink_to(outside / "key")
+    with pytest.raises(BackendError):
+        linked.create("key")
+
+
+def test_special_files_are_neither_listed_nor_opened(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bad\nname").write_text("x")
+    (tmp_path / ".tierfall-note").write_text("x")
+    os.close(os.open(os.fsencode(tmp_path) + b"/not-\xff-text", os.O_CREAT))
+    (tmp_path / "bad\\folder").mkdir()
+    (tmp_path / "bad\\folder" / "key").write_text("x")
+    put(backend, "good", b"")
+    assert [stored.key for stored in backend.scan("")] == ["good"]
+    for call in (lambda: backend.stat("pipe"), lambda: get(backend, "pipe")):
+        with pytest.raises(AccessDeniedError, match="special file"):
+            call()
+    with pytest.raises(AccessDeniedError):
+        backend.read_into("pipe", 0, memoryview(bytearray(1)))
+    with pytest.raises(AccessDeniedError):
+        backend.delete("pipe")
+    assert backend.discard_unfinished("") == 0
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    backend.close()
+
+
+def test_an_object_where_a_folder_is_needed_is_said(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path)
+    put(backend, "run/key", b"bytes")
+    with pytest.raises(BackendError, match="create 'run/key/below'"):
+        backend.create("run/key/below")
+    with backend.create("run") as writer, pytest.raises(BackendError, match="publish 'run'"):
+        writer.publish()
+    assert files_below(tmp_path) == ["run/key"]
+    backend.close()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_root_that_was_removed_is_unreachable_and_never_empty(tmp_path: Path, anew: bool) -> None:
+    root = tmp_path / "tier"
+    backend = PosixBackend(root)
+    put(backend, "run/key", b"bytes")
+    shutil.rmtree(root)
+    if anew:
+        root.mkdir()
+    for call in (
+        lambda: backend.stat("run/key"),
+        lambda: backend.read_into("run/key", 0, memoryview(bytearray(1))),
+        lambda: list(backend.scan("")),
+        lambda: list(backend.scan("nothing/")),
+        lambda: backend.delete("run/key"),
+        lambda: backend.discard_unfinished(""),
+        lambda: backend.create("run/key"),
+    ):
+        with pytest.raises(UnreachableError, match="tier") as caught:
+            call()
+        assert caught.value.retryable
+    backend.close()
+    assert root.exists() is anew
+
+
+def test_a_root_that_vanishes_during_the_look_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look at the root and the failing open it went away: "not there" is not an answer then."""
+    root = tmp_path / "tier"
+    backend = PosixBackend(root)
+    put(backend, "run/key", b"bytes")
+    real = os.dup
+
+    def dup(descriptor: int) -> int:
+        if root.exists():
+            root.rename(tmp_path / "moved")
+            (tmp_path / "moved" / "run" / "key").unlink()
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "dup", dup)
+    with pytest.raises(UnreachableError):
+        backend.stat("run/key")
+    backend.close()
+
+
+def test_a_closed_backend_says_so(tmp_path: Path) -> None:
+    before = open_files()
+    backend = PosixBackend(tmp_path)
+    backend.close()
+    backend.close()
+    assert open_files() == before
+    with pytest.raises(BackendError, match="closed"):
+        backend.stat("key")
+    with pytest.raises(BackendError, match="closed"):
+        backend.create("key")
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path)
+    before = open_files()
+    for number in range(3):
+        with backend.create(f"run/{number}/key", length=CHUNK_BYTES) as writer:
+            writer.write(0, chunk())
+            writer.publish()
+        backend.create(f"run/{number}/key").abort()
+    get(backend, "run/0/key")
+    list(backend.scan(""))
+    next(backend.scan(""))
+    for key in ("run/none", "none/none", "run"):
+        with pytest.raises(KeyNotFoundError):
+            backend.stat(key)
+    backend.discard_unfinished("")
+    backend.delete("run/0/key")
+    assert open_files() == before
+    backend.close()
+
+
+def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
+    backend = PosixBackend(direct_folder)
+    assert backend.traits.direct_io
+    assert backend.traits.alignment_bytes % os.sysconf("SC_PAGE_SIZE") == 0
+    assert os.listdir(direct_folder) in ([], ["probe"])
+    backend.close()
+    backend = PosixBackend(direct_folder, direct_io=False)
+    assert not backend.traits.direct_io
+    assert backend.traits.alignment_bytes == 1
+    backend.close()
+
+
+@pytest.mark.parametrize("told", [None, 0, 512, 65_536])
+def test_alignment_is_the_kernels_or_the_usual(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, told: int | None
+) -> None:
+    monkeypatch.setattr(linux, "direct_alignment", lambda descriptor: told)
+    backend = PosixBackend(direct_folder)
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert backend.traits.direct_io is (told != 0)
+    assert backend.traits.alignment_bytes == (1 if told == 0 else max(page, told or 4096))
+    data = aligned_block(CHUNK_BYTES, 65_536)
+    data[:] = chunk()
+    with backend.create("run/key", length=CHUNK_BYTES) as writer:
+        writer.write(0, data)
+        writer.publish()
+    assert get(backend, "run/key") == data
+    backend.delete("run/key")
+    backend.close()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv", "open"])
+def test_a_file_system_that_refuses_direct_io_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def is_direct(*args: object, **more: object) -> bool:
+        return call != "open" or bool(int(str(args[1])) & os.O_DIRECT)
+
+    with monkeypatch.context() as patch:
+        fail(patch, call, errno.EINVAL, is_direct)
+        backend = PosixBackend(tmp_path)
+        with pytest.raises(BackendError, match="does not take direct I/O"):
+            PosixBackend(tmp_path, direct_io=True)
+    assert not backend.traits.direct_io
+    assert backend.traits.alignment_bytes == 1
+    put(backend, "run/key", b"bytes")
+    assert files_below(tmp_path) == ["run/key"]
+    backend.close()
+
+
+def test_direct_io_that_reads_back_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
+        count = real(descriptor, views, offset)
+        views[0][7] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    backend = PosixBackend(tmp_path)
+    assert not backend.traits.direct_io
+    backend.close()
+
+
+def test_a_failing_disk_is_not_taken_for_a_missing_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_folder: Path
+) -> None:
+    fail(monkeypatch, "pwrite", errno.EIO)
+    with pytest.raises(UnreachableError, match=str(direct_folder)):
+        PosixBackend(direct_folder)
+
+
+def test_whole_blocks_go_directly_and_ragged_ends_do_not(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = PosixBackend(direct_folder / "split")
+    real = os.pwrite
+    direct, buffered = [], []
+
+    def pwrite(descriptor: int, view: memoryview, offset: int) -> int:
+        with open(f"/proc/self/fdinfo/{descriptor}") as info:
+            flags = int(next(line for line in info if line.startswith("flags")).split()[1], 8)
+        (direct if flags & os.O_DIRECT else buffered).append((offset, view.nbytes))
+        return real(descriptor, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    block = backend.traits.alignment_bytes
+    data = aligned_block(CHUNK_BYTES + 100, block)
+    with backend.create("run/key", length=2 * CHUNK_BYTES + 200) as writer:
+        writer.write(0, data)
+        assert (direct, buffered) == ([(0, CHUNK_BYTES)], [(CHUNK_BYTES, 100)])
+        direct.clear()
+        buffered.clear()
+        writer.write(CHUNK_BYTES + 100, data)
+        writer.publish()
+    assert buffered == [(CHUNK_BYTES + 100, block - 100), (2 * CHUNK_BYTES, 200)]
+    assert direct == [(CHUNK_BYTES + block, CHUNK_BYTES - block)]
+    backend.close()
+
+
+def test_the_probe_leaves_nothing_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(posix_probe, "_exclusive", broken)
+    before = open_files()
+    with pytest.raises(UnreachableError):
+        PosixBackend(tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert open_files() == before

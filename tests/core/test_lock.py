@@ -1,0 +1,356 @@
+"""The run lock: one owner per machine, freed by death, never lost by looking, never inherited."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tierfall.core import lock as lock_module
+from tierfall.core.errors import BackendError, ConfigError, LockError
+from tierfall.core.lock import Owner, RunLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from tierfall.core.lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]), run="gpt")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+# Takes the lock, then forks a child that outlives it, as a data loader's worker does.
+HOLD_AND_FORK = """
+import os, sys
+from pathlib import Path
+from tierfall.core.lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]), run="gpt")
+child = os.fork()
+if child:
+    print(child, flush=True)
+sys.stdin.read()
+"""
+
+TRY = """
+import sys
+from pathlib import Path
+from tierfall.core.errors import LockError
+from tierfall.core.lock import RunLock
+try:
+    RunLock.take(Path(sys.argv[1]), run="gpt")
+except LockError:
+    sys.exit(3)
+"""
+
+FORKED_CHILD = """
+import os, sys
+from pathlib import Path
+from tierfall.core.errors import LockError
+from tierfall.core.lock import RunLock
+path = Path(sys.argv[1])
+lock = RunLock.take(path, run="gpt")
+child = os.fork()
+if child == 0:
+    problems = 0
+    if lock.held:
+        problems |= 1
+    try:
+        RunLock.take(path, run="gpt")
+        problems |= 2
+    except LockError as error:
+        if str(os.getppid()) not in str(error):
+            problems |= 4
+    if RunLock.owner(path).pid != os.getppid():
+        problems |= 8
+    lock.release()
+    os._exit(problems)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print("held", flush=True)
+assert lock.held
+sys.stdin.read()
+sys.exit(code)
+"""
+
+Start = Callable[[str, Path], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "slot-0.lock"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a helper process and read its first line into ``first_line``; it is killed at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, path: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def another_process_can_take(path: Path) -> bool:
+    code = subprocess.run([sys.executable, "-c", TRY, str(path)], check=False).returncode
+    assert code in (0, 3)
+    return code == 0
+
+
+def test_second_process_is_refused_and_told_who_owns_it_since_when(
+    path: Path, start: Start
+) -> None:
+    owner = start(HOLD, path)
+    assert first_line(owner) == "held"
+    with pytest.raises(LockError) as caught:
+        RunLock.take(path, run="gpt")
+    message = str(caught.value)
+    assert f"process {owner.pid}" in message
+    assert time.strftime("%Y-%m-%d", time.gmtime()) in message
+    assert "'gpt'" in message
+    assert str(path) in message
+    owner.kill()
+    owner.wait()
+    RunLock.take(path, run="gpt").release()
+
+
+def test_lock_is_freed_by_sigkill_while_a_forked_child_lives(path: Path, start: Start) -> None:
+    owner = start(HOLD_AND_FORK, path)
+    child = int(first_line(owner))
+    assert not another_process_can_take(path)
+    owner.kill()
+    owner.wait()
+    taken = RunLock.take(path, run="gpt")
+    os.kill(child, 0)  # the child is alive: it waits for the end of its standard input
+    assert taken.held
+    taken.release()
+
+
+def test_second_take_in_one_process_is_refused_and_keeps_the_lock(path: Path) -> None:
+    lock = RunLock.take(path, run="gpt")
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="second Checkpointer of run 'gpt' in this process"):
+            RunLock.take(path, run="gpt")
+    assert lock.held
+    assert not another_process_can_take(path)
+    lock.release()
+
+
+def test_second_take_through_another_name_is_refused(path: Path, tmp_path: Path) -> None:
+    lock = RunLock.take(path, run="gpt")
+    other = tmp_path / "other.lock"
+    other.hardlink_to(path)
+    with pytest.raises(ConfigError, match="second Checkpointer"):
+        RunLock.take(other, run="gpt")
+    assert not another_process_can_take(path)
+    lock.release()
+
+
+def test_name_that_turns_into_the_held_file_does_not_cost_the_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RunLock.take(path, run="gpt")
+    real = lock_module._identity_at
+    answers = [None]
+
+    def first_absent(path: Path) -> tuple[int, int] | None:
+        return answers.pop() if answers else real(path)
+
+    monkeypatch.setattr(lock_module, "_identity_at", first_absent)
+    with pytest.raises(ConfigError, match="second Checkpointer"):
+        RunLock.take(path, run="gpt")
+    assert not answers
+    assert not another_process_can_take(path)
+    lock.release()
+    assert another_process_can_take(path)
+
+
+def test_asking_for_the_owner_does_not_drop_this_process_lock(path: Path) -> None:
+    lock = RunLock.take(path, run="gpt")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        owner = RunLock.owner(path)
+        assert owner is not None
+        assert owner.pid == os.getpid()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not another_process_can_take(path)
+    lock.release()
+
+
+def test_owner_names_the_other_process(path: Path, start: Start) -> None:
+    process = start(HOLD, path)
+    assert first_line(process) == "held"
+    owner = RunLock.owner(path)
+    assert owner is not None
+    assert owner.pid == process.pid
+    assert owner.node == os.uname().nodename
+    if Path("/proc").is_dir():
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        assert owner.start_ticks == int(fields[19])
+    assert owner.since_wall_s is not None
+    assert abs(time.time() - owner.since_wall_s) < 600
+
+
+def test_nobody_owns_a_missing_a_released_or_an_abandoned_lock(path: Path, start: Start) -> None:
+    assert RunLock.owner(path) is None
+    RunLock.take(path, run="gpt").release()
+    assert RunLock.owner(path) is None
+    process = start(HOLD, path)
+    assert first_line(process) == "held"
+    process.kill()
+    process.wait()
+    assert path.stat().st_size > 0
+    assert RunLock.owner(path) is None
+
+
+@pytest.mark.parametrize("note", [b"", b"{", b'{"pid":1}', b"\xff" * 5000])
+def test_owner_is_known_by_the_kernel_where_the_note_is_unusable(
+    path: Path, start: Start, note: bytes
+) -> None:
+    process = start(HOLD, path)
+    assert first_line(process) == "held"
+    path.write_bytes(note)
+    assert RunLock.owner(path) == Owner(pid=process.pid)
+    with pytest.raises(LockError, match=f"process {process.pid}, since an unknown time"):
+        RunLock.take(path, run="gpt")
+
+
+def test_note_of_an_earlier_owner_is_not_believed(path: Path, start: Start) -> None:
+    lock = RunLock.take(path, run="gpt")
+    note = path.read_bytes()
+    lock.release()
+    process = start(HOLD, path)
+    assert first_line(process) == "held"
+    path.write_bytes(note)
+    assert RunLock.owner(path) == Owner(pid=process.pid)
+
+
+def test_release_lets_others_in_keeps_the_file_and_may_be_repeated(path: Path) -> None:
+    lock = RunLock.take(path, run="gpt")
+    lock.release()
+    lock.release()
+    assert not lock.held
+    assert path.exists()
+    assert another_process_can_take(path)
+    again = RunLock.take(path, run="gpt")
+    assert again.held
+    assert not lock.held
+    lock.release()
+    assert not another_process_can_take(path)
+    again.release()
+
+
+def test_forked_child_does_not_believe_that_it_owns_the_lock(path: Path, start: Start) -> None:
+    process = start(FORKED_CHILD, path)
+    assert first_line(process) == "held"
+    # The child has released its copy and ended: the parent still owns, and its note is still there.
+    assert not another_process_can_take(path)
+    owner = RunLock.owner(path)
+    assert owner is not None
+    assert owner.since_wall_s is not None
+    process.communicate()
+    assert process.returncode == 0
+
+
+def test_lock_on_an_unlinked_file_is_noticed_and_taken_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.lockf
+    removed = []
+
+    def remove_first(fd: int, command: int) -> None:
+        if not removed:
+            removed.append(os.fstat(fd).st_ino)
+            path.unlink()
+        real(fd, command)
+
+    monkeypatch.setattr(fcntl, "lockf", remove_first)
+    lock = RunLock.take(path, run="gpt")
+    assert removed
+    assert path.exists()
+    assert not another_process_can_take(path)
+    lock.release()
+
+
+def test_a_file_that_is_always_removed_ends_in_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "lockf", lambda fd, command: path.unlink())
+    with pytest.raises(LockError, match="was removed"):
+        RunLock.take(path, run="gpt")
+
+
+def test_file_system_without_locks_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, command: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(BackendError, match="set `folder` to a file system with record locks"):
+        RunLock.take(path, run="gpt")
+
+
+def test_links_folders_and_pipes_are_refused(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match="a link"):
+        RunLock.take(path, run="gpt")
+    assert target.read_bytes() == b"precious"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="remove it"):
+        RunLock.take(path, run="gpt")
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        RunLock.take(path, run="gpt")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+def test_file_of_another_user_is_refused(path: Path) -> None:
+    path.touch()
+    os.chown(path, 12345, -1)
+    with pytest.raises(ConfigError, match="owned by user 12345"):
+        RunLock.take(path, run="gpt")
+
+
+def test_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="expected a folder"):
+        RunLock.take(tmp_path / "none" / "slot-0.lock", run="gpt")
+
+
+def test_file_is_private_and_not_inherited_over_exec(path: Path) -> None:
+    lock = RunLock.take(path, run="gpt")
+    assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+    assert not os.get_inheritable(lock._fd)
+    lock.release()
+
+
+def test_two_slots_are_two_locks(tmp_path: Path) -> None:
+    first = RunLock.take(tmp_path / "slot-0.lock", run="gpt")
+    second = RunLock.take(tmp_path / "slot-1.lock", run="gpt")
+    first.release()
+    assert second.held
+    assert not another_process_can_take(tmp_path / "slot-1.lock")
+    second.release()

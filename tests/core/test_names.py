@@ -1,0 +1,160 @@
+"""Names and keys: what is written parses back, and what does not parse is not ours."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfall.core import names
+from tierfall.core.errors import ConfigError
+from tierfall.core.values import CheckpointId, Shard
+
+steps = st.integers(0, 10**18 - 1)
+attempts = st.integers(1, 10**12 - 1)
+shards = st.integers(1, 10**9 - 1).flatmap(
+    lambda world_size: st.builds(Shard, st.integers(0, world_size - 1), st.just(world_size))
+)
+
+
+def test_names_are_those_of_the_format() -> None:
+    checkpoint, shard = CheckpointId(400, 7), Shard(0, 4)
+    assert names.attempt_key("gpt", 7) == "gpt/attempts/a0007.json"
+    assert names.step_prefix("gpt", checkpoint) == "gpt/step-00000400-a0007/"
+    assert names.shard_name(shard) == "rank-00000-of-00004.safetensors"
+    assert names.manifest_name(shard) == "rank-00000-of-00004.json"
+    assert names.tag_mark("best") == "tag-best"
+
+
+@given(steps, attempts)
+def test_a_step_folder_parses_back(step: int, attempt: int) -> None:
+    checkpoint = CheckpointId(step, attempt)
+    assert names.parse_step_folder(names.step_folder(checkpoint)) == checkpoint
+
+
+@given(attempts)
+def test_an_attempt_parses_back(number: int) -> None:
+    assert names.parse_attempt(names.attempt_key("gpt", number).rpartition("/")[2]) == number
+
+
+@given(shards)
+def test_a_shard_parses_back_from_image_and_manifest(shard: Shard) -> None:
+    assert names.parse_shard(names.shard_name(shard)) == shard
+    assert names.parse_shard(names.manifest_name(shard)) == shard
+    assert names.is_ours(names.shard_name(shard))
+    assert names.is_ours(names.manifest_name(shard))
+
+
+def test_numbers_wider_than_the_padding_sort_as_numbers() -> None:
+    folders = [names.step_folder(CheckpointId(step, 1)) for step in (99_999_999, 100_000_000)]
+    assert folders != sorted(folders)
+    assert [names.parse_step_folder(folder).step for folder in folders] == [99_999_999, 100_000_000]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-400-a7",
+        "step-00000400",
+        "step-00000400-a0007.tmp",
+        "step-00000400-a0007\n",
+        "xstep-00000400-a0007",
+        "step--0000400-a0007",
+        "step-0000040٣-a0007",
+        "STEP-00000400-a0007",
+        "step-00000400-a0007/",
+        "step-" + "9" * 19 + "-a0007",
+        "",
+    ],
+)
+def test_a_folder_that_is_not_ours_does_not_parse(name: str) -> None:
+    assert names.parse_step_folder(name) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["a7.json", "a0007.json.tmp", "a0007", "b0007.json", "a000٣.json", ".a0007.json"]
+)
+def test_an_attempt_that_is_not_ours_does_not_parse(name: str) -> None:
+    assert names.parse_attempt(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank-00000-of-00004.safetensors.tmp",
+        "rank-00000-of-00004.bin",
+        "rank-00000-of-00004",
+        "rank-0-of-4.json",
+        "model.safetensors",
+        "rank-00000-of-00004.safetensors\n",
+    ],
+)
+def test_a_file_that_tierfall_did_not_write_is_not_ours(name: str) -> None:
+    assert names.parse_shard(name) is None
+    assert not names.is_ours(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commit.json",
+        "marks/pin",
+        "marks/tombstone",
+        "marks/tag-best",
+        "marks/untag-best",
+        "marks/restore-a0008-1",
+    ],
+)
+def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
+    assert names.is_ours(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt",
+        "pin",
+        "marks/notes",
+        "marks/pin.txt",
+        "marks/tag-",
+        "marks/tag-a/b",
+        "other/commit.json",
+        "marks/commit.json",
+        "/commit.json",
+        "../commit.json",
+        "commit.json\n",
+        "",
+    ],
+)
+def test_what_a_user_put_there_is_not_ours(name: str) -> None:
+    assert not names.is_ours(name)
+
+
+@pytest.mark.parametrize("name", ["a", "7", "gpt-small", "A.b_c-1", "x" * 200])
+def test_usable_names_come_back(name: str) -> None:
+    assert names.check_name(name, what="run") == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "-rf",
+        "_x",
+        "a/b",
+        "../a",
+        "a b",
+        "a\n",
+        "a\0",
+        "ä",
+        "a\\b",
+        "x" * 201,
+        "٣",
+    ],
+)
+def test_a_name_that_could_leave_its_folder_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run: .*expected up to 200 letters"):
+        names.check_name(name, what="run")

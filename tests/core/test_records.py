@@ -1,0 +1,284 @@
+"""Manifest, commit record, attempt and mark: they read back as written, and whatever is wrong in one is damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfall.core.documents import Spliced
+from tierfall.core.errors import IntegrityError, NotSupportedError
+from tierfall.core.records import (
+    Attempt,
+    Commit,
+    Line,
+    Manifest,
+    Mark,
+    NamedFile,
+    chunk_count,
+    chunk_range,
+    read_attempt,
+    read_commit,
+    read_manifest,
+    read_mark,
+)
+from tierfall.core.values import CheckpointId, Shard
+
+LINE = Line(
+    run="gpt",
+    checkpoint=CheckpointId(400, 7),
+    attempt_id="0123456789abcdef0123456789abcdef",
+    ordinal=4,
+    started_from=CheckpointId(300, 6),
+)
+DIGEST = "xxh3-128:" + "0f" * 16
+MANIFEST = Manifest(
+    line=LINE,
+    shard=Shard(1, 4),
+    image_bytes=65536 + 5 * 4096 + 17,
+    data_start=65536,
+    chunk_bytes=4096,
+    digests=(DIGEST,) * 7,
+    structure="a-structure",
+    pieces=Spliced(b'[["w","F32",[2,2],0,16]]'),
+)
+COMMIT = Commit(
+    line=LINE,
+    world_size=1,
+    files=(
+        NamedFile(name="rank-00000-of-00001.safetensors", bytes=900, digest=None),
+        NamedFile(name="rank-00000-of-00001.json", bytes=100, digest="sha256:" + "ab" * 32),
+    ),
+    nodes=("node-a",),
+    wall_time_s=1.5e9,
+    metrics={"loss": 2.5, "worst": math.inf},
+    tags=("best",),
+)
+ATTEMPT = Attempt(run="gpt", number=7, id="0f" * 16, node="node-a", pid=42, wall_time_s=1.5e9)
+MARK = Mark(name="pin", checkpoint=CheckpointId(400, 7), wall_time_s=1.5e9, reason="the good one")
+
+RECORDS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "manifest": (MANIFEST, read_manifest),
+    "commit": (COMMIT, read_commit),
+    "attempt": (ATTEMPT, read_attempt),
+    "mark": (MARK, read_mark),
+}
+HUGE = 10**400
+NO_TEXT = [None, 7, 1.5, True, [], {}]
+NO_NAME = [*NO_TEXT, "", "..", "../x", "/etc/passwd", "a/b", "a\0", "x" * 201, ".hidden", "\ud800"]
+NO_NUMBER = [None, "7", 1.0, True, [], {}, -1, 10**19, HUGE]
+NO_TIME = [None, "7", True, [], {}, HUGE, -HUGE]
+NO_START = [
+    0,
+    False,
+    "300@6",
+    [],
+    {},
+    {"step": 300},
+    {"step": -1, "attempt": 6},
+    {"step": 300, "attempt": 0},
+]
+
+LINE_CASES = {
+    "run": NO_NAME,
+    "step": NO_NUMBER,
+    "attempt": [*NO_NUMBER, 0],
+    "attempt_id": NO_TEXT,
+    "ordinal": [*NO_NUMBER, 0],
+    "started_from": NO_START,
+}
+HOSTILE: dict[str, dict[str, list[Any]]] = {
+    "manifest": {
+        **LINE_CASES,
+        "rank": [*NO_NUMBER, 4],
+        "world_size": [*NO_NUMBER, 0, 1],
+        "image_bytes": [*NO_NUMBER, 0, 7, 65535, (1 << 50) + 1, MANIFEST.image_bytes + 4096],
+        "data_start": [*NO_NUMBER, 0, 7, MANIFEST.image_bytes + 1, 1 << 40],
+        "chunk_bytes": [*NO_NUMBER, 0, 1, 4095, (1 << 30) + 1, 8192],
+        "structure": NO_TEXT,
+        "chunks": [
+            None,
+            "x",
+            {},
+            [],
+            [DIGEST] * 6,
+            [DIGEST] * 8,
+            [7] * 7,
+            ["md5:" + "0f" * 16] * 7,
+            [DIGEST[:-1]] * 7,
+        ],
+        "pieces": [None, 7, "x", {}, True],
+    },
+    "commit": {
+        **LINE_CASES,
+        "world_size": [*NO_NUMBER, 0],
+        "wall_time_s": NO_TIME,
+        "nodes": [None, "node-a", {}, [7], [None]],
+        "metrics": [
+            None,
+            7,
+            [],
+            "x",
+            {"loss": None},
+            {"loss": []},
+            {"loss": "much"},
+            {"loss": HUGE},
+        ],
+        "tags": [None, "best", {}, [7]],
+        "files": [None, "x", {}, [7], [None], ["rank"], [{}], [{"name": "x"}], [{"bytes": 1}]]
+        + [[{"name": name, "bytes": 1}] for name in NO_NAME]
+        + [[{"name": "x", "bytes": number}] for number in NO_NUMBER]
+        + [[{"name": "x", "bytes": 1, "digest": digest}] for digest in NO_TEXT],
+    },
+    "attempt": {
+        "run": NO_NAME,
+        "attempt": [*NO_NUMBER, 0],
+        "attempt_id": NO_TEXT,
+        "node": NO_TEXT,
+        "pid": NO_NUMBER,
+        "wall_time_s": NO_TIME,
+    },
+    "mark": {
+        "mark": [*NO_NAME, "commit.json", "notes", "tag-"],
+        "step": NO_NUMBER,
+        "attempt": [*NO_NUMBER, 0],
+        "wall_time_s": NO_TIME,
+        "reason": NO_TEXT,
+    },
+}
+
+
+def members_of(kind: str) -> dict[str, Any]:
+    return {k: v for k, v in json.loads(RECORDS[kind][0].encode()).items() if k != "digest"}
+
+
+def sealed(members: dict[str, Any]) -> bytes:
+    """Seal as a stranger would, who also knows how to compute a digest."""
+    body = json.dumps(members)[:-1]
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body},"digest":"sha256:{digest}"}}\n'.encode()
+
+
+def hostile_cases() -> Iterator[Any]:
+    for kind, members in HOSTILE.items():
+        for member, values in members.items():
+            yield pytest.param(kind, member, values, id=f"{kind}-{member}")
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_reads_back_as_it_was(kind: str) -> None:
+    record, read = RECORDS[kind]
+    assert read(record.encode(), what=kind) == record
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_every_member_is_tried_with_hostile_values(kind: str) -> None:
+    assert set(HOSTILE[kind]) == set(members_of(kind)) - {"format", "requires"}
+
+
+@pytest.mark.parametrize(("kind", "member", "values"), list(hostile_cases()))
+def test_a_hostile_value_is_damage(kind: str, member: str, values: list[Any]) -> None:
+    read = RECORDS[kind][1]
+    members = members_of(kind)
+    read(sealed(members), what=kind)
+    for value in values:
+        with pytest.raises(IntegrityError, match="disk: gpt"):
+            read(sealed({**members, member: value}), what="disk: gpt")
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_missing_member_is_damage_and_never_a_default(kind: str) -> None:
+    read = RECORDS[kind][1]
+    members = members_of(kind)
+    for name in set(members) - {"format", "requires"}:
+        with pytest.raises(IntegrityError, match=name):
+            read(sealed({k: v for k, v in members.items() if k != name}), what="x")
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_unknown_members_are_ignored(kind: str) -> None:
+    record, read = RECORDS[kind]
+    assert read(sealed({**members_of(kind), "signature": {"by": ["x"]}}), what="x") == record
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_thousand_flipped_bits_are_all_found(kind: str) -> None:
+    record, read = RECORDS[kind]
+    data, chance = record.encode(), random.Random(11)
+    for _ in range(1000):
+        damaged = bytearray(data)
+        damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        with pytest.raises(IntegrityError):
+            read(bytes(damaged), what="x")
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_truncated_and_longer_records_are_damage(kind: str) -> None:
+    record, read = RECORDS[kind]
+    data = record.encode()
+    for damaged in (b"", data[:-1], data[: len(data) // 2], data + b"\n", data + data):
+        with pytest.raises(IntegrityError):
+            read(damaged, what="x")
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("change", [{"format": 2}, {"requires": ["delta"]}])
+def test_a_newer_record_is_refused_with_what_to_do(kind: str, change: dict[str, Any]) -> None:
+    with pytest.raises(NotSupportedError, match="install the tierfall that wrote it"):
+        RECORDS[kind][1](sealed({**members_of(kind), **change}), what="x")
+
+
+def test_a_line_that_began_anew_says_so() -> None:
+    members = {**members_of("commit"), "started_from": None}
+    assert read_commit(sealed(members), what="x").line.started_from is None
+
+
+def test_a_commit_counts_its_bytes() -> None:
+    assert COMMIT.image_bytes == 900
+    assert COMMIT.stored_bytes == 1000
+    assert COMMIT.file("rank-00000-of-00001.json") == COMMIT.files[1]
+    assert COMMIT.file("rank-00001-of-00001.json") is None
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 0.1, -0.0, 5e-324])
+def test_a_metric_survives_whatever_its_value(value: float) -> None:
+    members = members_of("commit")
+    members["metrics"] = json.loads(Commit(**_fields(COMMIT), metrics={"m": value}).encode())[
+        "metrics"
+    ]
+    assert read_commit(sealed(members), what="x").metrics["m"] == value
+
+
+def test_a_metric_that_is_not_a_number_survives() -> None:
+    data = Commit(**_fields(COMMIT), metrics={"m": math.nan}).encode()
+    assert math.isnan(read_commit(data, what="x").metrics["m"])
+
+
+def _fields(commit: Commit) -> dict[str, Any]:
+    names = ("line", "world_size", "files", "nodes", "wall_time_s", "tags")
+    return {name: getattr(commit, name) for name in names}
+
+
+@given(st.integers(8, 10**6), st.integers(0, 10**7), st.integers(12, 20))
+def test_chunks_cover_the_image_without_gap_or_overlap(
+    data_start: int, data: int, power: int
+) -> None:
+    image_bytes, chunk_bytes = data_start + data, 1 << power
+    count = chunk_count(image_bytes, data_start, chunk_bytes)
+    ranges = [chunk_range(index, image_bytes, data_start, chunk_bytes) for index in range(count)]
+    assert ranges[0] == (0, data_start)
+    assert [start for start, _ in ranges[1:]] == [end for _, end in ranges[:-1]]
+    assert ranges[-1][1] == image_bytes
+    assert all(0 < end - start <= chunk_bytes for start, end in ranges[1:])
+
+
+def test_a_manifest_knows_its_chunks() -> None:
+    assert MANIFEST.chunk_count == 7
+    assert MANIFEST.chunk_range(6) == (65536 + 5 * 4096, MANIFEST.image_bytes)

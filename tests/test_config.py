@@ -1,0 +1,766 @@
+"""The configuration: read whole, or refused with every problem's place, and with no secret in any message."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierfall.config import Config, FileTier, HostTier, load_config
+from tierfall.core.errors import ConfigError, NotSupportedError
+from tierfall.core.values import CaptureMode, OnError, TierKind
+
+Load = Callable[..., Config]
+DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+FULL = """\
+run: gpt-small
+interval: {every: 100}
+capture: {mode: blocking, verify: true, bandwidth: null}
+on_error: raise
+max_wait: 90s
+chunk: 4MiB
+tiers:
+  - {name: ram, kind: host, capacity: 16GiB, when_full: wait, folder: /dev/shm/here}
+  - name: nvme
+    kind: file
+    path: /local/checkpoints
+    shared: false
+    capacity: 500GiB
+    flush: {every: 1}
+    retain: {last: 3}
+  - name: lustre
+    kind: file
+    path: /lustre/checkpoints
+    shared: true
+    flush: {every: 10, order: in_order}
+    compress: {codec: none}
+    bandwidth: 500MB/s
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load the text of a file named tiers.yaml."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, **options: Any) -> Config:
+        (tmp_path / "tiers.yaml").write_text(text)
+        return load_config("tiers.yaml", **options)
+
+    return load_text
+
+
+def config_of(**members: Any) -> dict[str, Any]:
+    """A good configuration with some members replaced."""
+    return {"run": "x", "tiers": "./checkpoints", **members}
+
+
+def tier_of(**members: Any) -> dict[str, Any]:
+    """A good configuration whose file tier has these members as well."""
+    tier = {"name": "disk", "kind": "file", "path": "./c", **members}
+    return config_of(tiers=[{"name": "host", "kind": "host"}, tier])
+
+
+def host_of(**members: Any) -> dict[str, Any]:
+    return config_of(tiers=[{"name": "host", "kind": "host", **members}])
+
+
+def problems(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    lines = str(error.value).splitlines()
+    return [line.strip() for line in lines[1:]] if len(lines) > 1 else lines
+
+
+# What a good configuration reads as.
+
+
+def test_a_whole_file_reads_as_numbers(load: Load) -> None:
+    config = load(FULL)
+    assert config.run == "gpt-small"
+    assert config.interval is not None
+    assert config.interval.every == 100
+    assert config.capture.mode is CaptureMode.BLOCKING
+    assert config.capture.verify is True
+    assert config.on_error is OnError.RAISE
+    assert config.max_wait_s == 90.0
+    assert config.chunk_bytes == 4 << 20
+    assert [tier.kind for tier in config.tiers] == [TierKind.HOST, TierKind.FILE, TierKind.FILE]
+    assert config.host.capacity_bytes == 16 << 30
+    assert config.host.folder == Path("/dev/shm/here")
+    nvme, lustre = config.files
+    assert (nvme.path, nvme.shared, nvme.capacity_bytes) == (
+        Path("/local/checkpoints"),
+        False,
+        500 << 30,
+    )
+    assert (nvme.flush.every, nvme.retain.last, nvme.bandwidth_bytes_per_s) == (1, 3, None)
+    assert (lustre.flush.every, lustre.retain.last, lustre.bandwidth_bytes_per_s) == (
+        10,
+        None,
+        500_000_000,
+    )
+
+
+def test_a_path_alone_means_host_memory_and_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config({"run": "x", "tiers": "./checkpoints"})
+    host, disk = config.tiers
+    assert isinstance(host, HostTier)
+    assert (host.name, host.capacity_bytes, host.folder) == ("host", None, None)
+    assert isinstance(disk, FileTier)
+    assert (disk.name, disk.path) == ("disk", tmp_path / "checkpoints")
+    assert config.interval is None
+    assert (config.capture.mode, config.capture.verify) == (CaptureMode.LAZY, False)
+    assert (config.on_error, config.max_wait_s, config.chunk_bytes) == (
+        OnError.WARN,
+        60.0,
+        16 << 20,
+    )
+    assert load_config({"run": "x", "tiers": Path("checkpoints")}) == config
+
+
+def test_nulls_stand_for_defaults() -> None:
+    members = {
+        "shared": None,
+        "capacity": None,
+        "bandwidth": None,
+        "retain": {"last": None, "best": None},
+    }
+    assert load_config(tier_of(**members)) == load_config(tier_of())
+    assert load_config(config_of(interval=None)) == load_config(config_of())
+
+
+def test_paths_are_absolute_and_the_home_folder_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(config_of(tiers="~/c")).files[0].path == Path("/home/somebody/c")
+    config = load_config(config_of(tiers="c"))
+    monkeypatch.chdir("/")
+    assert config.files[0].path == tmp_path / "c"
+
+
+def test_a_ready_config_is_taken_as_it_is() -> None:
+    config = load_config(config_of())
+    assert load_config(config) is config
+    assert load_config(config, run="other").run == "other"
+    assert config.run == "x"
+
+
+def test_a_config_survives_being_dumped() -> None:
+    config = load_config(yaml.safe_load(FULL))
+    assert load_config(config.model_dump()) == config
+    assert load_config(json.loads(config.model_dump_json())) == config
+
+
+def test_a_config_is_frozen() -> None:
+    config = load_config(config_of())
+    with pytest.raises(ValueError, match="frozen"):
+        config.run = "y"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        config.host.name = "y"  # type: ignore[misc]
+
+
+def test_the_argument_run_stands_for_the_files(load: Load) -> None:
+    assert load("run: a\ntiers: ./c", run="b").run == "b"
+    assert load("tiers: ./c", run="b").run == "b"
+    with pytest.raises(ConfigError, match=r"^run: '../b' is not a usable name"):
+        load("tiers: ./c", run="../b")
+
+
+def test_a_model_cannot_be_built_past_its_rules() -> None:
+    with pytest.raises(ValueError, match="host tier"):
+        Config.model_validate({"run": "x", "tiers": [{"name": "a", "kind": "file", "path": "."}]})
+    with pytest.raises(ValueError, match="not supported yet"):
+        Config.model_validate(config_of(capture={"mode": "auto"}))
+
+
+def test_a_merge_key_fills_a_tier(load: Load) -> None:
+    config = load(
+        "run: x\ntiers:\n"
+        "- {name: host, kind: host}\n"
+        "- &a {name: a, kind: file, path: ./a, retain: {last: 3}}\n"
+        "- {<<: *a, name: b, path: ./b}\n"
+    )
+    assert [(tier.name, tier.retain.last) for tier in config.files] == [("a", 3), ("b", 3)]
+
+
+def test_a_name_that_looks_like_a_date_is_a_name(load: Load) -> None:
+    assert load("run: 2026-01-31\ntiers: ./c").run == "2026-01-31"
+
+
+# Where something is wrong.
+
+
+def test_an_error_names_file_line_place_and_the_nearest_word(load: Load) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(FULL.replace("flush: {every: 10,", "flush: {evry: 10,"))
+    assert (
+        str(caught.value)
+        == 'tiers.yaml:20: tiers[2].flush.evry: unknown key; did you mean "every"?'
+    )
+
+
+def test_all_problems_are_told_at_once_in_the_files_order(load: Load) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            "run: a b\nmax-wait: 3s\nchunk: 5KiB\n"
+            "tiers:\n"
+            "- {name: host, kind: hst}\n"
+            "- name: d\n  kind: file\n  capacity: 3Gb\n"
+            "- {name: d, kind: file, path: ./c, retain: 3}\n"
+        )
+    assert str(caught.value).startswith("tiers.yaml: 8 problems\n")
+    assert [line.split(": ")[:2] for line in problems(caught)] == [
+        ["tiers.yaml:1", "run"],
+        ["tiers.yaml:2", "max-wait"],
+        ["tiers.yaml:3", "chunk"],
+        ["tiers.yaml:5", "tiers[0].kind"],
+        ["tiers.yaml:6", "tiers[1].path"],
+        ["tiers.yaml:8", "tiers[1].capacity"],
+        ["tiers.yaml:9", "tiers[2].retain"],
+        ["tiers.yaml:9", "tiers[2].name"],
+    ]
+    assert not isinstance(caught.value, NotSupportedError)
+
+
+def test_a_dict_has_places_and_no_lines() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tier_of(flush={"every": 0}))
+    assert (
+        str(caught.value)
+        == "tiers[1].flush.every: 0 does not fit; expected a whole number, 1 or more"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"tiers": "./c"}, "run: missing; expected a value such as gpt-small"),
+        ({"run": "x"}, "tiers: missing"),
+        (config_of(run="../x"), "^run: '../x' is not a usable name"),
+        (config_of(run=7), 'run: 7 is not a name; .*put it in quotes: "7"'),
+        (config_of(run=None), "run: nothing is not a name"),
+        (config_of(tiers=[]), "tiers: the list is empty; expected at least a tier of kind host"),
+        (config_of(tiers=7), "tiers: 7 does not fit; expected a list"),
+        (config_of(tiers=[7]), r"tiers\[0\]: 7 does not fit; expected a mapping"),
+        (
+            config_of(tiers=[{"name": "a"}]),
+            r"tiers\[0\].kind: missing; expected one of device, host, file, object",
+        ),
+        (
+            config_of(tiers=[{"name": "a", "kind": "fil"}]),
+            r'tiers\[0\].kind: .*did you mean "file"\?',
+        ),
+        (
+            config_of(interval=100),
+            r"interval: 100 does not fit; expected a mapping such as \{every: 100\}",
+        ),
+        (config_of(interval={}), r"interval: says no interval; expected \{every: 100\}"),
+        (
+            config_of(interval={"every": 0}),
+            "interval.every: 0 does not fit; expected a whole number of training",
+        ),
+        (config_of(interval={"every": True}), "interval.every: true does not fit"),
+        (config_of(interval={"every": 1.5}), "interval.every: 1.5 does not fit"),
+        (config_of(interval={"evry": 1}), r'interval.evry: unknown key; did you mean "every"\?'),
+        (
+            config_of(capture={"mode": "lzay"}),
+            r'capture.mode: "lzay" does not fit; .*did you mean "lazy"\?',
+        ),
+        (
+            config_of(capture={"verify": 1}),
+            "capture.verify: 1 does not fit; expected true or false",
+        ),
+        (
+            config_of(on_error="ignore"),
+            'on_error: "ignore" does not fit; expected one of warn, raise',
+        ),
+        (config_of(max_wait="1min"), r'max_wait: unknown unit "min" \(did you mean "m"\?\)'),
+        (config_of(max_wait=-1), "max_wait: -1 is out of range"),
+        (config_of(chunk="6KiB"), "chunk: .*expected a multiple of 4KiB from 4KiB to 1GiB"),
+        (config_of(chunk="2GiB"), "chunk: .*expected a multiple of 4KiB from 4KiB to 1GiB"),
+        (config_of(chunk=0), "chunk: 0 does not fit"),
+        (config_of(chunk=None), "chunk: None is not usable here"),
+        (config_of(Run="x"), r'Run: unknown key; did you mean "run"\?'),
+        (config_of(zebra=1), "zebra: unknown key; expected one of run, interval, capture"),
+        (
+            host_of(retain={"last": 3}),
+            "retain: unknown key of a host tier; expected one of name, kind, capacity",
+        ),
+        (host_of(capacity="16GIB"), r'capacity: unknown unit "GIB" \(did you mean "GiB"\?\)'),
+        (host_of(capacity=0), "capacity: nothing fits into 0 bytes"),
+        (
+            host_of(when_full="drop"),
+            'when_full: "drop" does not fit; expected one of wait, skip, supersede',
+        ),
+        (tier_of(path=""), 'path: "" is not a path; expected a folder such as ./checkpoints'),
+        (tier_of(path="a\0b"), "path: not a path as text"),
+        (tier_of(path="\ud800"), "path: .* is no usable path"),
+        (tier_of(path="~nobody-of-that-name/c"), "path: '~nobody.*' is no usable path"),
+        (tier_of(shared="maybe"), 'shared: "maybe" does not fit; expected true or false'),
+        (tier_of(bandwidth="500MB"), r'bandwidth: unknown unit "MB" \(did you mean "MB/s"\?\)'),
+        (tier_of(bandwidth=0), "bandwidth: nothing moves at 0 bytes per second"),
+        (
+            tier_of(flush=None),
+            r"flush: nothing does not fit; expected a mapping such as \{every: 1\}",
+        ),
+        (
+            tier_of(retain={"last": "many"}),
+            'retain.last: "many" does not fit; expected a whole number, 1 or more',
+        ),
+        (
+            tier_of(compress={"codec": "zst"}),
+            r'compress.codec: "zst" does not fit; .*did you mean "zstd"\?',
+        ),
+        (tier_of(name="a/b"), "name: .*is not a usable name"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_what_was_expected(
+    source: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    assert any(re.search(message, line) for line in problems(caught)), str(caught.value)
+    assert not isinstance(caught.value, NotSupportedError)
+
+
+HOST = {"name": "host", "kind": "host"}
+DEVICE = {"name": "device", "kind": "device"}
+FILE = {"name": "file", "kind": "file", "path": "./c"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ([FILE], "tiers: there is no host tier"),
+        ([FILE, HOST], r"tiers\[1\].kind: a host tier must stand earlier"),
+        ([HOST, DEVICE], r"tiers\[1\].kind: a device tier must stand earlier"),
+        ([HOST, {**HOST, "name": "b"}], r"tiers\[1\].kind: a second host tier"),
+        ([DEVICE, {**DEVICE, "name": "b"}, HOST], r"tiers\[1\].kind: a second device tier"),
+        ([HOST, {**FILE, "name": "host"}], r"tiers\[1\].name: the same name as tiers\[0\]"),
+        (
+            [HOST, FILE, {**FILE, "name": "b", "path": "x/../c/"}],
+            r"tiers\[2\].path: the same path as tiers\[1\]",
+        ),
+    ],
+)
+def test_a_chain_that_makes_no_sense_is_refused(
+    tiers: list[dict[str, Any]], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other_problem in ({}, {"max_wait": "soon"}):
+        with pytest.raises(ConfigError) as caught:
+            load_config({"run": "x", "tiers": tiers, **other_problem})
+        assert any(re.match(message, line) for line in problems(caught)), str(caught.value)
+
+
+def test_two_tiers_in_one_folder_are_found_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    tiers = [HOST] + [
+        {"name": name, "kind": "file", "path": str(tmp_path / name)} for name in ("real", "link")
+    ]
+    with pytest.raises(ConfigError, match=r"^tiers\[2\].path: the same path as tiers\[1\]"):
+        load_config(config_of(tiers=tiers))
+
+
+def test_a_broken_file_says_line_and_column(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"^tiers.yaml:3:10: not valid YAML: .*"):
+        load("run: x\ntiers:\n  - {a: b]\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "tiers.yaml: the file is empty"),
+        ("# nothing\n", "tiers.yaml: the file is empty"),
+        ("- run\n", "tiers.yaml:1: expected a mapping with at least run and tiers"),
+        ("run\n", "tiers.yaml:1: expected a mapping"),
+        (
+            "run: x\nrun: y\ntiers: ./c",
+            "tiers.yaml:2: run: the key stands here twice, first on line 1",
+        ),
+        ("{run: x, tiers: ./c, run: y}", "tiers.yaml:1: run: the key stands here twice"),
+        (
+            "run: x\ntiers:\n- {name: h, kind: host, name: h}",
+            r"tiers.yaml:3: tiers\[0\].name: the key stands here twice",
+        ),
+        ("run: x\n---\nrun: y\n", "tiers.yaml:2:1: not valid YAML"),
+        ("run: \a\n", "tiers.yaml:1: not valid YAML"),
+        ("&a {run: *a}", "tiers.yaml:1:1: not valid YAML: a value that contains itself"),
+        (
+            "run: !!python/object/apply:os.system [x]",
+            "tiers.yaml:1:6: not valid YAML: could not determine a constructor",
+        ),
+        ("run: !!int x", "tiers.yaml: cannot be read as YAML"),
+        ("1: x\nrun: x\ntiers: ./c", r"tiers.yaml:1: \[1\]: unknown key"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(load: Load, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load(text)
+
+
+def test_a_file_that_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no such file .* give the path of a YAML file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="is a folder; expected a YAML file"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: \xff\n")
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
+        load_config(tmp_path / "latin.yaml")
+    (tmp_path / "big.yaml").write_bytes(b"#" * (1 << 21))
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        load_config(tmp_path / "big.yaml")
+    with pytest.raises(
+        ConfigError, match=r"expected the path of a YAML file, a dict or a tierfall.Config, got int"
+    ):
+        load_config(7)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=8)
+        | st.sampled_from(["host", "file", "16GiB", "${env:HOME}", "${", "10m", "./c", "zstd"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "run",
+                        "tiers",
+                        "name",
+                        "kind",
+                        "path",
+                        "flush",
+                        "every",
+                        "interval",
+                        "retain",
+                        "best",
+                        1,
+                    ]
+                ),
+                inner,
+                max_size=5,
+            )
+        ),
+        max_leaves=15,
+    )
+)
+def test_nothing_but_our_own_error_comes_out(value: Any) -> None:
+    for source in (
+        {"run": "x", "tiers": value},
+        value if isinstance(value, Mapping) else {"run": value},
+    ):
+        with contextlib.suppress(ConfigError):
+            assert isinstance(load_config(source), Config)
+
+
+# The environment.
+
+
+def test_variables_are_filled_in_anywhere_in_text(load: Load) -> None:
+    environ = {
+        "ROOT": "/data",
+        "WHO": "me",
+        "N": "10",
+        "SIZE": "4GiB",
+        "YES": "true",
+        "MODE": "blocking",
+    }
+    config = load(
+        "run: run-of-${env:WHO}-${env:N}\n"
+        "capture: {mode: '${env:MODE}', verify: '${env:YES}'}\n"
+        "tiers:\n- {name: host, kind: host, capacity: '${env:SIZE}'}\n"
+        "- {name: disk, kind: file, path: '${env:ROOT}/${env:WHO}', flush: {every: '${env:N}'}}\n",
+        environ=environ,
+    )
+    assert config.run == "run-of-me-10"
+    assert (config.capture.mode, config.capture.verify) == (CaptureMode.BLOCKING, True)
+    assert config.host.capacity_bytes == 4 << 30
+    assert (config.files[0].path, config.files[0].flush.every) == (Path("/data/me"), 10)
+
+
+def test_the_processes_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERFALL_TEST_ROOT", "/somewhere")
+    assert load_config(config_of(tiers="${env:TIERFALL_TEST_ROOT}")).files[0].path == Path(
+        "/somewhere"
+    )
+
+
+def test_what_a_variable_holds_is_not_looked_at_again() -> None:
+    config = load_config(config_of(tiers="${env:A}"), environ={"A": "/${env:B}/${"})
+    assert config.files[0].path == Path("/${env:B}/${")
+
+
+def test_a_variable_that_is_not_set_is_named_with_its_place(load: Load) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            "run: x\ntiers:\n- {name: host, kind: host}\n- {name: d, kind: file, path: '${env:ROOT}/c'}\n",
+            environ={},
+        )
+    assert str(caught.value) == (
+        "tiers.yaml:4: tiers[1].path: the environment variable ROOT is not set; set it, or write the value"
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["${env:}", "${env:A", "${env: A}", "${A}", "${env:1}", "${ENV:A}", "x${"]
+)
+def test_a_reference_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^tiers: .* is not a reference; expected \$\{env:NAME\}"
+    ):
+        load_config(config_of(tiers=text), environ={"A": "x"})
+
+
+SECRET = "hunter2-!/\\\"' ü"
+PLACES: list[dict[str, Any]] = [
+    config_of(run="${env:S}"),
+    config_of(interval="${env:S}"),
+    config_of(interval={"every": "${env:S}"}),
+    config_of(capture={"mode": "${env:S}", "verify": "${env:S}"}),
+    config_of(on_error="${env:S}"),
+    config_of(max_wait="1${env:S}"),
+    config_of(chunk="${env:S}"),
+    config_of(tiers=["${env:S}"]),
+    config_of(tiers="~${env:S}/x"),
+    host_of(name="${env:S}", kind="${env:S}"),
+    host_of(name="${env:S}", when_full="${env:S}", capacity="5${env:S}", folder="${env:S}\0"),
+    host_of(zebra="${env:S}"),
+    tier_of(
+        name="${env:S}", shared="${env:S}", bandwidth="${env:S}", compress={"codec": "${env:S}"}
+    ),
+    tier_of(flush={"every": "${env:S}"}, retain={"last": "${env:S}", "for": "${env:S}"}),
+    config_of(tiers=[HOST, {**FILE, "path": "${env:S}"}, {**FILE, "path": "${env:S}"}]),
+    config_of(
+        tiers=[
+            HOST,
+            {
+                "name": "o",
+                "kind": "object",
+                "url": "${env:S}",
+                "options": {"key": "${env:S}"},
+                "x": 1,
+            },
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("source", PLACES)
+def test_no_message_shows_what_a_variable_holds(source: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, environ={"S": SECRET})
+    text = "".join(traceback.format_exception(caught.value))
+    assert "hunter2" not in text
+    chained = caught.value.__cause__ or caught.value.__context__
+    assert "hunter2" not in repr(chained)
+
+
+def test_a_value_that_does_not_fit_is_shown_as_the_file_has_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^chunk: the value of \$\{env:S\} does not fit; expected a multiple of"
+    ):
+        load_config(config_of(chunk="${env:S}"), environ={"S": SECRET})
+
+
+# What a later version acts on.
+
+LATER = [
+    config_of(interval={"every": "10m"}),
+    config_of(interval={"overhead": "3.5%"}),
+    config_of(interval={"mtbf": "4h"}),
+    config_of(interval={"every": 10, "on_signal": ["SIGTERM"]}),
+    config_of(interval={"every": 10, "at_end": True}),
+    config_of(capture={"mode": "auto"}),
+    config_of(capture={"bandwidth": "1GB/s"}),
+    host_of(when_full="skip"),
+    host_of(when_full="supersede"),
+    config_of(tiers=[DEVICE, HOST]),
+    config_of(tiers=[HOST, {"name": "o", "kind": "object", "url": "s3://b"}]),
+    tier_of(flush={"order": "newest_first"}),
+    tier_of(flush={"within": "10m"}),
+    tier_of(retain={"every": 1000}),
+    tier_of(retain={"best": {"metric": "loss"}}),
+    tier_of(retain={"for": "30d"}),
+    tier_of(compress={"codec": "zstd"}),
+    tier_of(compress={"codec": "planes"}),
+    tier_of(compress={"level": 3}),
+]
+
+
+@pytest.mark.parametrize("source", LATER)
+def test_what_is_for_later_is_refused_and_never_ignored(source: dict[str, Any]) -> None:
+    with pytest.raises(NotSupportedError, match=r"^[a-z0-9_.\[\]]+: .* not supported yet$"):
+        load_config(source)
+
+
+@pytest.mark.parametrize("source", LATER)
+def test_with_something_wrong_beside_it_the_error_is_a_plain_one(source: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not supported yet") as caught:
+        load_config({**source, "max_wait": "soon"})
+    assert not isinstance(caught.value, NotSupportedError)
+    assert "2 problems" in str(caught.value)
+
+
+def test_the_example_of_the_design_is_understood_to_the_last_key() -> None:
+    store = {
+        **{"name": "store", "kind": "object", "url": "s3://bucket/checkpoints"},
+        "options": {"endpoint_url": "${env:E}", "key": "${env:K}", "secret": "${env:S}"},
+        "flush": {"every": 10, "order": "newest_first", "within": "10m"},
+        "retain": {
+            "last": 5,
+            "every": 1000,
+            "best": {"metric": "loss", "mode": "min", "count": 2},
+            "for": "30d",
+        },
+        "compress": {"codec": "zstd", "level": 3},
+        "bandwidth": "500MB/s",
+    }
+    with pytest.raises(NotSupportedError) as caught:
+        load_config(
+            config_of(tiers=[{**DEVICE, "capacity": "4GiB"}, HOST, store]),
+            environ={"E": "", "K": "", "S": ""},
+        )
+    assert len(problems(caught)) == 9
+
+
+# The schema, and the page that describes it.
+
+
+def sections() -> dict[str, dict[str, Any]]:
+    """The schema's sections by the heading that the page gives them."""
+    schema = Config.model_json_schema()
+    headings = {
+        **{
+            "Interval": "`interval`",
+            "Capture": "`capture`",
+            "Flush": "`flush`",
+            "Retain": "`retain`",
+        },
+        **{
+            "Best": "`best`",
+            "Compress": "`compress`",
+            "HostTier": "A host tier",
+            "FileTier": "A file tier",
+        },
+        **{"ObjectTier": "An object tier", "DeviceTier": "A device tier"},
+    }
+    assert set(headings) == set(schema["$defs"])
+    return {"The first level": schema} | {
+        headings[name]: part for name, part in schema["$defs"].items()
+    }
+
+
+def documented() -> dict[str, dict[str, tuple[str, bool]]]:
+    """Example and whether it is acted on, by heading and key, as the page says."""
+    found: dict[str, dict[str, tuple[str, bool]]] = {}
+    heading = ""
+    for line in DOCUMENTATION.read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        row = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(row) == 5 and row[0].startswith("`"):
+            assert row[4] in ("yes", "not yet"), line
+            found.setdefault(heading, {})[row[0].strip("`")] = (row[3].strip("`"), row[4] == "yes")
+    return found
+
+
+def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
+    """A configuration that is good but for one key, set where its section belongs."""
+    stored = {"name": "o", "kind": "object", "url": "s3://b/c"}
+    match heading:
+        case "The first level":
+            return config_of(**{key: value})
+        case "`interval`":
+            return config_of(interval={"every": 1, key: value})
+        case "`capture`":
+            return config_of(capture={key: value})
+        case "A host tier":
+            return host_of(**{key: value})
+        case "A file tier":
+            return tier_of(**{key: value})
+        case "An object tier":
+            return config_of(tiers=[HOST, {**stored, key: value}])
+        case "A device tier":
+            return config_of(tiers=[{**DEVICE, key: value}, {**HOST, "name": "h"}])
+        case "`best`":
+            return tier_of(retain={"best": {"metric": "loss", key: value}})
+    return tier_of(**{heading.strip("`"): {key: value}})
+
+
+def test_every_key_of_the_schema_is_in_the_documentation() -> None:
+    assert {heading: set(keys) for heading, keys in documented().items()} == {
+        heading: set(section["properties"]) for heading, section in sections().items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("heading", "key", "example", "acted_on"),
+    [
+        (h, k, example, acted)
+        for h, keys in documented().items()
+        for k, (example, acted) in keys.items()
+    ],
+)
+def test_the_documentation_is_true_to_what_is_acted_on(
+    heading: str, key: str, example: str, acted_on: bool
+) -> None:
+    source = placed(heading, key, yaml.safe_load(example))
+    if acted_on:
+        load_config(source)
+    else:
+        with pytest.raises(NotSupportedError):
+            load_config(source)
+
+
+def test_the_documentations_files_are_good_ones() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        load_config(yaml.safe_load(block))
+
+
+def test_the_schema_serves_editors() -> None:
+    for heading, section in sections().items():
+        assert section["additionalProperties"] is False, heading
+        for key, member in section["properties"].items():
+            described = "description" in member or "$ref" in member
+            assert described, f"{heading}: {key} has no description"
+    first = Config.model_json_schema()["properties"]
+    assert first["on_error"]["enum"] == ["warn", "raise"]
+    assert first["max_wait"]["default"] == "60s"
+    assert any("pattern" in way for way in first["chunk"]["anyOf"])
+    json.dumps(Config.model_json_schema())
+
+
+def test_the_schemas_examples_are_good_ones() -> None:
+    for heading, section in sections().items():
+        for key, member in section["properties"].items():
+            for example in member.get("examples", []):
+                try:
+                    load_config(
+                        placed(heading, key, example), environ=os.environ | {"S3_ENDPOINT": "x"}
+                    )
+                except NotSupportedError:
+                    assert not documented()[heading][key][1]

@@ -1,0 +1,426 @@
+"""The arena: filling, sealing, reading back, closing, page-locking, and the format byte by byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from arena_help import (
+    BLOCK,
+    EXTENTS,
+    KIB,
+    MIB,
+    PAGE,
+    RUN,
+    SHARD,
+    add,
+    create,
+)
+
+from tierfall.core import device
+from tierfall.core.device import PageLock
+from tierfall.core.errors import CapacityError
+from tierfall.core.values import Shard
+from tierfall.tiers.arena import Arena, Region, extent_bytes
+
+# --- filling, sealing, reading back -----------------------------------------------------------------------------------
+
+
+def test_sealed_image_is_adopted_bit_for_bit_with_records_and_marks(path: Path) -> None:
+    image = random.Random(1).randbytes(300_001)
+    arena = create(path)
+    region = arena.allocate(image_bytes=len(image), records_bytes=5000)
+    assert region is not None
+    assert not region.sealed
+    region.image[:] = image
+    region.seal(manifest=b"m" * 3000, commit=b"c" * 2000)
+    assert region.sealed
+    region.add_mark(b"pin")
+    region.add_mark(b"")
+    arena.close(keep=True)
+
+    again = Arena.attach(path, run=RUN)
+    (found,) = again.regions()
+    assert found.image == image
+    assert (found.manifest(), found.commit()) == (b"m" * 3000, b"c" * 2000)
+    assert found.marks() == (b"pin", b"")
+    assert (found.shard, found.replica, found.sealed) == (SHARD, False, True)
+    assert (again.shard, again.slot, again.run, again.path) == (SHARD, 0, RUN, path)
+    assert again.damage == ()
+    found.add_mark(b"unpin")
+    assert found.marks() == (b"pin", b"", b"unpin")
+    again.close(keep=False)
+    assert not path.exists()
+
+
+def test_region_of_another_rank_and_a_replica_keeps_its_names(path: Path) -> None:
+    arena = create(path)
+    region = arena.allocate(image_bytes=10, records_bytes=0, shard=Shard(7, 9), replica=True)
+    assert region is not None
+    region.seal(manifest=b"", commit=b"")
+    arena.close(keep=True)
+    again = Arena.attach(path, run=RUN)
+    (found,) = again.regions()
+    assert (found.shard, found.replica) == (Shard(7, 9), True)
+    assert (found.manifest(), found.commit()) == (b"", b"")
+    again.close(keep=False)
+
+
+def test_image_is_aligned_and_exactly_as_long_as_asked(path: Path) -> None:
+    arena = create(path)
+    for length in (1, 4095, 4096, 4097, 70_000):
+        region = arena.allocate(image_bytes=length, records_bytes=1)
+        assert region is not None
+        assert len(region.image) == length
+        assert len(region.padded_image) == -(-length // PAGE) * PAGE
+        assert not region.image.readonly
+        tensor = region.tensor()
+        assert tensor.dtype == torch.uint8
+        assert tensor.shape == (length,)
+        assert tensor.data_ptr() % PAGE == 0
+        tensor.fill_(length % 251)
+        assert set(region.image) == {length % 251}
+    arena.close(keep=False)
+
+
+def test_large_images_begin_at_large_pages_where_they_can(path: Path) -> None:
+    arena = create(path, 8 * MIB)
+    small = arena.allocate(image_bytes=1, records_bytes=0)
+    large = arena.allocate(image_bytes=2 * MIB, records_bytes=10)
+    assert small is not None
+    assert large is not None
+    assert large.extent.start % (2 * MIB) == 0
+    between = arena.allocate(image_bytes=PAGE, records_bytes=0)
+    assert between is not None
+    assert between.extent.start == small.extent.end
+    arena.close(keep=False)
+
+
+def test_large_image_fits_at_a_small_page_where_it_must(path: Path) -> None:
+    arena = create(path, 4 * MIB + 2 * PAGE)
+    assert arena.allocate(image_bytes=2 * MIB, records_bytes=PAGE) is not None
+    second = arena.allocate(image_bytes=2 * MIB, records_bytes=PAGE)
+    assert second is not None
+    assert second.extent.start % (2 * MIB) != 0
+    assert arena.free_bytes == 0
+    assert arena.allocate(image_bytes=1, records_bytes=0) is None
+    arena.close(keep=False)
+
+
+def test_first_gap_that_fits_is_taken(path: Path) -> None:
+    arena = create(path, 10 * PAGE)
+    regions = [arena.allocate(image_bytes=PAGE, records_bytes=PAGE) for _ in range(5)]
+    assert arena.allocate(image_bytes=1, records_bytes=0) is None
+    for index in (1, 3):
+        region = regions[index]
+        assert region is not None
+        region.release()
+    assert (arena.free_bytes, arena.largest_free_bytes) == (4 * PAGE, 2 * PAGE)
+    assert arena.allocate(image_bytes=3 * PAGE, records_bytes=0) is None
+    taken = arena.allocate(image_bytes=PAGE, records_bytes=0)
+    assert taken is not None
+    assert taken.extent.start == EXTENTS + 2 * PAGE
+    arena.close(keep=False)
+
+
+def test_table_of_slots_has_an_end(path: Path) -> None:
+    arena = create(path, 100 * PAGE)
+    regions = []
+    while (region := arena.allocate(image_bytes=1, records_bytes=0)) is not None:
+        region.image[:] = bytes([len(regions)])
+        region.seal(manifest=b"", commit=b"")
+        regions.append(region)
+    assert len(regions) == 63
+    assert arena.free_slots == 0
+    assert arena.largest_free_bytes > PAGE
+    arena.close(keep=True)
+    again = Arena.attach(path, run=RUN)
+    assert [bytes(region.image)[0] for region in again.regions()] == list(range(63))
+    again.close(keep=False)
+
+
+def test_records_longer_than_asked_for_are_refused_and_nothing_is_sealed(path: Path) -> None:
+    arena = create(path)
+    region = arena.allocate(image_bytes=100, records_bytes=PAGE)
+    assert region is not None
+    with pytest.raises(CapacityError, match=r"4000 \+ 97 bytes, room is for 4096"):
+        region.seal(manifest=b"m" * 4000, commit=b"c" * 97)
+    assert not region.sealed
+    region.seal(manifest=b"m" * 4000, commit=b"c" * 96)
+    assert region.commit() == b"c" * 96
+    arena.close(keep=False)
+
+
+def test_region_goes_through_its_states_once(path: Path) -> None:
+    arena = create(path)
+    region = arena.allocate(image_bytes=10, records_bytes=10)
+    assert region is not None
+    assert region.marks() == ()
+    for early in (region.manifest, region.commit, lambda: region.add_mark(b"pin")):
+        with pytest.raises(ValueError, match="not sealed yet"):
+            early()
+    region.seal(manifest=b"m", commit=b"c")
+    with pytest.raises(ValueError, match="sealed already"):
+        region.seal(manifest=b"m", commit=b"c")
+    region.release()
+    region.release()
+    assert region.released
+    assert not region.sealed
+    for late in (
+        region.manifest,
+        region.marks,
+        region.tensor,
+        lambda: region.image,
+        lambda: region.padded_image,
+        lambda: region.seal(manifest=b"", commit=b""),
+        lambda: region.add_mark(b"pin"),
+    ):
+        with pytest.raises(ValueError, match="released"):
+            late()
+    assert arena.regions() == ()
+    assert arena.free_bytes == arena.capacity_bytes
+    arena.close(keep=False)
+
+
+def test_reused_slot_does_not_inherit_marks(path: Path) -> None:
+    arena = create(path)
+    old = add(arena, b"old")
+    old.add_mark(b"pin")
+    old.release()
+    new = add(arena, b"new")
+    assert new.marks() == ()
+    arena.close(keep=True)
+    again = Arena.attach(path, run=RUN)
+    assert again.regions()[0].marks() == ()
+    again.close(keep=False)
+
+
+def test_marks_have_a_bound_that_says_so(path: Path) -> None:
+    arena = create(path)
+    region = add(arena, b"image")
+    count = (28 * KIB - 8) // (4 + 500 + 32)
+    for _ in range(count):
+        region.add_mark(b"x" * 500)
+    with pytest.raises(CapacityError, match="does not fit"):
+        region.add_mark(b"x" * 500)
+    assert region.marks() == (b"x" * 500,) * count
+    arena.close(keep=False)
+
+
+def test_allocation_refuses_sizes_that_make_no_sense(path: Path) -> None:
+    arena = create(path)
+    for image_bytes, records_bytes in ((0, 1), (-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match="cannot allocate"):
+            arena.allocate(image_bytes=image_bytes, records_bytes=records_bytes)
+    arena.close(keep=False)
+
+
+def test_extent_bytes_is_what_an_allocation_takes(path: Path) -> None:
+    arena = create(path)
+    for image_bytes, records_bytes in ((1, 0), (1, 1), (4096, 4097), (9999, 3)):
+        before = arena.free_bytes
+        assert arena.allocate(image_bytes=image_bytes, records_bytes=records_bytes) is not None
+        taken = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
+        assert before - arena.free_bytes == taken
+    arena.close(keep=False)
+
+
+def test_threads_get_disjoint_regions(path: Path) -> None:
+    arena = create(path, 64 * PAGE)
+    got: list[Region] = []
+
+    def work(number: int) -> None:
+        for _ in range(6):
+            region = arena.allocate(image_bytes=PAGE, records_bytes=0)
+            assert region is not None
+            region.image[:] = bytes([number]) * PAGE
+            region.seal(manifest=b"", commit=b"")
+            got.append(region)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({region.extent.start for region in got}) == len(got) == 48
+    arena.close(keep=True)
+    again = Arena.attach(path, run=RUN)
+    assert sorted(bytes(r.image)[0] for r in again.regions()) == sorted(list(range(8)) * 6)
+    again.close(keep=False)
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_keeps_living_views_valid(path: Path) -> None:
+    arena = create(path)
+    region = add(arena, b"x" * 5000)
+    view, tensor = region.image, region.tensor()
+    arena.close(keep=False)
+    arena.close(keep=False)
+    assert view == b"x" * 5000
+    assert int(tensor.sum()) == 5000 * ord("x")
+    for late in (
+        lambda: arena.allocate(image_bytes=1, records_bytes=0),
+        lambda: arena.grow(2 * MIB),
+        lambda: region.add_mark(b"pin"),
+        region.marks,
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            late()
+    region.release()
+
+
+def test_closing_gives_the_memory_back(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arena = create(path)
+    arena.grow(2 * MIB)
+    add(arena, b"x")
+    assert str(path) in Path("/proc/self/maps").read_text()
+    arena.close(keep=True)
+    del arena
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_closing_deletes_no_file_of_another(path: Path) -> None:
+    arena = create(path)
+    path.unlink()
+    path.write_bytes(b"somebody else's")
+    arena.close(keep=False)
+    assert path.read_bytes() == b"somebody else's"
+
+
+def test_closing_an_arena_that_is_gone_is_no_error(path: Path) -> None:
+    arena = create(path)
+    path.unlink()
+    arena.close(keep=False)
+
+
+# --- page-locked memory -----------------------------------------------------------------------------------------------
+
+
+class FakeLocks:
+    """Stands for ``core.device`` on a machine with CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reason: str = "") -> None:
+        self.made: list[PageLock] = []
+        self.unlocked: list[int] = []
+        self.reason = reason
+        monkeypatch.setattr(device, "cuda_available", lambda: True)
+        monkeypatch.setattr(device, "lock_pages", self.lock_pages)
+        monkeypatch.setattr(device, "_unregister", lambda address: self.unlocked.append(address))
+
+    def lock_pages(self, address: int, length_bytes: int) -> PageLock:
+        assert address % PAGE == 0
+        lock = PageLock(
+            address=address, length_bytes=length_bytes, locked=not self.reason, reason=self.reason
+        )
+        self.made.append(lock)
+        return lock
+
+
+def test_pages_are_locked_where_cuda_is_and_unlocked_at_close(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = FakeLocks(monkeypatch)
+    arena = create(path)
+    arena.grow(2 * MIB)
+    assert [lock.length_bytes for lock in locks.made] == [EXTENTS + MIB, EXTENTS + 2 * MIB]
+    assert locks.unlocked == []
+    arena.close(keep=True)
+    assert len(set(locks.unlocked)) == 2
+    Arena.attach(path, run=RUN).close(keep=True)
+    assert len(locks.made) == len(locks.unlocked) == 3
+    Arena.attach(path, run=RUN, writable=False).close(keep=True)
+    Arena.attach(path, run=RUN, page_lock=False).close(keep=False)
+    assert len(locks.made) == 3
+
+
+def test_refused_page_lock_is_said_once_and_work_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks = FakeLocks(monkeypatch, reason="CUDA error 2 (out of memory)")
+    with caplog.at_level(logging.WARNING):
+        arena = create(path)
+        arena.grow(2 * MIB)
+    (entry,) = caplog.records
+    assert "out of memory" in entry.getMessage()
+    assert "ulimit -l" in entry.getMessage()
+    add(arena, b"image")
+    arena.close(keep=False)
+    assert locks.unlocked == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_images_are_pinned_on_a_real_device(path: Path) -> None:
+    arena = create(path)
+    region = arena.allocate(image_bytes=500_000, records_bytes=0)
+    assert region is not None
+    tensor = region.tensor()
+    assert tensor.is_pinned()
+    source = torch.randint(0, 256, (500_000,), dtype=torch.uint8, device="cuda")
+    arena.grow(2 * MIB)
+    tensor.copy_(source, non_blocking=True)
+    device.synchronize()
+    region.seal(manifest=b"", commit=b"")
+    del tensor
+    arena.close(keep=True)
+    again = Arena.attach(path, run=RUN)
+    assert torch.equal(again.regions()[0].tensor(), source.cpu())
+    again.close(keep=False)
+
+
+# --- the format -------------------------------------------------------------------------------------------------------
+
+
+def test_format_is_as_documented(path: Path) -> None:
+    """Read a file with nothing but struct, json and hashlib."""
+    arena = create(path)
+    image = random.Random(9).randbytes(5000)
+    region = add(arena, image, b"the manifest", b"the commit record")
+    region.add_mark(b"pin")
+    arena.grow(2 * MIB)
+    arena.close(keep=True)
+    data = path.read_bytes()
+
+    assert data[:16] == b"tierfall arena\n\0"
+    header = json.loads(data[16:PAGE].rstrip(b"\0"))
+    assert list(header)[:3] == ["format", "requires", "layout"]
+    assert list(header)[-1] == "digest"
+    assert (header["run"], header["rank"], header["world_size"]) == (RUN, 2, 4)
+    assert (header["slot"], header["capacity_bytes"], header["layout"]) == (0, MIB, 1)
+    assert json.loads(entries(data, PAGE)[-1])["capacity_bytes"] == 2 * MIB
+
+    length, complement = struct.unpack_from("=II", data, BLOCK)
+    assert complement == length ^ 0xFFFFFFFF
+    seal = json.loads(data[BLOCK + 8 : BLOCK + 8 + length])
+    assert seal["offset"] == EXTENTS
+    assert data[seal["offset"] :][: seal["image_bytes"]] == image
+    for name, text in (("manifest", b"the manifest"), ("commit", b"the commit record")):
+        place = seal[name]
+        assert data[place["offset"] :][: place["bytes"]] == text
+        assert place["digest"] == "sha256:" + hashlib.sha256(text).hexdigest()
+    assert entries(data, BLOCK + PAGE) == [b"pin"]
+    assert not any(data[2 * BLOCK : EXTENTS])
+
+
+def entries(data: bytes, start: int) -> list[bytes]:
+    used = struct.unpack_from("=I", data, start)[0]
+    found, place = [], start + 8
+    while place < start + 8 + used:
+        length = int.from_bytes(data[place : place + 4], "little")
+        body = data[place : place + 4 + length]
+        assert hashlib.sha256(body).digest() == data[place + 4 + length :][:32]
+        found.append(body[4:])
+        place += 4 + length + 32
+    return found

@@ -1,0 +1,119 @@
+"""``tierfall.open`` and ``tierfall.load``: the two ways in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import Config, load_config
+from tierfall.core.catalog import Listing
+from tierfall.core.errors import NotSupportedError, RestoreError
+from tierfall.core.image import plan_load
+from tierfall.core.restore.images import Image, StoredImage
+from tierfall.core.restore.restore import OpenImage, Request, restore
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.reading import Reader, open_place, resolve_path
+from tierfall.session import SHARD
+
+_YAML = (".yaml", ".yml")
+
+
+def open(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    run: str | None = None,
+    process_group: object = None,
+    fresh: bool = False,
+) -> Checkpointer:
+    """Open a run for saving and restoring; use it as a context manager.
+
+    ``config`` is a YAML file, a dict of the same shape, or a Config; ``run`` replaces the run's name; ``fresh`` leaves
+    the checkpoints that are there behind, so that a start which restores none may save. Validates, opens the tiers,
+    takes an attempt, and adopts what an earlier start left in host memory.
+
+    Raises ConfigError for what is wrong in the configuration or in what lies in memory, LockError while another process
+    trains this run on this machine, BackendError where a tier refuses.
+    """
+    if process_group is not None or _ranks() > 1:
+        raise NotSupportedError(
+            "open: more than one rank is not supported yet; start one process (WORLD_SIZE=1)"
+        )
+    settings = load_config(config, run=run)
+    return Checkpointer(settings, run=settings.run, fresh=fresh)
+
+
+def _ranks() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() else 1
+
+
+def load(
+    config_or_path: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    step: int | None = None,
+    attempt: int | None = None,
+    map_location: str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, with no training loop.
+
+    ``config_or_path`` is a configuration (all its tiers are looked at, memory too), or a path: a .yaml, a tier's root
+    with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is unpickled.
+
+    Raises ConfigError for a path that is none of these, RestoreError where nothing can be read whole.
+    """
+    request = Request(step=step, attempt=attempt)
+    if isinstance(config_or_path, str | os.PathLike):
+        path = Path(config_or_path).expanduser()
+        if path.suffix not in _YAML:
+            return _load_path(path, request, map_location)
+    config = load_config(config_or_path)
+    with Reader(config) as reader:
+        return _load(reader.list(), request, reader.opener(), map_location, SHARD, config.run)
+
+
+def _load_path(path: Path, request: Request, map_location: str | torch.device) -> dict[str, Any]:
+    place = resolve_path(path)
+    if place.checkpoint is not None and request.step is None:
+        request = Request(step=place.checkpoint.step, attempt=place.checkpoint.attempt)
+    store, listings = open_place(place)
+
+    def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
+        return StoredImage(store, id, shard)
+
+    try:
+        return _load(
+            list(listings.values()),
+            request,
+            open_one,
+            map_location,
+            place.shard or SHARD,
+            str(path),
+        )
+    finally:
+        store.close()
+
+
+def _load(
+    listings: Sequence[Listing],
+    request: Request,
+    open_image: OpenImage,
+    map_location: str | torch.device,
+    shard: Shard,
+    what: str,
+) -> dict[str, Any]:
+    restored = restore(
+        listings,
+        request,
+        open_image=open_image,
+        make_plan=lambda header: plan_load(header, map_location=map_location),
+        shard=shard,
+    )
+    if restored is None:
+        raise RestoreError(f"load: {what} holds no checkpoint")
+    result: dict[str, Any] = restored.plan.result()  # type: ignore[attr-defined]
+    return result

@@ -1,0 +1,39 @@
+"""The configuration: one YAML file, or a dict of the same shape, read into a frozen model or refused with the place.
+
+``model`` says which keys there are and what their values mean; ``source`` reads a file and keeps its line numbers;
+``environment`` fills in ``${env:NAME}``; ``loading`` puts them together and words the errors. Nothing here opens a
+tier or looks at the machine, except for the working directory and the environment.
+"""
+
+from tierfall.config.loading import load_config
+from tierfall.config.model import Config, DeviceTier, FileTier, HostTier, ObjectTier, Tier
+from tierfall.config.sections import (
+    Best,
+    Capture,
+    Codec,
+    Compress,
+    Flush,
+    FlushOrder,
+    Interval,
+    Retain,
+    WhenFull,
+)
+
+__all__ = [
+    "Best",
+    "Capture",
+    "Codec",
+    "Compress",
+    "Config",
+    "DeviceTier",
+    "FileTier",
+    "Flush",
+    "FlushOrder",
+    "HostTier",
+    "Interval",
+    "ObjectTier",
+    "Retain",
+    "Tier",
+    "WhenFull",
+    "load_config",
+]

@@ -1,0 +1,243 @@
+"""The kinds of value that the configuration holds: how each is read, and how the JSON schema describes it.
+
+Every reader takes what YAML gives (text, numbers, true or false) and raises pydantic's custom errors in our words. An
+error's ``expected`` never holds the value that was read, so it can be shown where the value is a secret. This module
+knows neither the key that it reads nor the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from tierfall.core import names, units
+from tierfall.core.errors import ConfigError
+from tierfall.core.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+
+WRONG = "wrong_value"
+NOT_SUPPORTED = "not_supported"
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+_NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
+_EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+_EXPECTED_COUNT = "a whole number, 1 or more"
+_EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
+_EXPECTED_STEPS = "a whole number of training steps, 1 or more"
+
+
+def wrong(message: str, *, expected: str) -> PydanticCustomError:
+    """A wrong value; the texts go in as context, because pydantic reads braces in a template."""
+    return PydanticCustomError(WRONG, "{message}", {"message": message, "expected": expected})
+
+
+def not_supported(what: str) -> PydanticCustomError:
+    return PydanticCustomError(NOT_SUPPORTED, "{message}", {"message": f"{what} not supported yet"})
+
+
+def show(value: object) -> str:
+    """Write a value for an error message, as the YAML file has it, and not too long."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f'"{value}"' if len(value) <= 60 else f'"{value[:60]}..."'
+        case dict():
+            return "a mapping"
+        case list() | tuple():
+            return "a list"
+        case int() | float():
+            return f"{value!r}"[:60]
+        case _:
+            return f"a value of type {type(value).__name__}"
+
+
+def not_yet(text: str, *neutral: object) -> AfterValidator:
+    """Refuse a key that a later version acts on, unless its value is one that changes nothing.
+
+    ``text`` ends in "is" or "are"; the message goes on with "not supported yet".
+    """
+
+    def refuse(value: Any) -> Any:
+        if value is not None and value not in neutral:
+            raise not_supported(text)
+        return value
+
+    return AfterValidator(refuse)
+
+
+def choice(words: type[StrEnum], *, later: Mapping[str, str] = NOTHING) -> BeforeValidator:
+    """Read one word of a closed set; ``later`` maps words that are refused for now to the start of a sentence."""
+    known = [*words, *(word for word in later if word not in set(words))]
+    expected = f"one of {', '.join(known)}"
+
+    def read(value: object) -> object:
+        if isinstance(value, str) and value in later:
+            raise not_supported(later[value])
+        if isinstance(value, str) and value in set(words):
+            return words(value)
+        near = nearest(value, known) if isinstance(value, str) else ""
+        raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
+
+    return BeforeValidator(read)
+
+
+def any_word(words: type[StrEnum], *more: str) -> WithJsonSchema:
+    """Describe a closed set to editors, words that are refused for now included."""
+    return WithJsonSchema({"type": "string", "enum": [*words, *more]})
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Word a hint at the known word that was probably meant; empty where none is near."""
+    by_shape = {name.lower().replace("-", "_"): name for name in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
+    return f'; did you mean "{by_shape[near[0]]}"?' if near else ""
+
+
+def _parsed(parse: Callable[[Any], Any], expected: str) -> BeforeValidator:
+    def read(value: object) -> object:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            message = str(error)
+        raise wrong(message, expected=expected)
+
+    return BeforeValidator(read)
+
+
+def _number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -> WithJsonSchema:
+    return WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": number, "minimum": minimum},
+                {"type": "string", "pattern": pattern},
+            ]
+        }
+    )
+
+
+def _positive_size(value: int | str) -> int:
+    size_bytes = units.parse_size(value)
+    if size_bytes == 0:
+        raise ConfigError(f"nothing fits into 0 bytes; expected {units.EXPECTED_SIZE}")
+    return size_bytes
+
+
+def _positive_rate(value: int | str) -> int:
+    bytes_per_s = units.parse_rate(value)
+    if bytes_per_s == 0:
+        raise ConfigError(f"nothing moves at 0 bytes per second; expected {units.EXPECTED_RATE}")
+    return bytes_per_s
+
+
+def _chunk(value: int | str) -> int:
+    size_bytes = units.parse_size(value)
+    if size_bytes % CHUNK_BYTES_MIN or not CHUNK_BYTES_MIN <= size_bytes <= CHUNK_BYTES_MAX:
+        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_CHUNK}")
+    return size_bytes
+
+
+def _count(value: object) -> int:
+    """Read a count; digits in text count too, since that is what ``${env:NAME}`` gives."""
+    number = _whole(value)
+    if number is None or number < 1:
+        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_COUNT}")
+    return number
+
+
+def _steps(value: object) -> int:
+    number = _whole(value)
+    if number is None and isinstance(value, str):
+        units.parse_duration(value)
+        raise not_supported("a cadence by time is")
+    if number is None or number < 1:
+        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_STEPS}")
+    return number
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value in ("true", "false"):
+        return value == "true"
+    raise ConfigError(f"{show(value)} does not fit; expected true or false")
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        quoted = f'; put it in quotes: "{value}"' if _whole(value) is not None else ""
+        raise ConfigError(f"{show(value)} is not a name; expected {_EXPECTED_NAME}{quoted}")
+    try:
+        return names.check_name(value, what="")
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix(": ")) from error
+
+
+def _path(value: object) -> Path:
+    """Make a path absolute, so that it means the same after the program has changed its folder."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{show(value)} is not a path; expected a folder such as ./checkpoints")
+    text = os.fspath(value)
+    if not isinstance(text, str) or "\0" in text:
+        raise ConfigError("not a path as text; expected a folder such as ./checkpoints")
+    try:
+        os.fsencode(text)
+        expanded = Path(text).expanduser()
+    except (RuntimeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{text!r} is no usable path: {error}") from error
+    return Path.cwd() / expanded
+
+
+Size = Annotated[
+    int,
+    _parsed(_positive_size, units.EXPECTED_SIZE),
+    _number_or_text(units.SIZE_PATTERN, minimum=1),
+]
+Chunk = Annotated[
+    int,
+    _parsed(_chunk, _EXPECTED_CHUNK),
+    _number_or_text(units.SIZE_PATTERN, minimum=CHUNK_BYTES_MIN),
+]
+Rate = Annotated[
+    int,
+    _parsed(_positive_rate, units.EXPECTED_RATE),
+    _number_or_text(units.RATE_PATTERN, minimum=1),
+]
+Duration = Annotated[
+    float,
+    _parsed(units.parse_duration, units.EXPECTED_DURATION),
+    _number_or_text(units.DURATION_PATTERN, number="number"),
+]
+Share = Annotated[
+    float,
+    _parsed(units.parse_share, units.EXPECTED_SHARE),
+    WithJsonSchema({"type": "string", "pattern": units.SHARE_PATTERN}),
+]
+Count = Annotated[
+    int, _parsed(_count, _EXPECTED_COUNT), WithJsonSchema({"type": "integer", "minimum": 1})
+]
+Steps = Annotated[
+    int, _parsed(_steps, _EXPECTED_STEPS), _number_or_text(units.DURATION_PATTERN, minimum=1)
+]
+Flag = Annotated[bool, _parsed(_flag, "true or false"), WithJsonSchema({"type": "boolean"})]
+Name = Annotated[str, _parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
+Folder = Annotated[
+    Path,
+    _parsed(_path, "a folder such as ./checkpoints"),
+    WithJsonSchema({"type": "string", "minLength": 1}),
+]

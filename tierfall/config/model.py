@@ -1,0 +1,237 @@
+"""The model of the YAML file: its first level, and the tiers.
+
+The model holds numbers and absolute paths; it opens nothing. What is wrong with one value is found where the value is
+read (``fields``), what is wrong with the chain in ``rules``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from tierfall.config.fields import (
+    Chunk,
+    Duration,
+    Flag,
+    Folder,
+    Name,
+    Rate,
+    Size,
+    any_word,
+    choice,
+    not_yet,
+)
+from tierfall.config.places import write_place
+from tierfall.config.rules import Link, check_chain
+from tierfall.config.sections import Capture, Compress, Flush, Interval, Retain, Section, WhenFull
+from tierfall.core.values import OnError, TierKind
+
+CHAIN = "chain"
+"""The type of the error that holds what is wrong with the tiers as a whole, as ``findings`` in its context."""
+
+
+class _Tier(Section):
+    name: Name = Field(
+        description="What the tier is called: in commands, reports and messages.", examples=["nvme"]
+    )
+
+
+class DeviceTier(_Tier):
+    """Spare memory of the device, per rank. Not supported yet."""
+
+    kind: Annotated[Literal[TierKind.DEVICE], not_yet("a tier of kind device is")] = Field(
+        description="device: spare memory of the device. Not supported yet."
+    )
+    capacity_bytes: Size | None = Field(
+        default=None, alias="capacity", description="How much to take, per rank.", examples=["4GiB"]
+    )
+
+
+class HostTier(_Tier):
+    """Memory of the host, page-locked where there is a device; each rank has its own."""
+
+    kind: Literal[TierKind.HOST] = Field(
+        description="host: memory of the host. There is exactly one such tier."
+    )
+    capacity_bytes: Size | None = Field(
+        default=None,
+        alias="capacity",
+        description="How much to take, per rank; absent: 2.2 times the first image, at most half of the "
+        "free memory.",
+        examples=["16GiB"],
+    )
+    when_full: Annotated[
+        WhenFull,
+        choice(
+            WhenFull,
+            later={"skip": "skipping a save is", "supersede": "superseding a waiting save is"},
+        ),
+        any_word(WhenFull),
+    ] = Field(
+        default=WhenFull.WAIT,
+        description="wait: a save waits for room, up to max_wait. skip and supersede are not supported yet.",
+        examples=["wait"],
+    )
+    folder: Folder | None = Field(
+        default=None,
+        description="Where the memory's files lie; absent: a folder of the user's own in /dev/shm, or in "
+        "the temporary folder where there is no /dev/shm.",
+        examples=["/dev/shm/checkpoints"],
+    )
+
+
+class _StoredTier(_Tier):
+    shared: Flag | None = Field(
+        default=None,
+        description="Whether all nodes see the same files; absent: an object store is shared, and a folder "
+        "is tried out at open.",
+        examples=[False],
+    )
+    capacity_bytes: Size | None = Field(
+        default=None,
+        alias="capacity",
+        description="The most that tierfall may take there; per node where it is not shared; absent: what "
+        "the medium has.",
+        examples=["500GiB"],
+    )
+    flush: Flush = Field(
+        default=Flush(),
+        description="Which checkpoints the tier takes.",
+        examples=[{"every": 1}],
+    )
+    retain: Retain = Field(
+        default=Retain(), description="Which checkpoints it keeps.", examples=[{"last": 3}]
+    )
+    compress: Compress = Field(
+        default=Compress(),
+        description="How chunks are compressed there.",
+        examples=[{"codec": "none"}],
+    )
+    bandwidth_bytes_per_s: Rate | None = Field(
+        default=None,
+        alias="bandwidth",
+        description="The most that may be written there per second, by one node; absent: no limit.",
+        examples=["500MB/s"],
+    )
+
+
+class FileTier(_StoredTier):
+    """A folder: a local disk, or a parallel file system."""
+
+    kind: Literal[TierKind.FILE] = Field(description="file: a folder.")
+    path: Folder = Field(
+        description="The folder; ~ is the home folder, and a relative path starts at the working directory.",
+        examples=["./checkpoints"],
+    )
+
+
+class ObjectTier(_StoredTier):
+    """An object store. Not supported yet."""
+
+    kind: Annotated[Literal[TierKind.OBJECT], not_yet("a tier of kind object is")] = Field(
+        description="object: an object store. Not supported yet."
+    )
+    url: str = Field(description="Where it is.", examples=["s3://bucket/checkpoints"])
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        repr=False,
+        description="What fsspec calls the storage options: endpoint, key, secret.",
+        examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}],
+    )
+
+
+Tier = Annotated[DeviceTier | HostTier | FileTier | ObjectTier, Field(discriminator="kind")]
+TIER_MODELS: dict[str, type[_Tier]] = {
+    TierKind.DEVICE: DeviceTier,
+    TierKind.HOST: HostTier,
+    TierKind.FILE: FileTier,
+    TierKind.OBJECT: ObjectTier,
+}
+
+
+def _expand_tiers(value: object) -> object:
+    """Let a path alone stand for host memory and a folder named ``disk``."""
+    if isinstance(value, str | Path):
+        return [
+            {"name": "host", "kind": TierKind.HOST.value},
+            {"name": "disk", "kind": TierKind.FILE.value, "path": value},
+        ]
+    return value
+
+
+class Config(Section):
+    """Where checkpoints of a training run go, and when."""
+
+    run: Name = Field(
+        description="The name of the training run: a folder of that name in every tier.",
+        examples=["gpt-small"],
+    )
+    # The default will be {overhead: 3.5%}. Until that is acted on, None says that nobody chose a cadence.
+    interval: Interval | None = Field(
+        default=None,
+        description="When maybe_save saves; absent: it does not know, and says so. save needs none.",
+        examples=[{"every": 100}],
+    )
+    capture: Capture = Field(
+        default=Capture(),
+        description="How the state is copied.",
+        examples=[{"mode": "lazy", "verify": False}],
+    )
+    on_error: Annotated[OnError, choice(OnError), any_word(OnError)] = Field(
+        default=OnError.WARN,
+        description="What a failed flush does to the training loop: warn logs and counts it, raise lets "
+        "the next save, or close, raise it.",
+        examples=["raise"],
+    )
+    max_wait_s: Duration = Field(
+        default=60.0,
+        alias="max_wait",
+        description="The most that a save, a barrier or a close may wait for a tier.",
+        examples=["60s"],
+        json_schema_extra={"default": "60s"},
+    )
+    chunk_bytes: Chunk = Field(
+        default=16 << 20,
+        alias="chunk",
+        description="The unit of copying, checksum and retry: a multiple of 4KiB from 4KiB to 1GiB.",
+        examples=["16MiB"],
+        json_schema_extra={"default": "16MiB"},
+    )
+    tiers: Annotated[tuple[Tier, ...], BeforeValidator(_expand_tiers, str | tuple[Tier, ...])] = (
+        Field(
+            description="The chain, fastest first; or a path alone, which means host memory and that folder.",
+            examples=[[{"name": "host", "kind": "host"}]],
+        )
+    )
+
+    @model_validator(mode="after")
+    def _chain_is_sound(self) -> Self:
+        findings = check_chain(
+            [
+                Link(
+                    name=tier.name,
+                    kind=tier.kind,
+                    path=str(tier.path) if isinstance(tier, FileTier) else None,
+                )
+                for tier in self.tiers
+            ]
+        )
+        if findings:
+            message = "; ".join(f"{write_place(f.place)}: {f.message}" for f in findings)
+            raise PydanticCustomError(
+                CHAIN, "{message}", {"message": message, "findings": findings}
+            )
+        return self
+
+    @property
+    def host(self) -> HostTier:
+        """The tier that every checkpoint falls through."""
+        return next(tier for tier in self.tiers if isinstance(tier, HostTier))
+
+    @property
+    def files(self) -> tuple[FileTier, ...]:
+        """The folders of the chain, fastest first."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, FileTier))

@@ -1,0 +1,95 @@
+"""Rules about the chain of tiers as a whole: which kinds, in which order, and nothing twice.
+
+They look at links, the few facts that matter of each tier, so that they can be asked of a parsed configuration and of
+one that has errors elsewhere. Messages name places, never values: a value may have come from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierfall.config.places import Problem
+from tierfall.core.values import TierKind
+
+_RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, TierKind.FILE: 2, TierKind.OBJECT: 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What the rules need of one tier; None is what is missing or not usable there."""
+
+    name: str | None
+    kind: TierKind | None
+    path: str | None
+
+
+def link_of(tier: object) -> Link:
+    """Read a link from a tier as YAML gave it, whatever that is."""
+    if not isinstance(tier, Mapping):
+        return Link(name=None, kind=None, path=None)
+    name, kind, path = tier.get("name"), tier.get("kind"), tier.get("path")
+    return Link(
+        name=name if isinstance(name, str) else None,
+        kind=TierKind(kind) if isinstance(kind, str) and kind in set(TierKind) else None,
+        path=os.path.expanduser(path) if isinstance(path, str | os.PathLike) else None,
+    )
+
+
+def check_chain(links: Sequence[Link]) -> list[Problem]:
+    """Find what is wrong with the chain, each with the place to look at."""
+    if not links:
+        return [_problem("the list is empty; expected at least a tier of kind host", "tiers")]
+    folders = [_real_path(link.path) if link.path else None for link in links]
+    return [
+        *_kinds(links),
+        *_order(links),
+        *_twice([link.name for link in links], "name", "tiers are told apart by their names"),
+        *_twice(folders, "path", "two tiers in one folder would count one copy as two"),
+    ]
+
+
+def _real_path(path: str) -> str | None:
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no path at all, which is told where its value is read
+        return None
+
+
+def _problem(message: str, *place: str | int) -> Problem:
+    return Problem(place=place, message=message)
+
+
+def _kinds(links: Sequence[Link]) -> Iterator[Problem]:
+    kinds = [link.kind for link in links]
+    for kind in (TierKind.DEVICE, TierKind.HOST):
+        for index in [i for i, found in enumerate(kinds) if found is kind][1:]:
+            yield _problem(f"a second {kind} tier; expected one at most", "tiers", index, "kind")
+    if TierKind.HOST not in kinds and None not in kinds:
+        yield _problem(
+            "there is no host tier, and every checkpoint falls through one; add {name: host, kind: host}",
+            "tiers",
+        )
+
+
+def _order(links: Sequence[Link]) -> Iterator[Problem]:
+    """The order is device, host, then stored tiers as the user likes, fastest first."""
+    highest = 0
+    for index, link in enumerate(links):
+        if link.kind is None:
+            continue
+        if _RANKS[link.kind] < highest:
+            yield _problem(
+                f"a {link.kind} tier must stand earlier; expected device, host, then file and object "
+                "tiers, fastest first",
+                *("tiers", index, "kind"),
+            )
+        highest = max(highest, _RANKS[link.kind])
+
+
+def _twice(values: Sequence[Hashable | None], key: str, why: str) -> Iterator[Problem]:
+    first: dict[Hashable, int] = {}
+    for index, value in enumerate(values):
+        if value is not None and first.setdefault(value, index) != index:
+            yield _problem(f"the same {key} as tiers[{first[value]}]; {why}", "tiers", index, key)

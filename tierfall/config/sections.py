@@ -1,0 +1,213 @@
+"""The sections of the YAML file below its first level, but for the tiers themselves: every key and its default.
+
+Keys that a later version acts on are here as well, so that the schema is whole; setting one to anything but its
+default is refused with "not supported yet", never ignored. Keys in YAML are the aliases; attributes carry their unit.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tierfall.config.fields import (
+    Count,
+    Duration,
+    Flag,
+    Rate,
+    Share,
+    Steps,
+    any_word,
+    choice,
+    not_yet,
+    wrong,
+)
+from tierfall.core.values import CaptureMode
+
+
+class WhenFull(StrEnum):
+    """What a save does when the host tier has no room."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    SUPERSEDE = "supersede"
+
+
+class FlushOrder(StrEnum):
+    """Which of several waiting checkpoints a tier takes first."""
+
+    IN_ORDER = "in_order"
+    NEWEST_FIRST = "newest_first"
+
+
+class Codec(StrEnum):
+    """How a stored chunk is compressed."""
+
+    NONE = "none"
+    ZSTD = "zstd"
+    PLANES = "planes"
+
+
+class Direction(StrEnum):
+    """Which end of a metric is the good one."""
+
+    MIN = "min"
+    MAX = "max"
+
+
+class Section(BaseModel):
+    """A mapping of the file: frozen, and with no keys but its own."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, serialize_by_alias=True
+    )
+
+
+class Interval(Section):
+    """When maybe_save saves."""
+
+    every: Steps | None = Field(
+        default=None,
+        description="Save every so many training steps. A time such as 10m is not supported yet.",
+        examples=[100],
+    )
+    overhead: Annotated[Share | None, not_yet("a cadence by overhead is")] = Field(
+        default=None,
+        description="The share of training time that saving may cost. Not supported yet.",
+        examples=["3.5%"],
+    )
+    mtbf_s: Annotated[Duration | None, not_yet("a cadence by mtbf is")] = Field(
+        default=None,
+        alias="mtbf",
+        description="The mean time between failures to find the best cadence for. Not supported yet.",
+        examples=["4h"],
+    )
+    on_signal: Annotated[tuple[str, ...] | None, not_yet("saving on a signal is", ())] = Field(
+        default=None,
+        description="Signals on which to save. Not supported yet.",
+        examples=[["SIGTERM"]],
+    )
+    at_end: Annotated[Flag, not_yet("saving at the end is", False)] = Field(
+        default=False,
+        description="Whether to save the last step. Not supported yet.",
+        examples=[True],
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.every is None:
+            raise wrong(
+                "says no interval; expected {every: 100} (or leave interval out and call save)",
+                expected="{every: 100}",
+            )
+        return self
+
+
+class Capture(Section):
+    """How the state is copied."""
+
+    mode: Annotated[
+        CaptureMode,
+        choice(CaptureMode, later={"auto": "choosing the mode by itself is"}),
+        any_word(CaptureMode, "auto"),
+    ] = Field(
+        default=CaptureMode.LAZY,
+        description="lazy: save returns at once, and the state is copied until the optimizer's next "
+        "step. blocking: save returns when the state is copied. auto is not supported yet.",
+        examples=["blocking"],
+    )
+    verify: Flag = Field(
+        default=False,
+        description="Whether to hash each source again at the barrier, to find a loop that changes "
+        "tensors outside of the optimizer's step.",
+        examples=[True],
+    )
+    bandwidth_bytes_per_s: Annotated[
+        Rate | None, not_yet("a limit to the bandwidth of capture is")
+    ] = Field(
+        default=None,
+        alias="bandwidth",
+        description="The most that a capture may take of the bus to the device. Not supported yet.",
+        examples=["10GB/s"],
+    )
+
+
+class Flush(Section):
+    """Which checkpoints a tier takes."""
+
+    every: Count = Field(
+        default=1,
+        description="Take every so many of the saved checkpoints (not training steps), counted over restarts.",
+        examples=[10],
+    )
+    order: Annotated[
+        FlushOrder,
+        choice(FlushOrder, later={"newest_first": "taking the newest first is"}),
+        any_word(FlushOrder),
+    ] = Field(
+        default=FlushOrder.IN_ORDER,
+        description="Which waiting checkpoint goes first. newest_first is not supported yet.",
+        examples=["in_order"],
+    )
+    within_s: Annotated[Duration | None, not_yet("a deadline for a flush is")] = Field(
+        default=None,
+        alias="within",
+        description="How soon a checkpoint must have arrived. Not supported yet.",
+        examples=["10m"],
+    )
+
+
+class Best(Section):
+    """The best checkpoints by a metric."""
+
+    metric: str = Field(
+        description="The name of the metric, as save is given it.", examples=["loss"]
+    )
+    mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
+        default=Direction.MIN, description="Whether less is better, or more.", examples=["max"]
+    )
+    count: Count = Field(default=1, description="How many to keep.", examples=[2])
+
+
+class Retain(Section):
+    """Which checkpoints a tier keeps; pinned ones, and the newest, stay whatever this says."""
+
+    last: Count | None = Field(
+        default=None,
+        description="Keep the newest so many; absent: all that there is room for.",
+        examples=[3],
+    )
+    every: Annotated[Count | None, not_yet("keeping every so many steps is")] = Field(
+        default=None,
+        description="Keep those whose step is a multiple of this. Not supported yet.",
+        examples=[1000],
+    )
+    best: Annotated[Best | None, not_yet("keeping the best is")] = Field(
+        default=None,
+        description="Keep the best by a metric. Not supported yet.",
+        examples=[{"metric": "loss", "mode": "min", "count": 2}],
+    )
+    for_s: Annotated[Duration | None, not_yet("keeping for a time is")] = Field(
+        default=None,
+        alias="for",
+        description="Keep for so long. Not supported yet.",
+        examples=["30d"],
+    )
+
+
+class Compress(Section):
+    """How stored chunks are compressed."""
+
+    codec: Annotated[
+        Codec,
+        choice(Codec, later={"zstd": "the codec zstd is", "planes": "the codec planes is"}),
+        any_word(Codec),
+    ] = Field(
+        default=Codec.NONE,
+        description="none: stored as it is. zstd and planes are not supported yet.",
+        examples=["none"],
+    )
+    level: Annotated[Count | None, not_yet("a compression level is")] = Field(
+        default=None, description="How hard the codec tries. Not supported yet.", examples=[3]
+    )

@@ -1,0 +1,144 @@
+"""Reading a run without owning it: what the commands that only look, and ``tierfall.load``, are built on.
+
+It opens stored tiers for reading and, where the configuration names a host tier, what lies in memory, beside a living
+trainer too: every byte that is believed was verified first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tierfall.backends.posix import PosixBackend
+from tierfall.config import Config
+from tierfall.core import names
+from tierfall.core.catalog import Listing
+from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.core.lock import Owner, RunLock
+from tierfall.core.restore.images import Image, RegionImage, StoredImage
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.session import SHARD, SLOT, list_all, open_stores, run_folder
+from tierfall.tiers.arena import lock_name
+from tierfall.tiers.host import HeldImage, HostTier
+from tierfall.tiers.stored import StoredTier
+
+
+class Reader:
+    """The tiers of one run, open for reading."""
+
+    def __init__(self, config: Config, *, run: str | None = None) -> None:
+        self.config = config
+        self.run = run or config.run
+        folder = run_folder(config, self.run)
+        self._lock_path = folder / lock_name(SLOT)
+        self.stores, self.errors = open_stores(config, self.run, read_only=True)
+        self.host = HostTier(
+            name=config.host.name,
+            run=self.run,
+            folder=folder,
+            slot=SLOT,
+            shard=SHARD,
+            capacity_bytes=None,
+        )
+        self._host_error: TierfallError | None = None
+        try:
+            self.host.attach(writable=False)
+        except (ConfigError, IntegrityError) as error:
+            self._host_error = error
+
+    def owner(self) -> Owner | None:
+        """Say which living process trains this run on this machine."""
+        return RunLock.owner(self._lock_path)
+
+    def list(self) -> tuple[Listing, ...]:
+        listings = list_all(self.config, self.host, self.stores, self.errors)
+        if self._host_error is None:
+            return listings
+        return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
+
+    def images(self) -> dict[CheckpointId, HeldImage]:
+        return self.host.images()
+
+    def opener(self) -> Callable[[str, CheckpointId, Shard], Image]:
+        held = self.images()
+
+        def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
+            if tier == self.host.name:
+                return RegionImage(tier, held[id].region)
+            return StoredImage(self.stores[tier], id, shard)
+
+        return open_one
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+        self.host.close(keep=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a path leads: a tier's root, a run in it, and perhaps one checkpoint and one shard."""
+
+    root: Path
+    run: str
+    checkpoint: CheckpointId | None = None
+    shard: Shard | None = None
+
+
+def resolve_path(path: Path) -> Place:
+    """Find out whether a path is a tier root with one run, a run folder, a step folder or a shard.
+
+    Raises ConfigError, saying what was expected, where it is none of these.
+    """
+    path = path.resolve()
+    if path.is_file():
+        shard = names.parse_shard(path.name)
+        checkpoint = names.parse_step_folder(path.parent.name)
+        if shard is None or checkpoint is None or path.suffix != ".safetensors":
+            raise ConfigError(
+                f"load: {path} is not a shard of a checkpoint (RUN/step-...-a.../rank-...-of-....safetensors); for any "
+                "other safetensors file use safetensors.torch.load_file"
+            )
+        return Place(
+            root=path.parents[2], run=path.parents[1].name, checkpoint=checkpoint, shard=shard
+        )
+    if not path.is_dir():
+        raise ConfigError(f"load: {path} is not there; expected a .yaml file, a folder or a shard")
+    if checkpoint := names.parse_step_folder(path.name):
+        return Place(root=path.parents[1], run=path.parent.name, checkpoint=checkpoint)
+    if _is_run(path):
+        return Place(root=path.parent, run=path.name)
+    runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
+    if len(runs) == 1:
+        return Place(root=path, run=runs[0])
+    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "no run lies in it"
+    raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
+
+
+def _is_run(path: Path) -> bool:
+    if not names.NAME_PATTERN.match(path.name):
+        return False
+    return (path / names.ATTEMPTS_FOLDER).is_dir() or any(
+        names.parse_step_folder(child.name) for child in path.iterdir() if child.is_dir()
+    )
+
+
+def open_place(place: Place) -> tuple[StoredTier, Mapping[str, Listing]]:
+    """Open the folder that a path led to as a tier of its own, for reading."""
+    backend = PosixBackend(place.root, read_only=True)
+    store = StoredTier(name=str(place.root), run=place.run, backend=backend)
+    return store, {store.name: store.list()}

@@ -1,0 +1,98 @@
+"""What calls hand back to people and programs: reports, infos, statistics. Immutable, and nothing but data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierfall.core.restore.reader import Fallback
+from tierfall.core.values import CopyState, LossClass
+
+__all__ = [
+    "CheckpointInfo",
+    "DrainReport",
+    "Fallback",
+    "RestoreReport",
+    "ShardSource",
+    "Statistics",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSource:
+    """From which tier a shard's bytes came, and how many."""
+
+    shard: str
+    tier: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore read: ``bytes`` in all, ``seconds`` from call to return, ``sources`` the largest first.
+
+    ``fallbacks`` lists every tier, copy, chunk and step that was passed over, and why.
+    """
+
+    step: int
+    attempt: int
+    sources: tuple[ShardSource, ...]
+    bytes: int
+    seconds: float
+    fallbacks: tuple[Fallback, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """One checkpoint over all tiers. ``bytes`` is its raw size, ``age_s`` seconds since it was saved.
+
+    ``tiers`` maps each tier that holds something of it to the state of the copy; ``owed`` are the tiers that are still
+    to get one. ``damage`` says per tier why its record cannot be used.
+    """
+
+    step: int
+    attempt: int
+    ordinal: int
+    tiers: Mapping[str, CopyState]
+    bytes: int
+    age_s: float
+    pinned: bool
+    abandoned: bool
+    tags: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    owed: tuple[str, ...] = ()
+    damage: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReport:
+    """What a drain made durable, and what is left, as (step, attempt, tier)."""
+
+    done: tuple[tuple[int, int, str], ...]
+    left: tuple[tuple[int, int, str], ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Counters since open. Times are seconds, means over the saves of this process unless the name says otherwise.
+
+    ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
+    survives such a loss now (None: nothing would).
+    """
+
+    saves: int
+    lazy_saves: int
+    skipped_saves: int
+    failed_saves: int
+    blocked_s: float
+    captured_s: float
+    durable_s: Mapping[str, float]
+    commits: Mapping[str, int]
+    edge_bytes: Mapping[str, int]
+    flush_failures: int
+    given_up_copies: int
+    dropped_copies: int
+    direct_io: Mapping[str, bool]
+    host_capacity_bytes: int
+    newest: Mapping[LossClass, int | None]

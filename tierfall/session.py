@@ -1,0 +1,386 @@
+"""A session: one run's tiers, opened for writing by one process, with everything that moves copies between them.
+
+It owns the order of opening (lock, arena, backends, listings, attempt, ledger, threads) and of closing. Checkpointer
+and the writing commands are built on it; nothing here knows a model or a state.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.wrap import wrap
+from tierfall.config import Config, FileTier
+from tierfall.core.buffers import BufferPool
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.errors import (
+    BackendError,
+    ConfigError,
+    IntegrityError,
+    KeyExistsError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.lock import RunLock
+from tierfall.core.records import Attempt, read_manifest
+from tierfall.core.restore.images import Image, RegionImage, StoredImage
+from tierfall.core.scheduler.coordinator import Coordinator, LaneLimits
+from tierfall.core.scheduler.ledger import Ledger
+from tierfall.core.scheduler.tasks import Ask
+from tierfall.core.scheduler.workers import TaskRunner, Workers
+from tierfall.core.snapshot import HostRegion, geometry
+from tierfall.core.values import CheckpointId, Shard, survives
+from tierfall.core.view import TierRules
+from tierfall.policies import bundle
+from tierfall.tiers.arena import lock_name
+from tierfall.tiers.arena_folder import default_folder, prepare_folder
+from tierfall.tiers.host import HeldImage, HostTier, damaged
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+T = TypeVar("T")
+SHARD = Shard(0, 1)
+SLOT = 0
+BUDGET_BYTES = 64 << 20
+
+
+def tier_rules(config: Config) -> tuple[TierRules, ...]:
+    """What policies are to know of each tier."""
+    rules = []
+    for tier in config.tiers:
+        stored = tier if isinstance(tier, FileTier) else None
+        shared = stored is not None and bool(stored.shared)
+        rules.append(
+            TierRules(
+                name=tier.name,
+                kind=tier.kind,
+                survives=survives(tier.kind, shared=shared),
+                capacity_bytes=tier.capacity_bytes,
+                flush_every=stored.flush.every if stored else 1,
+                retain_last=stored.retain.last if stored else None,
+            )
+        )
+    return tuple(rules)
+
+
+def run_folder(config: Config, run: str) -> Path:
+    """Where the run's arena and lock lie on this machine."""
+    base = Path(config.host.folder) if config.host.folder else default_folder()
+    return base / run
+
+
+def open_stores(
+    config: Config, run: str, *, read_only: bool = False
+) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
+    """Open every stored tier; those that did not answer come back as errors. A definite refusal raises."""
+    stores: dict[str, StoredTier] = {}
+    errors: dict[str, TierfallError] = {}
+    for tier in config.tiers:
+        if not isinstance(tier, FileTier):
+            continue
+        try:
+            backend = PosixBackend(Path(tier.path), **({"read_only": True} if read_only else {}))
+        except UnreachableError as error:
+            errors[tier.name] = error
+            continue
+        except BackendError as error:
+            raise type(error)(f"open: tier {tier.name}: {error}") from error
+        stores[tier.name] = StoredTier(
+            name=tier.name, run=run, backend=wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
+        )
+    return stores, errors
+
+
+def list_all(
+    config: Config,
+    host: HostTier,
+    stores: Mapping[str, StoredTier],
+    errors: Mapping[str, TierfallError],
+) -> tuple[Listing, ...]:
+    """Ask every tier what it holds, at the same time; fastest tier first."""
+
+    def ask(name: str) -> Listing:
+        if name == host.name:
+            return host.list()
+        if name in errors:
+            return Listing(tier=name, error=errors[name])
+        return stores[name].list()
+
+    names = [tier.name for tier in config.tiers]
+    with ThreadPoolExecutor(len(names), thread_name_prefix="tierfall-list") as executor:
+        return tuple(executor.map(ask, names))
+
+
+class Session:
+    """See the module. ``attempt`` is this process's line of saving."""
+
+    def __init__(self, config: Config, *, run: str, accept_arena: bool = False) -> None:
+        """Open everything but the attempt; ``start`` follows. Whatever fails leaves nothing open."""
+        self.config = config
+        self.run = run
+        self.node = socket.gethostname()
+        self.attempt: Attempt | None = None
+        self._closed = False
+        folder = prepare_folder(run_folder(config, run))
+        self._lock = RunLock.take(folder / lock_name(SLOT), run=run)
+        self.stores: dict[str, StoredTier] = {}
+        try:
+            self.host = HostTier(
+                name=config.host.name,
+                run=run,
+                folder=folder,
+                slot=SLOT,
+                shard=SHARD,
+                capacity_bytes=config.host.capacity_bytes,
+                progress=_say_progress(config.host.name),
+            )
+            try:
+                self.host.attach()
+            except IntegrityError as error:
+                raise damaged(error, self.host.path) from error
+            self.stores, self.errors = open_stores(config, run)
+            for name, problem in self.errors.items():
+                logger.warning("open: goes on without tier %s: %s", name, problem)
+            self.listings = list_all(config, self.host, self.stores, self.errors)
+            self._check_adoption(accept_arena)
+        except BaseException:
+            self._let_go(keep=True)
+            raise
+        self._say_unreadable()
+
+    def _say_unreadable(self) -> None:
+        for listing in self.listings:
+            if listing.error is not None and listing.tier not in self.errors:
+                logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
+
+    # Adoption ----------------------------------------------------------------------------------------
+
+    def _check_adoption(self, accept: bool) -> None:
+        """Refuse host memory that belongs to another life of this run's name."""
+        held = self.host.images()
+        answered = [x for x in self.listings if x.tier in self.stores and x.error is None]
+        for image in held.values():
+            line = image.commit.line
+            known = [x.tier for x in answered if line.checkpoint.attempt in x.attempts]
+            for tier in known:
+                if self.stores[tier].read_attempt(line.checkpoint.attempt).id != line.attempt_id:
+                    raise self._foreign(image, f"tier {tier} knows that attempt by another id")
+            if answered and not known and not accept:
+                raise self._foreign(
+                    image, "no tier knows that attempt: they were emptied, or added"
+                )
+
+    def _foreign(self, image: HeldImage, why: str) -> ConfigError:
+        return ConfigError(
+            f"open: {self.host.path} holds step {image.commit.line.checkpoint} of another life of run "
+            f"{self.run!r}: {why}. If it is not needed, remove that file; if it is, bring it to the tiers by "
+            "'tierfall drain'; or choose another run name"
+        )
+
+    # Attempts ----------------------------------------------------------------------------------------
+
+    def take_attempt(self) -> Attempt:
+        """Take a number above any seen, on the most shared tier first; two starts never get the same."""
+        number = 1 + max(
+            (
+                *(n for listing in self.listings for n in listing.attempts),
+                *(c.id.attempt for listing in self.listings for c in listing.copies),
+                *(id.attempt for listing in self.listings for id in listing.unfinished),
+                self.attempt.number if self.attempt else 0,
+                0,
+            )
+        )
+        identity = secrets.token_hex(16)
+        answered = {x.tier for x in self.listings if x.error is None}
+        reachable = [s for s in reversed(self.stores.values()) if s.name in answered]
+        while True:
+            attempt = Attempt(
+                run=self.run,
+                number=number,
+                id=identity,
+                node=self.node,
+                pid=os.getpid(),
+                wall_time_s=time.time(),
+            )
+            try:
+                for store in reachable:
+                    store.take_attempt(attempt)
+            except KeyExistsError:
+                number += 1
+                continue
+            self.attempt = attempt
+            return attempt
+
+    def continue_attempt(self, image: HeldImage) -> None:
+        """Write on behalf of the attempt that left an image in memory, as ``tierfall drain`` does."""
+        line = image.commit.line
+        self.attempt = Attempt(
+            run=self.run,
+            number=line.checkpoint.attempt,
+            id=line.attempt_id,
+            node=self.node,
+            pid=os.getpid(),
+            wall_time_s=time.time(),
+        )
+
+    def _writer(self) -> Attempt:
+        if self.attempt is None:
+            raise ConfigError(f"run {self.run!r}: this process has no attempt and must not commit")
+        return self.attempt
+
+    # Threads -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Build the ledger from what was found, and start to finish what an earlier start began."""
+        ledger = Ledger(tier_rules(self.config), self.config.host.name)
+        ledger.load(merge(self.listings), self.listings)
+        self._adopt(ledger)
+        parallel = {
+            name: max(1, min(store.backend.traits.max_parallel, os.cpu_count() or 1, 4))
+            for name, store in self.stores.items()
+        }
+        pools = {
+            name: BufferPool(bytes=self._largest_chunk(), count=count)
+            for name, count in parallel.items()
+        }
+        self.workers = Workers(
+            TaskRunner(self.stores, pools, self._writer), parallel, name=self.run
+        )
+        for store in self.stores.values():
+            try:
+                store.discard_unfinished()
+            except BackendError as error:
+                logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
+        self.coordinator = Coordinator(
+            ledger=ledger,
+            lanes={
+                name: LaneLimits(parallel=count, budget_bytes=BUDGET_BYTES)
+                for name, count in parallel.items()
+            },
+            host=self.host,
+            policies=bundle,
+            submit=self.workers.submit,
+            max_wait_s=self.config.max_wait_s,
+        )
+        self.coordinator.start()
+        self.workers.start(self.coordinator)
+
+    def _adopt(self, ledger: Ledger) -> None:
+        for id, image in self.host.images().items():
+            entry = ledger.entries[id]
+            entry.region = image.region
+            entry.adopted = True
+            entry.manifest = read_manifest(
+                image.region.manifest(), what=f"{self.host.name}: manifest of {id}"
+            )
+            entry.geometry = geometry(entry.manifest)
+            logger.info("open: %s in memory is adopted", id)
+
+    def _largest_chunk(self) -> int:
+        return max(self.config.chunk_bytes, 16 << 20)
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """Run a function on the coordinator's thread and return its value; raises what it raised."""
+        done = threading.Event()
+        answer: list[Any] = []
+
+        def tell(value: Any, error: BaseException | None) -> None:
+            answer.extend((value, error))
+            done.set()
+
+        self.coordinator.post(Ask(function=function, answer=tell))
+        self.wait(done)
+        value, error = answer
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def wait(self, done: threading.Event, timeout: float | None = None) -> bool:
+        """Wait for the coordinator, which may have stopped."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not done.wait(
+            0.5 if deadline is None else min(0.5, max(0.0, deadline - time.monotonic()))
+        ):
+            if self.workers.failure is not None:
+                raise TierfallError("the coordinator stopped") from self.workers.failure
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def wait_idle(self, timeout: float | None) -> bool:
+        """Wait until nothing is owed that can be had; False after ``timeout`` seconds."""
+        self.workers.idle.clear()
+        self.ask(lambda: None)
+        return self.wait(self.workers.idle, timeout)
+
+    # Reading -----------------------------------------------------------------------------------------
+
+    def list_now(self) -> tuple[Listing, ...]:
+        return list_all(self.config, self.host, self.stores, self.errors)
+
+    def open_image(
+        self, regions: Mapping[CheckpointId, HostRegion]
+    ) -> Callable[[str, CheckpointId, Shard], Image]:
+        def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
+            if tier == self.host.name:
+                return RegionImage(tier, regions[id])
+            return StoredImage(self.stores[tier], id, shard)
+
+        return open_one
+
+    def known(self) -> tuple[KnownCheckpoint, ...]:
+        return merge(self.listings)
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def close(self, *, keep_memory: bool) -> None:
+        """Stop all threads, and let go of everything; half-done copies are taken back."""
+        if self._closed:
+            return
+        self.workers.stop(lambda: self.coordinator.post(Ask(function=int, answer=_ignore)))
+        for lane in self.coordinator.lanes.values():
+            if lane.active is not None and lane.active.writer is not None:
+                try:
+                    lane.active.writer.abort()
+                except BackendError as error:
+                    logger.warning("close: tier %s: a leftover stays: %s", lane.tier, error)
+        self._let_go(keep=keep_memory)
+
+    def abandon(self) -> None:
+        """Undo an opening that failed before the threads ran."""
+        self._let_go(keep=True)
+
+    def _let_go(self, *, keep: bool) -> None:
+        self._closed = True
+        for store in self.stores.values():
+            store.close()
+        if hasattr(self, "host"):
+            self.host.close(keep=keep)
+        self._lock.release()
+
+
+def _ignore(value: object, error: BaseException | None) -> None:
+    """Nobody waits for this answer."""
+
+
+def _say_progress(tier: str) -> Callable[[int, int], None]:
+    """Say how the allocation of host memory goes on, every few seconds."""
+    last = time.monotonic()
+
+    def say(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 2.0 and done < total:
+            last = now
+            logger.info("%s: allocating host memory: %d of %d MiB", tier, done >> 20, total >> 20)
+
+    return say

@@ -1,0 +1,195 @@
+"""How a run's inner records become reports: pure functions, apart from the counters of saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tierfall.core.errors import CaptureError
+from tierfall.core.handle import SaveHandle
+from tierfall.core.image import Layout
+from tierfall.core.records import Line, chunk_count
+from tierfall.core.restore.restore import Restored
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, SaveOutcome
+from tierfall.reports import CheckpointInfo, RestoreReport, ShardSource, Statistics
+
+if TYPE_CHECKING:
+    from tierfall.session import Session
+
+METRIC_BYTES = 64
+CHUNK_DIGEST_BYTES = 48
+RECORD_BYTES = 8192
+SAVES_REMEMBERED = 1000
+_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
+
+
+@dataclass(slots=True)
+class SaveCounts:
+    """What this process has saved so far."""
+
+    begun: int = 0
+    lazy: int = 0
+    skipped: int = 0
+    handles: list[SaveHandle] = field(default_factory=list)
+
+    def note(self, handle: SaveHandle, *, lazy: bool) -> None:
+        self.begun += 1
+        self.lazy += int(lazy)
+        self.handles.append(handle)
+        del self.handles[:-SAVES_REMEMBERED]
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse, before anything is written, metrics that are not numbers; tensors are read when captured."""
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise CaptureError(f"save: metrics: a name is {name!r}, expected a string")
+        if getattr(value, "ndim", 0) != 0 or isinstance(value, str | bytes):
+            raise CaptureError(f"save: metrics[{name!r}] is not a number or a 0-dim tensor")
+        if not hasattr(value, "__float__"):
+            raise CaptureError(
+                f"save: metrics[{name!r}] is a {type(value).__name__}, expected a number or a 0-dim tensor"
+            )
+    return dict(metrics)
+
+
+def records_bytes(
+    layout: Layout, chunk_bytes: int, metrics: Mapping[str, Any], tags: tuple[str, ...], line: Line
+) -> int:
+    """Bound what manifest and commit record of an image take together."""
+    chunks = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
+    named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
+    return (
+        len(layout.pieces) + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(line.run) + RECORD_BYTES
+    )
+
+
+def restore_report(restored: Restored, seconds: float) -> RestoreReport:
+    id = restored.checkpoint.id
+    commit = restored.checkpoint.commit
+    shard = next(
+        (f.name for f in commit.files if f.digest is None) if commit else iter(()), "rank 0"
+    )
+    read = sorted(restored.tally.bytes.items(), key=lambda item: -item[1])
+    return RestoreReport(
+        step=id.step,
+        attempt=id.attempt,
+        sources=tuple(ShardSource(shard=shard, tier=tier, bytes=count) for tier, count in read),
+        bytes=sum(restored.tally.bytes.values()),
+        seconds=seconds,
+        fallbacks=tuple(restored.tally.fallbacks),
+    )
+
+
+def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
+    left = ledger.abandoned()
+    return [
+        _info(entry, entry.id in left, wall_time_s)
+        for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
+    ]
+
+
+def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
+    commit = entry.commit
+    marked = {
+        m.removeprefix("tag-") for ms in entry.marks.values() for m in ms if m.startswith("tag-")
+    }
+    return CheckpointInfo(
+        step=entry.id.step,
+        attempt=entry.id.attempt,
+        ordinal=entry.ordinal,
+        tiers=dict(entry.states),
+        bytes=commit.image_bytes if commit else max(entry.bytes.values(), default=0),
+        age_s=max(0.0, wall_time_s - commit.wall_time_s) if commit else 0.0,
+        pinned=entry.pinned,
+        abandoned=abandoned,
+        tags=tuple(sorted({*(commit.tags if commit else ()), *marked})),
+        metrics=dict(commit.metrics) if commit else {},
+        owed=tuple(sorted(entry.owed)),
+    )
+
+
+def must_keep_memory(session: Session) -> bool:
+    """Say whether host memory holds something that no stored tier has, or that one is still owed."""
+
+    def ask() -> bool:
+        ledger = session.coordinator.ledger
+        host = ledger.host
+        if any(entry.owed for entry in ledger.entries.values()):
+            return True
+        left = ledger.abandoned()
+        held = [
+            e
+            for e in ledger.entries.values()
+            if e.state(host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+        ]
+        newest = max(held, key=lambda e: e.id, default=None)
+        pinned = [e for e in held if e.pinned]
+        return any(
+            CopyState.COMMITTED not in e.states.values()
+            for e in (*pinned, *([newest] if newest else []))
+        )
+
+    return session.ask(ask)
+
+
+def statistics(session: Session, counts: SaveCounts) -> Statistics:
+    stats = [handle.stats for handle in counts.handles]
+    coordinator = session.coordinator
+    durable: dict[str, list[float]] = {}
+    for one in stats:
+        for tier, seconds in one.durable_s.items():
+            durable.setdefault(tier, []).append(seconds)
+
+    def inner() -> tuple[dict[str, int], dict[LossClass, int | None]]:
+        edges = {
+            f"{source}->{lane.tier}": count
+            for lane in coordinator.lanes.values()
+            for source, count in lane.edge_bytes.items()
+        }
+        return edges, _newest(coordinator.ledger)
+
+    edges, newest = session.ask(inner)
+    counters = coordinator.counters
+    return Statistics(
+        saves=counts.begun,
+        lazy_saves=counts.lazy,
+        skipped_saves=counts.skipped,
+        failed_saves=sum(h.outcome is SaveOutcome.FAILED for h in counts.handles),
+        blocked_s=_mean([one.blocked_s for one in stats]),
+        captured_s=_mean([one.captured_s for one in stats if one.captured_s is not None]),
+        durable_s={tier: _mean(values) for tier, values in durable.items()},
+        commits=dict(counters.commits),
+        edge_bytes=edges,
+        flush_failures=counters.flush_failures,
+        given_up_copies=counters.given_up_copies,
+        dropped_copies=coordinator.dropper.dropped,
+        direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
+        host_capacity_bytes=session.host.capacity_bytes,
+        newest=newest,
+    )
+
+
+def _newest(ledger: Ledger) -> dict[LossClass, int | None]:
+    left = ledger.abandoned()
+    return {
+        lost: max(
+            (
+                e.id.step
+                for e in ledger.entries.values()
+                if e.id not in left
+                and not e.tombstoned
+                and any(
+                    _RANK[r.survives] >= _RANK[lost] and e.readable_on(r.name) for r in ledger.rules
+                )
+            ),
+            default=None,
+        )
+        for lost in LOSS_CLASSES
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

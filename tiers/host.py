@@ -1,0 +1,202 @@
+"""The host tier: the images of one rank in memory that outlives its process.
+
+It owns the arena: when it is allocated and how large, what an earlier start left in it, and whether it may go at the
+end. It decides nothing about which image stays: it hands out room, or says that there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfall.core import names
+from tierfall.core.catalog import FoundCopy, Listing
+from tierfall.core.errors import (
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    TierfallError,
+)
+from tierfall.core.records import Commit, read_commit, read_mark
+from tierfall.core.units import format_size
+from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.arena import Arena, arena_name, extent_bytes
+from tierfall.tiers.arena_folder import room_for_arena
+from tierfall.tiers.arena_region import Region
+
+logger = logging.getLogger("tierfall")
+UNPIN_MARK = "unpin"
+GROWTH = 2.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldImage:
+    """A sealed image in the arena, with its commit record."""
+
+    region: Region
+    commit: Commit
+    marks: frozenset[str]
+
+
+class HostTier:
+    """One slot's arena. ``allocate`` may be called from another thread than the rest."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        run: str,
+        folder: Path,
+        slot: int,
+        shard: Shard,
+        capacity_bytes: int | None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.name = name
+        self._run = run
+        self._folder = folder
+        self._slot = slot
+        self._shard = shard
+        self._wanted_bytes = capacity_bytes
+        self._progress = progress
+        self._guard = threading.Lock()
+        self._arena: Arena | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._folder / arena_name(self._slot)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._arena.capacity_bytes if self._arena else (self._wanted_bytes or 0)
+
+    @property
+    def free_bytes(self) -> int:
+        return self._arena.free_bytes if self._arena else 0
+
+    # What an earlier start left ----------------------------------------------------------------------
+
+    def attach(self, *, writable: bool = True) -> bool:
+        """Open the arena of an earlier start; False where there is none.
+
+        Raises ConfigError for an arena that is not this run's, and IntegrityError for one that is damaged as a whole.
+        """
+        try:
+            self._arena = Arena.attach(self.path, run=self._run, writable=writable)
+        except KeyNotFoundError:
+            return False
+        return True
+
+    def images(self) -> dict[CheckpointId, HeldImage]:
+        """Return the sealed images whose records are good; damaged ones are said and left out."""
+        held: dict[CheckpointId, HeldImage] = {}
+        for region in self._arena.regions() if self._arena else ():
+            if not region.sealed:
+                continue
+            try:
+                image = self._image(region)
+            except TierfallError as error:
+                logger.warning("%s: an image in memory cannot be used: %s", self.name, error)
+                continue
+            held[image.commit.line.checkpoint] = image
+        return held
+
+    def _image(self, region: Region) -> HeldImage:
+        commit = read_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
+        if commit.line.run != self._run:
+            raise ConfigError(
+                f"{self.name}: {self.path} holds an image of run {commit.line.run!r}, not of {self._run!r}"
+            )
+        marks: set[str] = set()
+        for data in region.marks():
+            mark = read_mark(data, what=f"{self.name}: mark in {self.path}").name
+            if mark == UNPIN_MARK:
+                marks.discard(names.PIN_MARK)
+            else:
+                marks.add(mark)
+        return HeldImage(region=region, commit=commit, marks=frozenset(marks))
+
+    def list(self) -> Listing:
+        """Say what is sealed in memory."""
+        try:
+            copies = [
+                FoundCopy(
+                    id=id,
+                    state=CopyState.SEALED,
+                    bytes=held.commit.image_bytes,
+                    commit=held.commit,
+                    marks=held.marks,
+                )
+                for id, held in self.images().items()
+            ]
+        except TierfallError as error:
+            return Listing(tier=self.name, error=error)
+        return Listing(tier=self.name, copies=tuple(sorted(copies, key=lambda c: c.id)))
+
+    # Room --------------------------------------------------------------------------------------------
+
+    def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
+        """Allocate the arena at the first save, or grow it where its size was left to us and an image outgrew it.
+
+        Raises CapacityError with both numbers where one image does not fit.
+        """
+        need = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
+        if self._wanted_bytes is not None and need > self._wanted_bytes:
+            raise CapacityError(
+                f"tier {self.name}: one checkpoint takes {format_size(need)} ({need} bytes), its capacity is "
+                f"{format_size(self._wanted_bytes)} ({self._wanted_bytes} bytes): raise the capacity to at least two "
+                "checkpoints, so that one can be flushed while the next is captured"
+            )
+        with self._guard:
+            if self._arena is None:
+                self._create(self._wanted_bytes or self._default_bytes(image_bytes, need))
+            elif need > self._arena.capacity_bytes:
+                self._arena.grow(max(need, int(GROWTH * image_bytes)), self._progress)
+
+    def create_now(self) -> None:
+        """Allocate the arena at once, where the configuration says how large it is."""
+        with self._guard:
+            if self._arena is None and self._wanted_bytes is not None:
+                self._create(self._wanted_bytes)
+
+    def _default_bytes(self, image_bytes: int, need: int) -> int:
+        room = room_for_arena(self._folder)
+        return room.default_capacity_bytes(image_bytes=image_bytes, extent_bytes=need)
+
+    def _create(self, capacity_bytes: int) -> None:
+        self._arena = Arena.create(
+            self.path,
+            run=self._run,
+            shard=self._shard,
+            slot=self._slot,
+            capacity_bytes=capacity_bytes,
+            progress=self._progress,
+        )
+
+    def allocate(self, *, image_bytes: int, records_bytes: int) -> Region | None:
+        with self._guard:
+            if self._arena is None:
+                return None
+            return self._arena.allocate(
+                image_bytes=image_bytes, records_bytes=records_bytes, shard=self._shard
+            )
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def close(self, *, keep: bool) -> None:
+        """Let go of the arena, and of the images in it unless ``keep``."""
+        with self._guard:
+            if self._arena is not None:
+                self._arena.close(keep=keep)
+
+
+def damaged(error: IntegrityError, path: Path) -> ConfigError:
+    """What a start says of an arena that cannot be read at all."""
+    return ConfigError(
+        f"open: the host memory that an earlier start left is damaged: {error}. If nothing in it is needed, remove "
+        f"{path} and start again; what was flushed is restored from the other tiers"
+    )

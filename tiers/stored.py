@@ -1,0 +1,291 @@
+"""A tier that keeps checkpoints in a backend: local NVMe, a parallel file system, an object store.
+
+It knows the names and the order in which a checkpoint becomes real (image, manifest, commit record) and is taken apart
+again (commit record first). It decides nothing, and it is handed its backend.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from tierfall.core import names
+from tierfall.core.catalog import FoundCopy, Listing
+from tierfall.core.contracts import Backend, Publish, Stored, Writer
+from tierfall.core.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.errors import (
+    FencedError,
+    IntegrityError,
+    KeyExistsError,
+    KeyNotFoundError,
+    NotSupportedError,
+    TierfallError,
+)
+from tierfall.core.records import Attempt, Commit, Mark, read_attempt, read_commit
+from tierfall.core.values import CheckpointId, CopyState, Shard
+
+
+class StoredTier:
+    """One run's checkpoints on one tier. All methods block, and may be called from several threads."""
+
+    def __init__(self, *, name: str, run: str, backend: Backend) -> None:
+        self.name = name
+        self.backend = backend
+        self._run = run
+        self._fence_lock = threading.Lock()
+
+    @property
+    def place(self) -> str:
+        return self.backend.place
+
+    # What is there -------------------------------------------------------------------------------
+
+    def list(self) -> Listing:
+        """Read all that this tier holds of the run, or report the error that kept it from answering."""
+        try:
+            return self._list()
+        except TierfallError as error:
+            return Listing(tier=self.name, error=error)
+
+    def _list(self) -> Listing:
+        folders: dict[CheckpointId, dict[str, Stored]] = {}
+        attempts: list[int] = []
+        for stored in self.backend.scan(f"{self._run}/"):
+            folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
+            if folder == names.ATTEMPTS_FOLDER and (number := names.parse_attempt(rest)):
+                attempts.append(number)
+            elif checkpoint := names.parse_step_folder(folder):
+                folders.setdefault(checkpoint, {})[rest] = stored
+        copies = [
+            self._found(checkpoint, files)
+            for checkpoint, files in folders.items()
+            if names.COMMIT_NAME in files
+        ]
+        return Listing(
+            tier=self.name,
+            copies=tuple(sorted((c for c in copies if c is not None), key=lambda c: c.id)),
+            unfinished={
+                checkpoint: _bytes(files.values())
+                for checkpoint, files in folders.items()
+                if names.COMMIT_NAME not in files
+            },
+            attempts=tuple(sorted(attempts)),
+        )
+
+    def _found(self, checkpoint: CheckpointId, files: dict[str, Stored]) -> FoundCopy | None:
+        commit: Commit | None = None
+        damage: TierfallError | None = None
+        try:
+            commit = self.read_commit(checkpoint)
+        except KeyNotFoundError:
+            return None  # dropped while the listing went on
+        except (IntegrityError, NotSupportedError) as error:
+            damage = error
+        prefix = f"{names.MARKS_FOLDER}/"
+        return FoundCopy(
+            id=checkpoint,
+            state=CopyState.COMMITTED,
+            bytes=_bytes(files.values()),
+            commit=commit,
+            damage=damage,
+            marks=frozenset(f.removeprefix(prefix) for f in files if f.startswith(prefix)),
+        )
+
+    def read_commit(self, checkpoint: CheckpointId) -> Commit:
+        key = self._key(checkpoint, names.COMMIT_NAME)
+        commit = read_commit(self._read(key), what=self._what(key))
+        if commit.line.checkpoint != checkpoint or commit.line.run != self._run:
+            raise IntegrityError(
+                f"{self._what(key)}: speaks of {commit.line.run} {commit.line.checkpoint}: "
+                "it was moved here from elsewhere"
+            )
+        return commit
+
+    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
+        return self._read(self._key(checkpoint, names.manifest_name(shard)))
+
+    def read_into(
+        self, checkpoint: CheckpointId, shard: Shard, offset: int, view: memoryview
+    ) -> None:
+        """Fill ``view`` with bytes of a shard's image, from ``offset``."""
+        self.backend.read_into(self._key(checkpoint, names.shard_name(shard)), offset, view)
+
+    def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]:
+        """Everything in the step's folder, names relative to it."""
+        prefix = names.step_prefix(self._run, checkpoint)
+        return tuple(
+            Stored(key=stored.key.removeprefix(prefix), bytes=stored.bytes)
+            for stored in self.backend.scan(prefix)
+        )
+
+    # Becoming real -------------------------------------------------------------------------------
+
+    def create_shard(self, checkpoint: CheckpointId, shard: Shard, image_bytes: int) -> Writer:
+        key = self._key(checkpoint, names.shard_name(shard))
+        return self.backend.create(key, length=image_bytes)
+
+    def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
+        self._write(self._key(checkpoint, names.manifest_name(shard)), data, Publish.REPLACE)
+
+    def commit(self, commit: Commit, *, attempt: Attempt, marks: Iterable[Mark] = ()) -> None:
+        """Make a checkpoint exist here, unless a newer attempt than the writer's own does.
+
+        Called again for the same checkpoint (after a lost reply, or by the next start) it succeeds. Raises FencedError,
+        and IntegrityError where another checkpoint of that name was committed: it is never overwritten.
+        """
+        self.check_fence(attempt)
+        checkpoint = commit.line.checkpoint
+        for mark in marks:
+            self.add_mark(mark)
+        try:
+            self._write(
+                self._key(checkpoint, names.COMMIT_NAME), commit.encode(), Publish.IF_ABSENT
+            )
+        except KeyExistsError:
+            there = self.read_commit(checkpoint)
+            if there.files != commit.files or there.line != commit.line:
+                raise IntegrityError(
+                    f"commit on {self.name}: {checkpoint} was committed before with other content; "
+                    "it is left as it is"
+                ) from None
+
+    def name_latest(self, checkpoint: CheckpointId) -> None:
+        """Leave the hint for people; the truth is the commit records."""
+        text = f"{names.step_folder(checkpoint)}\n".encode()
+        self._write(f"{self._run}/{names.LATEST_NAME}", text, Publish.REPLACE)
+
+    def read_latest(self) -> CheckpointId | None:
+        try:
+            text = self._read(f"{self._run}/{names.LATEST_NAME}")
+        except KeyNotFoundError:
+            return None
+        return names.parse_step_folder(text.decode("ascii", "replace").strip())
+
+    def forget_latest(self) -> None:
+        self.backend.delete(f"{self._run}/{names.LATEST_NAME}")
+
+    # Attempts ------------------------------------------------------------------------------------
+
+    def attempts(self) -> tuple[int, ...]:
+        prefix = f"{self._run}/{names.ATTEMPTS_FOLDER}/"
+        numbers = (
+            names.parse_attempt(stored.key.removeprefix(prefix))
+            for stored in self.backend.scan(prefix)
+        )
+        return tuple(sorted(number for number in numbers if number is not None))
+
+    def read_attempt(self, number: int) -> Attempt:
+        key = names.attempt_key(self._run, number)
+        return read_attempt(self._read(key), what=self._what(key))
+
+    def take_attempt(self, attempt: Attempt) -> None:
+        """Create the attempt's record; raises KeyExistsError where another process took the number."""
+        key = names.attempt_key(self._run, attempt.number)
+        try:
+            self._write(key, attempt.encode(), Publish.IF_ABSENT)
+        except KeyExistsError:
+            if self.read_attempt(attempt.number).id != attempt.id:
+                raise
+
+    def check_fence(self, attempt: Attempt) -> None:
+        """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner."""
+        with self._fence_lock:
+            numbers = self.attempts()
+            if numbers and numbers[-1] > attempt.number:
+                newer = self.read_attempt(numbers[-1])
+                raise FencedError(
+                    f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} was followed by attempt "
+                    f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
+                    "writes counts any more"
+                )
+            try:
+                self.take_attempt(attempt)
+            except KeyExistsError as error:
+                raise FencedError(
+                    f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} belongs to another "
+                    "process: this process must stop; nothing it writes counts any more"
+                ) from error
+
+    # Marks ---------------------------------------------------------------------------------------
+
+    def add_mark(self, mark: Mark) -> None:
+        key = self._key(mark.checkpoint, f"{names.MARKS_FOLDER}/{mark.name}")
+        try:
+            self._write(key, mark.encode(), Publish.IF_ABSENT)
+        except KeyExistsError:
+            return  # somebody left the same mark already: that is what was asked for
+
+    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
+        self.backend.delete(self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}"))
+
+    def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
+        """Names of the marks beside a checkpoint, read afresh."""
+        prefix = self._key(checkpoint, f"{names.MARKS_FOLDER}/")
+        return frozenset(s.key.removeprefix(prefix) for s in self.backend.scan(prefix))
+
+    # Going ---------------------------------------------------------------------------------------
+
+    def drop(
+        self,
+        checkpoint: CheckpointId,
+        *,
+        by_person: bool = False,
+        next_latest: CheckpointId | None = None,
+    ) -> frozenset[str]:
+        """Take a checkpoint apart, the commit record first, unless it carries a pin; return its marks.
+
+        Where ``latest`` named it, it comes to name ``next_latest``, or goes. From the first deletion on the checkpoint
+        does not exist; a kill in between leaves an unfinished folder, which the next start collects. Files that
+        tierfall did not write stay where they are.
+        """
+        marks = self.marks(checkpoint)
+        if names.PIN_MARK in marks and not by_person:
+            return marks
+        if self.read_latest() == checkpoint:
+            if next_latest is not None:
+                self.name_latest(next_latest)
+            else:
+                self.forget_latest()
+        self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
+        self.discard(checkpoint)
+        return marks
+
+    def discard(self, checkpoint: CheckpointId) -> None:
+        """Remove what is left in the folder of a step that is not committed."""
+        prefix = names.step_prefix(self._run, checkpoint)
+        for stored in list(self.backend.scan(prefix)):
+            if names.is_ours(stored.key.removeprefix(prefix)):
+                self.backend.delete(stored.key)
+        self.backend.discard_unfinished(prefix)
+
+    def discard_unfinished(self) -> int:
+        return self.backend.discard_unfinished(f"{self._run}/")
+
+    def close(self) -> None:
+        self.backend.close()
+
+    # Keys ----------------------------------------------------------------------------------------
+
+    def _key(self, checkpoint: CheckpointId, name: str) -> str:
+        return names.step_prefix(self._run, checkpoint) + name
+
+    def _what(self, key: str) -> str:
+        return f"{self.name}: {key}"
+
+    def _read(self, key: str) -> bytes:
+        stored = self.backend.stat(key)
+        if stored.bytes > MAX_DOCUMENT_BYTES:
+            raise IntegrityError(f"{self._what(key)}: {stored.bytes} bytes are too many")
+        data = bytearray(stored.bytes)
+        if data:
+            self.backend.read_into(key, 0, memoryview(data))
+        return bytes(data)
+
+    def _write(self, key: str, data: bytes, publish: Publish) -> None:
+        with self.backend.create(key, length=len(data), publish=publish) as writer:
+            writer.write(0, memoryview(data))
+            writer.publish()
+
+
+def _bytes(files: Iterable[Stored]) -> int:
+    return sum(file.bytes for file in files)
