@@ -31,12 +31,14 @@ class FoundCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """All that one tier answered. ``unfinished`` are step folders without a commit record, with their bytes."""
+    """All that one tier answered. ``unfinished`` are step folders without a commit record, with their bytes;
+    ``damaged`` is what could not even be told apart, as in memory that was overwritten."""
 
     tier: str
     copies: tuple[FoundCopy, ...] = ()
     unfinished: dict[CheckpointId, int] = field(default_factory=dict)
     attempts: tuple[int, ...] = ()
+    damaged: tuple[TierfallError, ...] = ()
     error: TierfallError | None = None
 
     def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:

@@ -2,7 +2,7 @@
 
     TierfallError
     |-- ConfigError          the YAML, an argument of open, or a second Checkpointer of one run
-    |-- NotSupportedError    what a later version does; said, never ignored
+    |   `-- NotSupportedError     what a later version does; said, never ignored
     |-- CaptureError         the state cannot be written down, or changed under its capture
     |-- StepError            a step that was saved already, lies behind the line, or does not exist
     |-- FlushError           a copy could not be made durable on a tier

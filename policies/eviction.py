@@ -6,7 +6,7 @@ tier is owed may go too, the newest sealed one never: a tier that is down must n
 
 from __future__ import annotations
 
-from tierfall.core.values import CheckpointId, TierKind
+from tierfall.core.values import CheckpointId, CopyState, TierKind
 from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, Verdict, View
 from tierfall.policies.guard import only_source_for, reason_to_keep
 
@@ -55,11 +55,16 @@ def _reason_to_go(
 def _reason_to_leave_memory(
     view: View, checkpoint: CheckpointView, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> str | None:
-    """In memory the newest sealed one stays; an older one goes once no lower tier needs it."""
+    """An older one goes once no lower tier needs it; the newest sealed one only where memory holds no second image,
+    and only once it is durable below: else there could be no further save at all."""
     live = [c for c in held if c.live]
-    if checkpoint.copies[tier.name].leased or (live and checkpoint.id == live[-1].id):
+    if checkpoint.copies[tier.name].leased:
         return None
     waiting = only_source_for(view, checkpoint, tier)
+    if live and checkpoint.id == live[-1].id:
+        durable = any(checkpoint.state(t.name) is CopyState.COMMITTED for t in view.tiers)
+        alone = len(held) == 1
+        return "it is durable below, and memory has room for one image only" if durable and alone else None
     if checkpoint.tombstoned or not waiting:
         pinned_only_here = checkpoint.pinned and not any(
             checkpoint.readable_on(t.name) for t in view.tiers if t.name != tier.name

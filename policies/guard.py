@@ -9,6 +9,7 @@ from __future__ import annotations
 from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
 from tierfall.core.view import CheckpointView, TierRules, View
 
+DURABLE = CopyState.COMMITTED
 _RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 
 
@@ -45,7 +46,10 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 def newest_of(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: frozenset[CheckpointId]
 ) -> LossClass | None:
-    """Name the loss class whose newest surviving live checkpoint this copy is, if it is one."""
+    """Name the loss class whose newest surviving live checkpoint this copy is, if it is one.
+
+    Copies in memory do not count here: they survive a process, but not the machine's restart, which files do.
+    """
     if not checkpoint.live:
         return None
     for lost in reversed(LOSS_CLASSES):
@@ -69,7 +73,7 @@ def _held(
         if not other.live or other.id < above.id:
             continue
         for tier in view.tiers:
-            if _RANK[tier.survives] < _RANK[lost] or not other.readable_on(tier.name):
+            if _RANK[tier.survives] < _RANK[lost] or other.state(tier.name) is not DURABLE:
                 continue
             if tier.name == without and (other.id == above.id or other.id in gone):
                 continue

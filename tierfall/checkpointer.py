@@ -191,8 +191,28 @@ class Checkpointer:
             assert error is not None
             self._skip(handle, error)
             return handle, None
+        try:
+            snapshot = self._snapshot(region, line, layout, header, view, handle)
+        except BaseException:
+            region.release()
+            raise
+        snapshot.metrics, snapshot.tags = metrics, tags
+        self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
+        return handle, snapshot
+
+    def _snapshot(
+        self,
+        region: HostRegion,
+        line: Line,
+        layout: Layout,
+        header: bytes,
+        view: StateView,
+        handle: SaveHandle,
+    ) -> Snapshot:
+        """Begin to fill a region: what may change at any time is copied here."""
         post = self._session.coordinator.post
         id = line.checkpoint
+        chunk = self._config.chunk_bytes
         filling = Filling(
             target=region.tensor(),
             memory=region.image,
@@ -202,7 +222,7 @@ class Checkpointer:
             chunk_bytes=chunk,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
-        snapshot = Snapshot(
+        return Snapshot(
             line=line,
             shard=SHARD,
             geometry=Geometry(
@@ -215,11 +235,7 @@ class Checkpointer:
             filling=filling,
             wall_time_s=time.time(),
             node=self._session.node,
-            metrics=metrics,
-            tags=tags,
         )
-        post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-        return handle, snapshot
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.tiers:
@@ -340,6 +356,7 @@ class Checkpointer:
         self._check_usable()
         request = self._request(step, attempt, tier, unreachable)
         self._finish_capture()
+        self._wait_sealed()
         restored = self._restore(
             request, lambda header: plan_fill(state, header, only=only, strict=strict)
         )
@@ -350,6 +367,14 @@ class Checkpointer:
         if only is None:
             self._continue_from(restored)
         return telling.restore_report(restored, time.monotonic() - began)
+
+    def _wait_sealed(self) -> None:
+        """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""
+        for handle in self._counts.handles[-1:]:
+            try:
+                handle.captured(self._config.max_wait_s)
+            except (TierfallError, TimeoutError):
+                logger.debug("the last save was not captured", exc_info=True)
 
     def _request(
         self, step: int | None, attempt: int | None, tier: str | None, unreachable: str
@@ -510,11 +535,20 @@ class Checkpointer:
         if self._closed:
             return
         self._check_process()
-        self._finish_capture()
-        self._capturer.close()
-        report = self.drain(self._config.max_wait_s)
-        self._closed = True
-        keep = telling.must_keep_memory(self._session)
+        keep = True
+        try:
+            self._finish_capture()
+            self._capturer.close()
+            report = self.drain(self._config.max_wait_s)
+            keep = telling.must_keep_memory(self._session)
+            self._say_left(report)
+        finally:
+            self._closed = True
+            self._session.close(keep_memory=keep)
+        if self._config.on_error is OnError.RAISE:
+            self._raise_failures()
+
+    def _say_left(self, report: DrainReport) -> None:
         if report.left:
             logger.warning(
                 "close: %d copies are still owed (%s); they lie in %s, and the next start or 'tierfall drain' "
@@ -523,9 +557,6 @@ class Checkpointer:
                 ", ".join(f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left[:4]),
                 self._session.host.path,
             )
-        self._session.close(keep_memory=keep)
-        if self._config.on_error is OnError.RAISE:
-            self._raise_failures()
 
     def __enter__(self) -> Self:
         return self

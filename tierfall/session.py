@@ -161,6 +161,8 @@ class Session:
         for listing in self.listings:
             if listing.error is not None and listing.tier not in self.errors:
                 logger.warning("open: tier %s could not be read: %s", listing.tier, listing.error)
+            for damage in listing.damaged:
+                logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
 
     # Adoption ----------------------------------------------------------------------------------------
 
@@ -346,9 +348,12 @@ class Session:
         """Stop all threads, and let go of everything; half-done copies are taken back."""
         if self._closed:
             return
-        self.workers.stop(lambda: self.coordinator.post(Ask(function=int, answer=_ignore)))
+        stopped = self.workers.stop(
+            lambda: self.coordinator.post(Ask(function=int, answer=_ignore)),
+            self.config.max_wait_s,
+        )
         for lane in self.coordinator.lanes.values():
-            if lane.active is not None and lane.active.writer is not None:
+            if stopped and lane.active is not None and lane.active.writer is not None:
                 try:
                     lane.active.writer.abort()
                 except BackendError as error:

@@ -92,18 +92,23 @@ class HostTier:
         return True
 
     def images(self) -> dict[CheckpointId, HeldImage]:
-        """Return the sealed images whose records are good; damaged ones are said and left out."""
+        """Return the sealed images whose records are good."""
+        return self._examine()[0]
+
+    def _examine(self) -> tuple[dict[CheckpointId, HeldImage], list[TierfallError]]:
+        """Tell the sealed images whose records are good from what is damaged."""
         held: dict[CheckpointId, HeldImage] = {}
+        damaged: list[TierfallError] = list(self._arena.damage) if self._arena else []
         for region in self._arena.regions() if self._arena else ():
             if not region.sealed:
                 continue
             try:
                 image = self._image(region)
             except TierfallError as error:
-                logger.warning("%s: an image in memory cannot be used: %s", self.name, error)
+                damaged.append(error)
                 continue
             held[image.commit.line.checkpoint] = image
-        return held
+        return held, damaged
 
     def _image(self, region: Region) -> HeldImage:
         commit = read_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
@@ -122,20 +127,22 @@ class HostTier:
 
     def list(self) -> Listing:
         """Say what is sealed in memory."""
-        try:
-            copies = [
-                FoundCopy(
-                    id=id,
-                    state=CopyState.SEALED,
-                    bytes=held.commit.image_bytes,
-                    commit=held.commit,
-                    marks=held.marks,
-                )
-                for id, held in self.images().items()
-            ]
-        except TierfallError as error:
-            return Listing(tier=self.name, error=error)
-        return Listing(tier=self.name, copies=tuple(sorted(copies, key=lambda c: c.id)))
+        images, damaged = self._examine()
+        copies = [
+            FoundCopy(
+                id=id,
+                state=CopyState.SEALED,
+                bytes=held.commit.image_bytes,
+                commit=held.commit,
+                marks=held.marks,
+            )
+            for id, held in images.items()
+        ]
+        return Listing(
+            tier=self.name,
+            copies=tuple(sorted(copies, key=lambda c: c.id)),
+            damaged=tuple(damaged),
+        )
 
     # Room --------------------------------------------------------------------------------------------
 

@@ -198,12 +198,20 @@ class StoredTier:
                     f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
                     "writes counts any more"
                 )
+            if attempt.number in numbers:
+                holder = self.read_attempt(attempt.number)
+                if holder.id != attempt.id:
+                    raise FencedError(
+                        f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} belongs to process "
+                        f"{holder.pid} on {holder.node}: this process must stop; nothing it writes counts any more"
+                    )
+                return
             try:
-                self.take_attempt(attempt)
+                self.take_attempt(attempt)  # a tier that could not be reached at open
             except KeyExistsError as error:
                 raise FencedError(
-                    f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} belongs to another "
-                    "process: this process must stop; nothing it writes counts any more"
+                    f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} was taken by another "
+                    "process just now: this process must stop; nothing it writes counts any more"
                 ) from error
 
     # Marks ---------------------------------------------------------------------------------------

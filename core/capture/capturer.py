@@ -103,7 +103,8 @@ class Capturer:
         while filling.copy_next():
             continue
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not filling.wait_idle(left):
+        idle = filling.wait_idle(left)
+        if not idle:
             filling.fail(
                 CaptureError(
                     f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to "
@@ -113,7 +114,8 @@ class Capturer:
         self._current = None
         if filling.failure is None and not snapshot.verified:
             self._verify(snapshot)
-        filling.release_sources()
+        if idle:
+            filling.release_sources()
         if filling.failure is not None:
             raise filling.failure
 

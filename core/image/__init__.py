@@ -1,8 +1,9 @@
 """The image: one rank's state as the bytes of a ``.safetensors`` file, laid out once and copied as it is.
 
 Writing: ``describe`` walks a state, ``plan_layout`` says where each tensor lies, ``Layout.header`` gives the first
-bytes, ``as_bytes`` and ``copy_whole`` the rest. Reading: ``read_header`` checks what nobody vouches for, ``plan_fill``
-restores in place, ``plan_load`` makes a nested dict. Nothing here reads or writes storage, starts threads, or knows tiers.
+bytes, ``as_bytes`` and ``copy_whole`` the rest. Reading: ``read_header`` checks what nobody vouches for,
+``plan_fill`` restores in place, ``plan_load`` makes a nested dict. Nothing here reads or writes storage, starts
+threads, or knows tiers.
 """
 
 from tierfall.core.image.build import Fill
@@ -12,8 +13,9 @@ from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
 from tierfall.core.image.item import Item, OnResize, item
 from tierfall.core.image.layout import Layout, Slot, plan_layout
 from tierfall.core.image.load import LoadPlan, plan_load
+from tierfall.core.image.table import SourceTensor
 from tierfall.core.image.tensors import as_bytes, copy_whole
-from tierfall.core.image.walk import SourceTensor, StateView, describe
+from tierfall.core.image.walk import StateView, describe
 
 __all__ = [
     "Fill",

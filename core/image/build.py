@@ -34,6 +34,8 @@ from tierfall.core.image.nodes import (
 
 CPU = torch.device("cpu")
 
+Leaf = TensorNode | ValueNode | ObjectNode | RandomNode | QuantizedNode | CodecNode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
@@ -124,10 +126,6 @@ class Builder:
     def build(self, node: Node, device: torch.device) -> Any:
         """Return the object that a prepared node describes."""
         match node:
-            case TensorNode():
-                return self.tensor(node.slot, device)
-            case ValueNode():
-                return self.value(node)
             case MapNode():
                 result = MAPPING_TYPES[node.kind]()
                 for key, child in node.entries:
@@ -140,6 +138,15 @@ class Builder:
                 return OrderedDict((k, self.build(child, device)) for k, _, child in node.entries)
             case OptimizerNode():
                 return self._optimizer(node, device)
+            case _:
+                return self._leaf(node, device)
+
+    def _leaf(self, node: Leaf, device: torch.device) -> Any:
+        match node:
+            case TensorNode():
+                return self.tensor(node.slot, device)
+            case ValueNode():
+                return self.value(node)
             case ObjectNode():
                 return self.build(node.state, device)
             case RandomNode():

@@ -128,10 +128,7 @@ class _Filler:
         if not self.selection.touches(name):
             return
         if type(live) is Item:
-            holder = live
-            while type(holder.value) is Item:
-                holder = holder.value
-            live, place = holder.value, lambda value: setattr(holder, "value", value)
+            live, place = _open_item(live)
         match node:
             case TensorNode() | QuantizedNode():
                 self._tensor(node, live, name)
@@ -292,6 +289,17 @@ class _Filler:
         for found in live_names(live, name):
             if self.selection.has(found):
                 self.report.extra(found)
+
+
+def _open_item(holder: Item) -> tuple[Any, Put]:
+    """Return what a wrapper holds, and how to put another object there."""
+    while type(holder.value) is Item:
+        holder = holder.value
+
+    def put_back(value: object) -> None:
+        holder.value = value
+
+    return holder.value, put_back
 
 
 def live_names(live: Any, name: str, depth: int = 0) -> Any:

@@ -1,8 +1,8 @@
 """Restoring a stock optimizer: its state tensor by tensor, in the dtype that was saved, and its groups by value.
 
 ``Optimizer.load_state_dict`` would cast the state to the parameter's dtype. Here a state tensor goes into the one that
-is there where device, dtype and shape are the same, and into a new one otherwise; state that the checkpoint does not have
-is removed. ``step`` lies where torch puts it: on the CPU, unless the group is capturable or fused.
+is there where device, dtype and shape are the same, and into a new one otherwise; state that the checkpoint does not
+have is removed. ``step`` lies where torch puts it: on the CPU, unless the group is capturable or fused.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class OptimizerFiller:
         assert isinstance(node, MapNode), "a group that is no mapping"
         for key, child in node.entries:
             value = live.get(key)
-            if isinstance(child, TensorNode) and self._fits(child, value):
+            if isinstance(child, TensorNode) and value is not None and self._fits(child, value):
                 work.fitter.tensor(child.slot, value, f"{name}.{naming.part(key)}")
                 continue
             device = value.device if isinstance(value, torch.Tensor) else CPU

@@ -106,7 +106,9 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         raise ValueError("the tree is not a mapping")
     if len(reader.used_slots) != len(tensors) or len(reader.used_values) != len(values):
         raise ValueError("the tree leaves out tensors or values")
-    _Check(tensors, values).tree(tree)
+    check = _Check(tensors, values)
+    check.tree(tree)
+    check.groups(reader.groups)
     return ImageHeader(
         what=what,
         data_start=data_start,
@@ -208,7 +210,7 @@ class _Check:
         for _, leaf in leaves(node, ""):
             match leaf:
                 case ValueNode():
-                    codec.decode(self._values[leaf.number], _BlobCheck(leaf, self._tensors))
+                    self._decode(leaf)
                 case TensorNode():
                     if self._tensors[leaf.slot].is_quantized:
                         raise ValueError("a quantized tensor lacks its scale")
@@ -219,6 +221,14 @@ class _Check:
                 case CodecNode():
                     self.tree(leaf.value)
 
+    def groups(self, nodes: list[ValueNode]) -> None:
+        for node in nodes:
+            if type(self._decode(node)) is not dict:
+                raise ValueError("an optimizer's group is not a mapping")
+
+    def _decode(self, node: ValueNode) -> Any:
+        return codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
+
     def _quantized(self, node: QuantizedNode) -> None:
         tensor = self._tensors[node.slot]
         if not tensor.is_quantized:
@@ -226,9 +236,7 @@ class _Check:
         if node.scheme == "torch.per_tensor_affine":
             if not isinstance(node.parameters, ValueNode):
                 raise ValueError(f"tensor {tensor.name!r} lacks its scale")
-            read = codec.decode(
-                self._values[node.parameters.number], _BlobCheck(node.parameters, self._tensors)
-            )
+            read = self._decode(node.parameters)
             if not isinstance(read, list) or [type(v) for v in read] != [float, int]:
                 raise ValueError(f"tensor {tensor.name!r} lacks its scale or its zero point")
         else:

@@ -210,12 +210,10 @@ def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
                 [[numbers, write(n)] for numbers, n in groups],
                 [[k if type(k) is int else _key_to_json(k[0]), write(n)] for k, n in state],
             ]
-        case ("q", number, scheme, axis, child):
-            return ["q", slot_of[number], scheme, axis, write(child)]
-        case ("c", name, child):
-            return ["c", name, write(child)]
-        case (kind, child):
-            return [kind, write(child)]
+        case ("q", number, *said, child):
+            return ["q", slot_of[number], *said, write(child)]
+        case (*said, child):
+            return [*said, write(child)]
     raise AssertionError(f"a node of no known kind: {node!r}")
 
 

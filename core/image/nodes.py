@@ -108,13 +108,15 @@ Node = (
 
 
 class TreeReader:
-    """Reads nodes for a table of ``slots`` tensors and ``values`` values, and notes which of them are used."""
+    """Reads nodes for a table of ``slots`` tensors and ``values`` values, and notes which of them are used,
+    and which values are an optimizer's groups."""
 
     def __init__(self, slots: int, values: int) -> None:
         self._slots = slots
         self._values = values
         self.used_slots: set[int] = set()
         self.used_values: set[int] = set()
+        self.groups: list[ValueNode] = []
 
     def read(self, data: Coded, depth: int = 0) -> Node:
         if depth > _DEPTH_MAX:
@@ -188,7 +190,12 @@ class TreeReader:
         read_groups = []
         for entry in groups:
             numbers, child = _pair(entry, list, object)
-            read_groups.append((tuple(map(number, numbers)), self.read(child, depth + 1)))
+            group = self.read(child, depth + 1)
+            if isinstance(group, ValueNode):
+                self.groups.append(group)
+            elif not isinstance(group, MapNode):
+                raise ValueError("an optimizer's group is not a mapping")
+            read_groups.append((tuple(map(number, numbers)), group))
         read_state: list[tuple[int | tuple[Any], Node]] = []
         for entry in state:
             key, child = _pair(entry, object, object)

@@ -110,8 +110,8 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return fresh.set_(  # type: ignore[call-overload, no-any-return]
+    fresh = torch.empty(0, dtype=torch.uint8, device=tensor.device).view(tensor.dtype)
+    return fresh.set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 

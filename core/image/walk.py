@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -33,24 +33,11 @@ from tierfall.core.image.codec import Coded
 from tierfall.core.image.item import Item
 from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.table import SourceTensor, TensorTable
 from tierfall.core.values import Changes
 
 Node = Any  # int, or one of the tuples above
 T = TypeVar("T")
-
-
-class SourceTensor(NamedTuple):
-    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
-
-    name: str
-    tensor: torch.Tensor
-    changes: Changes
-    trail: Trail
-
-    @property
-    def path(self) -> str:
-        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
-        return naming.path(self.trail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +67,10 @@ def describe(state: Mapping[Any, object]) -> StateView:
     scans = modules.scan_state(state)
     walk = _Walk(scans)
     tree = walk.state(state)
-    names = tuple(walk.names)
-    dtypes, shapes = tuple(walk.dtypes), tuple(walk.shapes)
+    table = walk.table
+    names, dtypes, shapes = tuple(table.names), tuple(table.dtypes), tuple(table.shapes)
     return StateView(
-        tensors=tuple(map(SourceTensor, names, walk.tensors, walk.changes, walk.trails)),
+        tensors=table.sources(),
         parameters=tuple((n, p) for n, p in scans.parameters.values() if p.requires_grad),
         optimizers=tuple(walk.optimizers),
         tree=tree,
@@ -111,16 +98,9 @@ _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 class _Walk:
     def __init__(self, scans: Scans) -> None:
         self.scans = scans
-        self.names: list[str] = []
-        self.tensors: list[torch.Tensor] = []
-        self.dtypes: list[torch.dtype] = []
-        self.shapes: list[tuple[int, ...]] = []
-        self.changes: list[Changes] = []
-        self.trails: list[Trail] = []
+        self.table = TensorTable()
         self.values: list[Coded] = []
         self.optimizers: list[Optimizer] = []
-        self._taken: set[str] = set()
-        self._by_pointer: dict[int, list[int]] = {}
         self._ancestors: set[int] = set()
         self._ruled: Changes | None = None  # what the innermost item() says
         self._inside_optimizer = False
@@ -389,34 +369,8 @@ class _Walk:
         *,
         on_step: bool = False,
     ) -> int:
-        """Take a tensor in and return its number; an alias of an earlier one gets that one's."""
         changes = Changes.ON_STEP if on_step or self._inside_optimizer else Changes.ANYTIME
-        changes = self._ruled or changes
-        pointer = tensor.data_ptr()
-        number = len(self.names)
-        if pointer and tensor.numel():
-            same = self._by_pointer.setdefault(pointer, [])
-            for other in same:
-                if (
-                    self.dtypes[other] is dtype
-                    and self.shapes[other] == shape
-                    and (tensors.same_memory(self.tensors[other], tensor))
-                ):
-                    if changes is Changes.ANYTIME:
-                        self.changes[other] = changes
-                    return other
-            same.append(number)
-        if name in self._taken:
-            # Only keys that a state_dict made up can meet; % is in no other name, so this is free.
-            name = f"{name}%d{number}"
-        self._taken.add(name)
-        self.names.append(name)
-        self.tensors.append(tensor)
-        self.dtypes.append(dtype)
-        self.shapes.append(shape)
-        self.changes.append(changes)
-        self.trails.append(trail)
-        return number
+        return self.table.add(tensor, dtype, shape, name, self._ruled or changes, trail)
 
 
 _ADVICE = "save what it is made of, give it state_dict and load_state_dict, or teach tierfall with register_codec"

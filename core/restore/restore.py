@@ -111,6 +111,8 @@ def _half(touched: bool) -> str:
 def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
     """Refuse to take "could not look" for "nothing there"."""
     for listing in listings:
+        for damage in listing.damaged:
+            tally.passed_over(f"tier {listing.tier}", damage)
         if listing.error is None or (request.tier is not None and listing.tier != request.tier):
             continue
         tally.passed_over(f"tier {listing.tier}", listing.error)

@@ -159,10 +159,11 @@ class Coordinator:
             self._events.append(self._arrived.get_nowait())
         while self._events:
             self._take(self._events.popleft(), now_s)
-        self._orders.carry_out()
-        self._admit(now_s)
-        for lane in self.lanes.values():
-            self._drive(lane, now_s)
+        for _ in range(2):  # what one of them changes may be what another has waited for
+            self._orders.carry_out()
+            for lane in self.lanes.values():
+                self._drive(lane, now_s)
+            self._admit(now_s)
         if self.fenced is None:
             self.dropper.dispatch_surveys()
         return self._next_s(now_s)
@@ -338,13 +339,16 @@ class Coordinator:
     # Copies on their way ---------------------------------------------------------------------------
 
     def _drive(self, lane: Lane, now_s: float) -> None:
-        if lane.active is None and self.fenced is None and now_s >= lane.not_before_s:
-            self._begin_next(lane, now_s)
-        if lane.active is None:
-            return
-        entry = lane.active.entry
-        lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
-        if transfer := lane.aborted():
+        while True:
+            if lane.active is None and self.fenced is None and now_s >= lane.not_before_s:
+                self._begin_next(lane, now_s)
+            if lane.active is None:
+                return
+            entry = lane.active.entry
+            lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
+            transfer = lane.aborted()
+            if transfer is None:
+                return
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:

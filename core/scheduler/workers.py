@@ -238,14 +238,20 @@ class Workers:
             logger.exception("the coordinator stopped: nothing is flushed any more")
             raise
 
-    def stop(self, wake: Callable[[], None]) -> None:
-        """End all threads once they are done with the tasks at hand; ``wake`` posts any event."""
+    def stop(self, wake: Callable[[], None], timeout_s: float) -> bool:
+        """End all threads once they are done with the tasks at hand; ``wake`` posts any event.
+
+        False where one still hangs in a tier that does not answer after ``timeout_s``: it is left behind.
+        """
         self._stopping.set()
         wake()
         for tier, count in self._threads.items():
             for _ in range(count):
                 self._queues[tier].put(None)
+        deadline = time.monotonic() + timeout_s
         for thread in self._running:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._running.clear()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        hanging = [thread.name for thread in self._running if thread.is_alive()]
+        if hanging:
+            logger.warning("close: left behind, waiting for a tier: %s", ", ".join(hanging))
+        return not hanging

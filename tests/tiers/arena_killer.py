@@ -2,7 +2,7 @@
 
 A child works through a seeded script and writes a journal into a pipe: what it is about to do, and what it has done.
 After its SIGKILL this process attaches the arena and compares it with the journal: what was done is there bit for bit,
-what was begun is there whole or not at all, and the rest is free. The child is forked, so nothing here imports torch.
+what was begun is there whole or not at all, and the rest is free. The child is forked: this process runs no threads.
 
     arena_killer.py FOLDER points          kill at every store, reservation and rename of one script, one after another
     arena_killer.py FOLDER random COUNT    kill COUNT endless scripts after a random number of journal lines

@@ -1,0 +1,66 @@
+"""Rounds: every contender once a round, in an order that is shuffled anew, each from the same quiet state."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Figures = Mapping[str, float]
+
+
+def nothing() -> None:
+    """Nothing to prepare, or to clean up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """``timed`` is what counts, and may return further figures in seconds; ``before`` and ``after`` do not count."""
+
+    name: str
+    timed: Callable[[], Figures | None]
+    before: Callable[[], None] = nothing
+    after: Callable[[], None] = nothing
+
+
+def quiet() -> None:
+    """Let what was written reach the disk, and nothing be collected in the next timed section."""
+    gc.collect()
+    os.sync()
+
+
+def run_rounds(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    seed: int,
+    settle: Callable[[], None] = quiet,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[float]]:
+    """Return the seconds of every series, one sample a round; a round that came before them warms up and is left out."""
+    shuffle = random.Random(seed)
+    samples: dict[str, list[float]] = {}
+    for number in range(-1, rounds):
+        order = list(contenders)
+        shuffle.shuffle(order)
+        for contender in order:
+            for name, seconds in _measure(contender, settle).items():
+                if number >= 0:
+                    samples.setdefault(name, []).append(seconds)
+                which = "warm-up" if number < 0 else f"{number + 1}/{rounds}"
+                say(f"  {which:>7}  {name:<28} {seconds:8.4f} s")
+    return samples
+
+
+def _measure(contender: Contender, settle: Callable[[], None]) -> dict[str, float]:
+    contender.before()
+    settle()
+    began = time.perf_counter()
+    further = contender.timed()
+    seconds = time.perf_counter() - began
+    contender.after()
+    named = {f"{contender.name}/{key}": value for key, value in (further or {}).items()}
+    return {contender.name: seconds, **named}

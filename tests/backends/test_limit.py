@@ -1,0 +1,210 @@
+"""Rates and numbers of calls, on a clock that only sleeping moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from backend_places import get, put
+
+from tierfall.backends.limit import SLICE_BYTES_MIN, Limited
+from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.retry import Retrying
+from tierfall.backends.wrap import wrap
+from tierfall.backends.wrapper import Wrapper, WriterWrapper
+from tierfall.core.contracts import Backend, Publish, Traits, Writer
+from tierfall.core.errors import UnreachableError
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, wait_s: float) -> None:
+        assert wait_s > 0
+        self.now_s += wait_s
+
+
+class Watched(Wrapper):
+    """Tells what it is asked to write and read."""
+
+    def __init__(self, inner: Backend, traits: Traits | None = None) -> None:
+        super().__init__(inner)
+        self.seen: list[tuple[str, int, int]] = []
+        self.at_write: Callable[[], None] = lambda: None
+        self._traits = traits or inner.traits
+
+    @property
+    def traits(self) -> Traits:
+        return self._traits
+
+    def create(
+        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+    ) -> Writer:
+        return WatchedWriter(super().create(key, length=length, publish=publish), self)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self.seen.append(("read", offset, view.nbytes))
+        super().read_into(key, offset, view)
+
+
+class WatchedWriter(WriterWrapper):
+    def __init__(self, inner: Writer, watched: Watched) -> None:
+        super().__init__(inner)
+        self._watched = watched
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._watched.seen.append(("write", offset, view.nbytes))
+        self._watched.at_write()
+        super().write(offset, view)
+
+
+RATE = 40 * SLICE_BYTES_MIN
+SLICE = 2 * SLICE_BYTES_MIN
+
+
+def test_a_write_advances_in_even_slices() -> None:
+    clock, times = Clock(), []
+    watched = Watched(MemoryBackend())
+    watched.at_write = lambda: times.append(clock.now_s)
+    limited = Limited(watched, bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    data = bytes(range(256)) * (5 * SLICE // 256) + b"tail"
+    put(limited, "run/key", data)
+    writes = [(offset, size) for operation, offset, size in watched.seen if operation == "write"]
+    assert writes == [(start * SLICE, SLICE) for start in range(5)] + [(5 * SLICE, 4)]
+    assert times == pytest.approx([100.0 + SLICE / RATE * number for number in range(6)])
+    assert get(limited, "run/key") == data
+
+
+def test_idle_time_earns_no_burst() -> None:
+    clock = Clock()
+    limited = Limited(MemoryBackend(), bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    clock.now_s += 1000
+    start_s = clock.now_s
+    put(limited, "run/key", bytes(10 * SLICE))
+    assert clock.now_s - start_s == pytest.approx(9 * SLICE / RATE)
+
+
+def test_writers_share_the_rate_and_readers_have_their_own() -> None:
+    clock = Clock()
+    limited = Limited(MemoryBackend(), bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    put(limited, "run/a", bytes(4 * SLICE))
+    put(limited, "run/b", bytes(4 * SLICE))
+    assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
+    get(limited, "run/a")
+    assert clock.now_s == pytest.approx(100 + 7 * SLICE / RATE)
+    get(limited, "run/b")
+    assert clock.now_s == pytest.approx(100 + 11 * SLICE / RATE)
+
+
+def test_a_read_is_one_call() -> None:
+    """In two, the object could be replaced in between."""
+    clock = Clock()
+    watched = Watched(MemoryBackend())
+    limited = Limited(watched, bytes_per_second=1000, clock=clock, sleep=clock.sleep)
+    put(watched, "run/key", bytes(4 * SLICE))
+    watched.seen.clear()
+    get(limited, "run/key")
+    assert watched.seen == [("read", 0, 4 * SLICE)]
+
+
+@pytest.mark.parametrize("change", [{"part_bytes_min": 100}, {"ordered_writes": True}])
+def test_a_write_is_not_cut_where_that_would_break_a_rule(change: dict[str, int]) -> None:
+    clock = Clock()
+    memory = MemoryBackend()
+    watched = Watched(memory, replace(memory.traits, **change))  # type: ignore[arg-type]
+    limited = Limited(watched, bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
+    with limited.create("run/key") as writer:
+        writer.write(0, memoryview(bytes(4 * SLICE)))
+        writer.write(4 * SLICE, memoryview(bytes(SLICE)))
+        writer.publish()
+    assert watched.seen == [("write", 0, 4 * SLICE), ("write", 4 * SLICE, SLICE)]
+    assert clock.now_s == pytest.approx(100 + 4 * SLICE / RATE)
+
+
+@pytest.mark.parametrize("rate", [1, 1000, RATE, 100 * RATE])
+def test_slices_are_whole_blocks(rate: int) -> None:
+    clock = Clock()
+    memory = MemoryBackend()
+    watched = Watched(memory, replace(memory.traits, alignment_bytes=3 * 65_536))
+    limited = Limited(watched, bytes_per_second=rate, clock=clock, sleep=clock.sleep)
+    put(limited, "run/key", bytes(9 * SLICE_BYTES_MIN))
+    assert all(size % 65_536 == 0 for _, _, size in watched.seen)
+    assert sum(size for _, _, size in watched.seen) == 9 * SLICE_BYTES_MIN
+
+
+def test_no_more_calls_at_once_than_allowed() -> None:
+    inside, most = 0, 0
+    lock, met = threading.Lock(), threading.Barrier(2)
+
+    def meet() -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        met.wait(30)
+        with lock:
+            inside -= 1
+
+    watched = Watched(MemoryBackend())
+    watched.at_write = meet
+    limited = Limited(watched, bytes_per_second=None, max_parallel=2)
+    assert limited.traits.max_parallel == 2
+    assert limited.traits == replace(watched.traits, max_parallel=2)
+    threads = [
+        threading.Thread(target=put, args=(limited, f"run/{number}", b"x")) for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 2
+    assert len(list(limited.scan(""))) == 8
+
+
+@pytest.mark.parametrize("wrong", [{"bytes_per_second": 0}, {"max_parallel": 0}])
+def test_senseless_limits_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        Limited(MemoryBackend(), **{"bytes_per_second": None, **wrong})  # type: ignore[arg-type]
+
+
+def test_wrapped_for_production_a_second_try_is_paid_for_again() -> None:
+    clock = Clock()
+    watched = Watched(MemoryBackend())
+    failures = iter([True, False])
+
+    def fail_once() -> None:
+        if next(failures, False):
+            raise UnreachableError("not now")
+
+    watched.at_write = fail_once
+    backend = wrap(
+        watched,
+        bandwidth=RATE,
+        max_parallel=3,
+        tries=2,
+        first_wait_s=0.0,
+        clock=clock,
+        sleep=lambda wait_s: clock.sleep(wait_s) if wait_s else None,
+        rng=Random(1),
+    )
+    put(backend, "run/key", bytes(SLICE))
+    assert isinstance(backend, Retrying)
+    assert backend.traits == replace(watched.traits, max_parallel=3)
+    assert backend.place == "memory"
+    assert clock.now_s == pytest.approx(100 + SLICE / RATE)
+    backend.close()
+
+
+def test_wrapped_without_a_limit_nothing_is_cut() -> None:
+    watched = Watched(MemoryBackend())
+    put(wrap(watched), "run/key", bytes(10 * SLICE))
+    assert watched.seen == [("write", 0, 10 * SLICE)]

@@ -1,0 +1,165 @@
+"""What is tried again, how long apart, and what must never be said twice."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from backend_places import get, put
+
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.retry import Retrying
+from tierfall.core.contracts import Backend, Publish
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyExistsError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+
+
+class Waits:
+    """A sleep that only writes down how long it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def __call__(self, wait_s: float) -> None:
+        self.asked.append(wait_s)
+
+
+def faulty(*plan: Fault) -> tuple[MemoryBackend, Faulty]:
+    memory = MemoryBackend()
+    put(memory, "run/key", b"bytes")
+    put(memory, "run/other", b"more")
+    return memory, Faulty(memory, seed=1, plan=plan)
+
+
+def retrying(inner: Backend, waits: Waits, *, tries: int = 4) -> Retrying:
+    return Retrying(
+        inner, tries=tries, first_wait_s=1.0, longest_wait_s=3.0, sleep=waits, rng=Random(7)
+    )
+
+
+def call(backend: Backend, operation: Operation) -> object:
+    match operation:
+        case Operation.READ:
+            return get(backend, "run/key")
+        case Operation.STAT:
+            return backend.stat("run/key").bytes
+        case Operation.SCAN:
+            return [stored.key for stored in backend.scan("run/")]
+        case Operation.DELETE:
+            return backend.delete("run/key")
+        case _:
+            return put(backend, "run/key", b"bytes")
+
+
+REPEATABLE = [each for each in Operation if each is not Operation.PUBLISH]
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+@pytest.mark.parametrize("operation", REPEATABLE)
+def test_what_may_be_repeated_is(operation: Operation, kind: FaultKind) -> None:
+    waits = Waits()
+    memory, storage = faulty(Fault(kind=kind, operation=operation, times=3))
+    expected = call(MemoryBackend() if operation is Operation.CREATE else memory, operation)
+    result = call(retrying(storage, waits), operation)
+    assert result == expected
+    assert len(storage.struck) == 3
+    assert len(waits.asked) == 3
+    if operation in (Operation.WRITE, Operation.CREATE):
+        assert get(memory, "run/key") == b"bytes"
+
+
+@pytest.mark.parametrize("operation", REPEATABLE)
+def test_it_gives_up_with_the_last_error_as_it_was(operation: Operation) -> None:
+    waits = Waits()
+    _, storage = faulty(Fault(kind=FaultKind.FAIL_BEFORE, operation=operation, times=None))
+    with pytest.raises(UnreachableError, match="on purpose") as caught:
+        call(retrying(storage, waits), operation)
+    assert len(storage.struck) == 4
+    assert caught.value.__notes__ == ["given up after 4 tries"]
+
+
+def test_waits_double_up_to_a_bound_and_differ_by_chance() -> None:
+    waits = Waits()
+    _, storage = faulty(Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.STAT, times=None))
+    with pytest.raises(UnreachableError):
+        retrying(storage, waits, tries=6).stat("run/key")
+    assert len(waits.asked) == 5
+    for wait_s, full_s in zip(waits.asked, (1.0, 2.0, 3.0, 3.0, 3.0), strict=True):
+        assert full_s / 2 <= wait_s <= full_s
+    assert len(set(waits.asked)) == 5
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, KeyNotFoundError, BackendError])
+def test_an_answer_is_not_asked_for_again(error: type[BackendError]) -> None:
+    waits = Waits()
+    fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.STAT, times=None, error=error)
+    _, storage = faulty(fault)
+    with pytest.raises(error):
+        retrying(storage, waits).stat("run/key")
+    assert len(storage.struck) == 1
+    assert waits.asked == []
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+def test_publish_is_never_repeated(kind: FaultKind) -> None:
+    waits = Waits()
+    memory, storage = faulty(Fault(kind=kind, operation=Operation.PUBLISH, times=None))
+    with pytest.raises(UnreachableError) as caught:
+        put(retrying(storage, waits), "run/key", b"new")
+    assert caught.value.retryable, "who has the bytes may write a new object"
+    assert len(storage.struck) == 1
+    assert waits.asked == []
+    assert get(memory, "run/key") == (b"bytes" if kind is FaultKind.FAIL_BEFORE else b"new")
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+def test_a_conditional_create_without_an_answer_is_not_retryable(kind: FaultKind) -> None:
+    """After a lost answer a second try would lose to the first, and take itself for somebody else."""
+    memory, storage = faulty(Fault(kind=kind, operation=Operation.PUBLISH, times=None))
+    backend = retrying(storage, Waits())
+    with (
+        backend.create("run/new", publish=Publish.IF_ABSENT) as writer,
+        pytest.raises(BackendError, match="read it and compare") as caught,
+    ):
+        writer.publish()
+    assert not caught.value.retryable
+    assert not isinstance(caught.value, KeyExistsError)
+    assert isinstance(caught.value.__cause__, UnreachableError)
+    there = [stored.key for stored in memory.scan("run/")]
+    assert ("run/new" in there) is (kind is FaultKind.FAIL_AFTER)
+
+
+def test_a_conditional_create_that_lost_says_so() -> None:
+    memory, storage = faulty()
+    backend = retrying(storage, Waits())
+    with (
+        backend.create("run/key", publish=Publish.IF_ABSENT) as writer,
+        pytest.raises(KeyExistsError),
+    ):
+        writer.publish()
+    assert get(memory, "run/key") == b"bytes"
+
+
+def test_a_listing_that_broke_off_is_not_handed_out_twice() -> None:
+    _, storage = faulty(Fault(kind=FaultKind.FAIL_AFTER, operation=Operation.SCAN, times=2))
+    found = [stored.key for stored in retrying(storage, Waits()).scan("")]
+    assert found == ["run/key", "run/other"]
+
+
+def test_a_torn_write_is_written_whole() -> None:
+    memory, storage = faulty(Fault(kind=FaultKind.TORN_WRITE, operation=Operation.WRITE, times=2))
+    data = bytes(range(256)) * 100
+    put(retrying(storage, Waits()), "run/torn", data)
+    assert get(memory, "run/torn") == data
+
+
+@pytest.mark.parametrize("wrong", [{"tries": 0}, {"first_wait_s": -1.0}, {"longest_wait_s": -1.0}])
+def test_senseless_arguments_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="make no sense"):
+        Retrying(MemoryBackend(), **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""Images made and read by hand, as capture and restore do it: chunk by chunk, at cuts that suit no tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tierfall.core.image import (
+    Fill,
+    ImageHeader,
+    Layout,
+    copy_whole,
+    describe,
+    plan_fill,
+    plan_layout,
+    plan_load,
+    read_header,
+)
+
+CUT = 1009  # bytes a piece: prime, so that cuts fall anywhere
+
+
+def make_image(state: Any) -> tuple[bytes, Layout]:
+    view = describe(state)
+    layout = plan_layout(view)
+    header = layout.header(view)
+    assert header is not None
+    assert len(header) == layout.data_start
+    data = torch.zeros(layout.data_bytes, dtype=torch.uint8)
+    for slot in layout.slots:
+        copy_whole(data[slot.start : slot.end], view.tensors[slot.index].tensor)
+    image = header + bytes(data.tolist())
+    assert len(image) == layout.image_bytes
+    return image, layout
+
+
+def header_of(image: bytes) -> ImageHeader:
+    return read_header(image, image_bytes=len(image), what="the image")
+
+
+def deliver(fills: tuple[Fill, ...], image: bytes, data_start: int) -> None:
+    data = torch.frombuffer(bytearray(image), dtype=torch.uint8)[data_start:]
+    assert [fill.start for fill in fills] == sorted(fill.start for fill in fills)
+    for fill in fills:
+        for target in fill.targets:
+            assert target.dtype is torch.uint8
+            assert target.shape == (fill.end - fill.start,)
+            for start in range(fill.start, fill.end, CUT):
+                end = min(start + CUT, fill.end)
+                target[start - fill.start : end - fill.start].copy_(data[start:end])
+
+
+def load(image: bytes) -> dict[Any, Any]:
+    header = header_of(image)
+    plan = plan_load(header)
+    deliver(plan.fills, image, header.data_start)
+    return plan.result()
+
+
+def restore(state: Any, image: bytes, **options: Any) -> None:
+    header = header_of(image)
+    plan = plan_fill(state, header, **options)
+    deliver(plan.fills, image, header.data_start)
+    plan.finish()
+
+
+def saved_and_loaded(value: Any) -> Any:
+    return load(make_image({"entry": value, "rng": None})[0])["entry"]
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The bytes of a tensor, in the order in which its elements read."""
+    flat = torch.zeros(max(tensor.numel() * tensor.element_size(), 0), dtype=torch.uint8)
+    copy_whole(flat, tensor)
+    return flat.tolist()

@@ -1,0 +1,313 @@
+"""Modules: named without wrappers, restored into the tensors that are there, extra state through the module itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from image_help import header_of, load, make_image, restore
+from torch import nn
+
+from tierfall.core.errors import CaptureError, ConfigError, NotSupportedError, RestoreError
+from tierfall.core.image import describe, item, plan_fill
+from tierfall.core.values import Changes
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+def names_of(state: object) -> set[str]:
+    return {source.name for source in describe(state).tensors}
+
+
+def test_module_comes_back_into_the_tensors_that_are_there() -> None:
+    source, target = net(0), net(1)
+    image, _ = make_image({"model": source, "rng": None})
+    kept = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
+    parameters = list(target.parameters())
+    restore({"model": target, "rng": None}, image)
+    assert equal(source, target)
+    assert {n: t.data_ptr() for n, t in target.state_dict().items()} == kept
+    assert all(a is b for a, b in zip(parameters, target.parameters(), strict=True))
+    loaded = load(image)["model"]
+    assert type(loaded) is OrderedDict
+    assert list(loaded) == list(source.state_dict())
+    net(2).load_state_dict(loaded)
+
+
+def test_parameters_change_on_step_and_all_else_at_any_time() -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    view = describe({"model": model, "loose": torch.ones(1), "rng": None})
+    on_step = {t.name for t in view.tensors if t.changes is Changes.ON_STEP}
+    assert on_step == {f"model.{name}" for name, _ in model.named_parameters()}
+    trainable = {f"model.{n}": p for n, p in model.named_parameters() if p.requires_grad}
+    assert dict(view.parameters) == trainable
+    assert not any(t.tensor.requires_grad for t in view.tensors)
+
+
+def test_item_says_when_its_value_may_change() -> None:
+    model = net()
+    state = {
+        "model": item(model, changes="anytime"),
+        "ema": item({"w": torch.ones(1), "x": [torch.ones(2)]}, changes="on_step"),
+        "nested": item(
+            {"p": item(nn.Parameter(torch.ones(1)), changes="anytime")}, changes="on_step"
+        ),
+        "rng": None,
+    }
+    changes = {t.name: t.changes for t in describe(state).tensors}
+    assert changes["model.0.weight"] is Changes.ANYTIME
+    assert changes["ema.w"] is changes["ema.x.0"] is Changes.ON_STEP
+    assert changes["nested.p"] is Changes.ANYTIME
+    image, _ = make_image(state)
+    target = net(5)
+    restore({**state, "model": target}, image)
+    assert equal(target, model)
+
+
+def test_item_refuses_words_that_it_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="sometimes"):
+        item(1, changes="sometimes")
+    with pytest.raises(ConfigError, match="stretch"):
+        item(1, on_resize="stretch")
+    with pytest.raises(NotSupportedError, match="not supported yet"):
+        item(1, on_resize="drop")
+
+
+# ---- wrappers
+
+
+class Tower(nn.Module):
+    """Has a child called ``module`` and one called ``_orig_mod`` that are no wrappers' doing."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module = nn.Linear(1, 1)
+        self._orig_mod = nn.Linear(1, 1)
+        self.inner = inner
+
+
+def test_wrappers_are_stripped_by_their_type_at_any_depth() -> None:
+    bare = Tower(nn.Sequential(nn.Linear(2, 2)))
+    compiled = torch.compile(Tower(torch.compile(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))))
+    names = names_of({"m": bare, "rng": None})
+    assert "m.module.weight" in names
+    assert "m._orig_mod.weight" in names
+    assert names_of({"m": compiled, "rng": None}) == names
+    assert names_of({"m": nn.DataParallel(compiled), "rng": None}) == names
+    image, _ = make_image({"m": compiled, "rng": None})
+    restore({"m": bare, "rng": None}, image)
+    assert equal(bare, compiled)
+    assert list(load(image)["m"]) == list(compiled.state_dict())
+    image, _ = make_image({"m": Tower(nn.Sequential(nn.Linear(2, 2))), "rng": None})
+    restore({"m": compiled, "rng": None}, image)
+
+
+def test_distributed_data_parallel_is_stripped(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(net(0))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        wrapped(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        image, _ = make_image({"model": wrapped, "optimizer": optimizer, "rng": None})
+    finally:
+        dist.destroy_process_group()
+    model = net(1)
+    target = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    restore({"model": model, "optimizer": target, "rng": None}, image)
+    assert equal(model, wrapped.module)
+    moments = target.state[model[0].weight]["momentum_buffer"]
+    assert torch.equal(moments, optimizer.state[wrapped.module[0].weight]["momentum_buffer"])
+
+
+# ---- what state_dict may do
+
+
+class Extra(nn.Linear):
+    def __init__(self, note: object) -> None:
+        super().__init__(1, 1)
+        self.note = note
+
+    def get_extra_state(self) -> object:
+        return self.note
+
+    def set_extra_state(self, state: object) -> None:
+        self.note = state
+
+
+@pytest.mark.parametrize(
+    "note",
+    [{"scale": [1.5, None]}, torch.arange(3), {"t": torch.ones(2), "n": 1}, None, "x" * 70_000],
+)
+def test_extra_state_comes_back_through_the_module(note: object) -> None:
+    source = nn.Sequential(torch.compile(nn.Sequential(Extra(note))))
+    image, _ = make_image({"m": source, "rng": None})
+    target = nn.Sequential(nn.Sequential(Extra("before")))
+    restore({"m": target, "rng": None}, image)
+    back = target[0][0].note
+    if isinstance(note, torch.Tensor):
+        assert torch.equal(back, note)
+    elif isinstance(note, dict) and "t" in note:
+        assert torch.equal(back["t"], note["t"])
+    else:
+        assert back == note
+    assert "0._orig_mod.0._extra_state" in load(image)["m"]
+
+
+def test_extra_state_without_a_codec_is_refused_with_its_path() -> None:
+    with pytest.raises(CaptureError, match=r'state\["m"\]\["0._extra_state"\]\["f"\]'):
+        describe({"m": nn.Sequential(Extra({"f": lambda: 1}))})
+
+
+class Halved(nn.Linear):
+    """Saves a copy in half the size, by hooks, and reads it back by them."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._read)
+
+    @staticmethod
+    def _save(module: nn.Module, state: dict, prefix: str, metadata: object) -> None:
+        state[prefix + "half"] = state.pop(prefix + "weight").detach().clone() / 2
+
+    @staticmethod
+    def _read(module: nn.Module, state: dict, prefix: str, *args: object) -> None:
+        if prefix + "half" in state:
+            state[prefix + "weight"] = state.pop(prefix + "half") * 2
+
+
+def test_what_hooks_make_up_goes_back_through_load_state_dict() -> None:
+    source = nn.Sequential(nn.Linear(2, 2), Halved())
+    target = nn.Sequential(nn.Linear(2, 2), Halved())
+    image, _ = make_image({"m": source, "rng": None})
+    restore({"m": target, "rng": None}, image)
+    assert torch.equal(target[1].weight, source[1].weight)
+    assert torch.equal(target[0].weight, source[0].weight)
+
+
+class Renamed(nn.Module):
+    """Overrides state_dict and load_state_dict, with signatures of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"shared": self.weight.detach(), "copied": self.weight.detach().clone(), "calls": 3}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert sorted(state) == ["calls", "copied", "shared"]
+        self.calls = state["calls"]
+
+
+def test_overridden_state_dict_is_asked() -> None:
+    source, target = Renamed(), Renamed()
+    view = describe({"m": source, "rng": None})
+    assert {t.name: t.changes for t in view.tensors} == {
+        "m.shared": Changes.ON_STEP,
+        "m.copied": Changes.ANYTIME,
+    }
+    image, _ = make_image({"m": source, "rng": None})
+    restore({"m": target, "rng": None}, image)
+    assert torch.equal(source.weight, target.weight)
+    assert target.calls == 3
+
+
+def test_module_that_stands_twice_is_stored_once() -> None:
+    model = net()
+    image, layout = make_image({"a": model, "b": {"again": model}, "rng": None})
+    assert len(layout.slots) == len(model.state_dict())
+    one, other = net(1), net(2)
+    restore({"a": one, "b": {"again": other}, "rng": None}, image)
+    assert equal(one, model)
+    assert equal(other, model)
+
+
+def test_keys_of_a_module_keep_dots_and_lose_slashes() -> None:
+    module = nn.Module()
+    module.register_parameter("a/b%c", nn.Parameter(torch.ones(1)))
+    module.add_module("x", nn.Linear(1, 1))
+    assert names_of({"m.n": module, "rng": None}) == {
+        "m%2En.a%2Fb%25c",
+        "m%2En.x.weight",
+        "m%2En.x.bias",
+    }
+
+
+def test_made_up_keys_that_meet_still_get_names_of_their_own() -> None:
+    class Meeting(nn.Module):
+        def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+            return {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
+
+    image, layout = make_image({"m": Meeting(), "rng": None})
+    assert len({slot.name for slot in layout.slots}) == 2
+    loaded = load(image)["m"]
+    assert loaded["a.b"].item() == 1
+    assert loaded["a"]["b"].item() == 0
+
+
+# ---- what does not fit
+
+
+def test_mismatches_are_named_before_anything_is_written() -> None:
+    image, _ = make_image({"m": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), "rng": None})
+    target = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(4, 1).half())
+    before = [p.clone() for p in target.parameters()]
+    with pytest.raises(RestoreError) as caught:
+        restore({"m": target, "rng": None}, image)
+    text = str(caught.value)
+    assert "m.0.bias: in the checkpoint, not in the state" in text
+    assert "m.1.weight: the checkpoint has float32 (1, 3), the state has float16 (1, 4)" in text
+    assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
+
+
+def test_only_the_first_ten_mismatches_are_named() -> None:
+    image, _ = make_image({"m": nn.Sequential(*[nn.Linear(1, 1) for _ in range(8)]), "rng": None})
+    with pytest.raises(RestoreError) as caught:
+        restore({"m": nn.Sequential(), "rng": None}, image)
+    assert str(caught.value).count("in the checkpoint, not in the state") == 10
+    assert "16 places" in str(caught.value)
+    assert "and 6 more" in str(caught.value)
+
+
+def test_lenient_restore_takes_what_matches_and_never_another_shape() -> None:
+    source = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    image, _ = make_image({"m": source, "rng": None})
+    target = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1), nn.Linear(1, 1))
+    with pytest.raises(RestoreError, match=r"m\.2\.weight: in the state, not in the checkpoint"):
+        restore({"m": target, "rng": None}, image)
+    restore({"m": target, "rng": None}, image, strict=False)
+    assert torch.equal(target[0].weight, source[0].weight)
+    assert torch.equal(target[1].weight, source[1].weight)
+    other = nn.Sequential(nn.Linear(2, 4))
+    with pytest.raises(RestoreError, match=r"float32 \(3, 2\).*float32 \(4, 2\)"):
+        restore({"m": other, "rng": None}, image, strict=False)
+
+
+def test_meta_module_is_refused() -> None:
+    image, _ = make_image({"m": nn.Linear(1, 1), "rng": None})
+    with torch.device("meta"), pytest.raises(RestoreError, match="meta"):
+        plan_fill({"m": nn.Linear(1, 1), "rng": None}, header_of(image))
+
+
+def test_module_does_not_go_into_something_else() -> None:
+    image, _ = make_image({"m": nn.Linear(1, 1), "rng": None})
+    with pytest.raises(RestoreError, match="m: the checkpoint has a module, the state has a dict"):
+        restore({"m": {"weight": torch.ones(1, 1), "bias": torch.ones(1)}, "rng": None}, image)

@@ -1,0 +1,295 @@
+"""Optimizers: named by parameter, restored tensor by tensor in the dtype that was saved, groups by value."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from image_help import load, make_image, restore
+from torch import nn
+
+from tierfall.core.errors import CaptureError, RestoreError
+from tierfall.core.image import describe
+from tierfall.core.values import Changes
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+}
+
+
+def make(name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(5, 3, generator=generator).to(next(model.parameters()).dtype)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return type(other) is torch.Tensor and one.dtype is other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_next_step_after_a_restore_is_the_same(name: str, fresh: bool) -> None:
+    model, optimizer = make(name, 0)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    other_model, other = make(name, 1)
+    if not fresh:
+        step(other_model, other, 9)
+    restore({"model": other_model, "optimizer": other, "rng": None}, image)
+    assert same(optimizer.state_dict(), other.state_dict())
+    assert same(load(image)["optimizer"], optimizer.state_dict())
+    step(model, optimizer, 7)
+    step(other_model, other, 7)
+    assert same(list(model.state_dict().values()), list(other_model.state_dict().values()))
+    assert same(optimizer.state_dict(), other.state_dict())
+
+
+def test_state_that_is_there_is_filled_in_place() -> None:
+    model, optimizer = make("AdamW", 0)
+    step(model, optimizer, 0)
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    state = optimizer.state[model[0].weight]
+    learning_rate = optimizer.param_groups[0]["lr"]
+    tensors = dict(state)
+    step(model, optimizer, 1)
+    learning_rate.fill_(5)
+    restore({"model": model, "optimizer": optimizer, "rng": None}, image)
+    assert optimizer.state[model[0].weight] is state
+    assert all(state[key] is tensor for key, tensor in tensors.items())
+    assert state["step"].item() == 1
+    assert optimizer.param_groups[0]["lr"] is learning_rate
+    assert learning_rate.item() == pytest.approx(0.01)
+
+
+def test_names_are_the_parameters_full_names() -> None:
+    model, optimizer = make("AdamW", 0)
+    step(model, optimizer, 0)
+    view = describe({"optimizer": optimizer, "deep": {"model": model}, "rng": None})
+    changes = {t.name: t.changes for t in view.tensors}
+    assert changes["optimizer.state.deep.model.0.weight.exp_avg"] is Changes.ON_STEP
+    assert changes["optimizer.state.deep.model.2.bias.step"] is Changes.ON_STEP
+    assert changes["optimizer.param_groups.0.lr"] is Changes.ANYTIME
+    assert view.optimizers == (optimizer,)
+    alone = {t.name for t in describe({"optimizer": optimizer, "rng": None}).tensors}
+    assert "optimizer.state.%i0.exp_avg" in alone
+    assert "optimizer.state.%i3.step" in alone
+
+
+def test_state_is_saved_in_its_dtype_and_missing_state_is_allocated() -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_count = torch.tensor(3.0)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": step_count.clone(),
+            "exp_avg": torch.randn(parameter.shape),
+            "exp_avg_sq": torch.rand(parameter.shape),
+        }
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    target = nn.Linear(2, 2).bfloat16()
+    other = torch.optim.AdamW(target.parameters())
+    restore({"model": target, "optimizer": other, "rng": None}, image)
+    assert other.state[target.weight]["exp_avg"].dtype is torch.float32
+    assert same(optimizer.state_dict(), other.state_dict())
+    for state in other.state.values():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+    restore({"model": target, "optimizer": other, "rng": None}, image)
+    assert same(optimizer.state_dict(), other.state_dict())
+
+
+def test_state_that_the_checkpoint_does_not_have_is_removed() -> None:
+    model, optimizer = make("Adam", 0)
+    step(model, optimizer, 0)
+    del optimizer.state[model[2].bias]
+    for state in optimizer.state.values():
+        del state["max_exp_avg_sq"]
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    other_model, other = make("Adam", 1)
+    step(other_model, other, 1)
+    restore({"model": other_model, "optimizer": other, "rng": None}, image)
+    assert other_model[2].bias not in other.state
+    assert "max_exp_avg_sq" not in other.state[other_model[0].weight]
+    fresh_model, fresh = make("Adam", 0)
+    image, _ = make_image({"model": fresh_model, "optimizer": fresh, "rng": None})
+    restore({"model": other_model, "optimizer": other, "rng": None}, image)
+    assert not other.state
+
+
+def grouped(
+    model: nn.Sequential, *, turned: bool = False, split: bool = True
+) -> torch.optim.Optimizer:
+    weights = [model[0].weight, model[2].weight]
+    biases = [model[0].bias, model[2].bias]
+    if not split:
+        return torch.optim.SGD([*weights, *biases], lr=0.5, momentum=0.9)
+    groups = [{"params": weights, "lr": 0.1}, {"params": biases, "lr": 0.2, "weight_decay": 0.0}]
+    if turned:
+        groups = [{"params": biases[::-1], "lr": 7.0}, {"params": weights[::-1], "lr": 8.0}]
+    return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+
+
+def test_groups_and_parameters_meet_by_name_in_any_order() -> None:
+    model, _ = make("SGD", 0)
+    optimizer = grouped(model)
+    step(model, optimizer, 0)
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    target, _ = make("SGD", 1)
+    other = grouped(target, turned=True)
+    restore({"model": target, "optimizer": other, "rng": None}, image)
+    assert [group["lr"] for group in other.param_groups] == [0.2, 0.1]
+    for here, there in zip(model.parameters(), target.parameters(), strict=True):
+        assert same(optimizer.state[here], other.state[there])
+
+
+def test_groups_that_hold_other_parameters_are_refused() -> None:
+    model, _ = make("SGD", 0)
+    image, _ = make_image({"model": model, "optimizer": grouped(model), "rng": None})
+    target, _ = make("SGD", 1)
+    with pytest.raises(RestoreError, match=r"optimizer\.param_groups\.0: no parameter group"):
+        restore({"model": target, "optimizer": grouped(target, split=False), "rng": None}, image)
+    fewer = torch.optim.SGD([model[0].weight, model[2].weight])
+    more_image, _ = make_image({"model": model, "optimizer": fewer, "rng": None})
+    with pytest.raises(RestoreError, match="1 groups, the state has 2 groups"):
+        restore({"model": target, "optimizer": grouped(target), "rng": None}, more_image)
+
+
+def test_without_names_groups_meet_by_place() -> None:
+    model, optimizer = make("SGD", 0)
+    step(model, optimizer, 0)
+    image, _ = make_image({"optimizer": optimizer, "rng": None})
+    target, other = make("SGD", 1)
+    restore({"optimizer": other, "rng": None}, image)
+    assert same(optimizer.state_dict(), other.state_dict())
+    restore({"optimizer": other, "model": target, "rng": None}, image, only=["optimizer"])
+    with pytest.raises(RestoreError, match=r"groups of \[4\].*groups of \[2, 2\]"):
+        restore({"optimizer": grouped(target), "rng": None}, image)
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    model, optimizer = make("SGD", 0)
+    step(model, optimizer, 0)
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(7)
+    with pytest.raises(RestoreError, match=r"momentum_buffer: .*float32 \(4, 3\).*float32 \(7,\)"):
+        restore({"model": model, "optimizer": optimizer, "rng": None}, image)
+
+
+def test_a_part_of_an_optimizer_can_be_restored() -> None:
+    model, optimizer = make("SGD", 0)
+    step(model, optimizer, 0)
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    saved = copy.deepcopy(optimizer.state[model[0].weight]["momentum_buffer"])
+    step(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 9
+    others = copy.deepcopy(optimizer.state[model[2].weight]["momentum_buffer"])
+    weight = model[0].weight.clone()
+    state = {"model": model, "optimizer": optimizer, "rng": None}
+    restore(state, image, only=["optimizer.state.model.0.weight"])
+    assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], saved)
+    assert torch.equal(optimizer.state[model[2].weight]["momentum_buffer"], others)
+    assert torch.equal(model[0].weight, weight)
+    assert optimizer.param_groups[0]["lr"] == 9
+    restore(state, image, only=["optimizer.param_groups"])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Counting(torch.optim.SGD):
+    """Not stock: tells its state in its own way."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "buffer": torch.full((2,), self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        assert state["buffer"].tolist() == [self.count] * 2
+
+
+def test_optimizer_with_its_own_state_dict_is_asked() -> None:
+    model = nn.Linear(1, 1)
+    source, target = Counting(model.parameters()), Counting(model.parameters())
+    source.count = 5
+    image, _ = make_image({"optimizer": source, "rng": None})
+    restore({"optimizer": target, "rng": None}, image)
+    assert target.count == 5
+    assert describe({"optimizer": source}).optimizers == (source,)
+
+
+def test_hooks_on_state_dict_are_run() -> None:
+    model, optimizer = make("SGD", 0)
+    calls: list[str] = []
+    optimizer.register_state_dict_post_hook(lambda *args: calls.append("saved"))
+    optimizer.register_load_state_dict_post_hook(lambda *args: calls.append("loaded"))
+    step(model, optimizer, 0)
+    state = {"model": model, "optimizer": optimizer, "rng": None}
+    image, _ = make_image(state)
+    restore(state, image)
+    assert calls[0] == "saved"
+    assert calls[-1] == "loaded"
+
+
+def test_state_of_a_parameter_in_no_group_is_refused() -> None:
+    _, optimizer = make("SGD", 0)
+    optimizer.state[torch.ones(1)] = {"momentum_buffer": torch.ones(1)}
+    with pytest.raises(CaptureError, match=r'state\["optimizer"\]\["state"\].*none of its groups'):
+        describe({"optimizer": optimizer})
+
+
+def test_state_under_other_keys_comes_back() -> None:
+    model, optimizer = make("SGD", 0)
+    optimizer.state["global"] = {"seen": 3, "mean": torch.ones(2)}
+    optimizer.state[("k", 1)] = 5
+    state = {"model": model, "optimizer": optimizer, "rng": None}
+    image, _ = make_image(state)
+    assert same(load(image)["optimizer"], optimizer.state_dict())
+    other_model, other = make("SGD", 1)
+    other.state["stale"] = 1
+    restore({"model": other_model, "optimizer": other, "rng": None}, image)
+    assert same(dict(other.state), dict(optimizer.state))
+
+
+def test_bare_parameters_name_their_state() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    weight.sum().backward()
+    optimizer.step()
+    view = describe({"w": {"x": weight}, "optimizer": optimizer, "rng": None})
+    assert {t.name for t in view.tensors} == {"w.x", "optimizer.state.w.x.momentum_buffer"}
+    assert view.parameters == (("w.x", weight),)

@@ -1,0 +1,343 @@
+"""Every value that may stand in a state comes back as it was; everything else is refused with its path."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from image_help import load, make_image, restore, saved_and_loaded
+
+from tierfall.core.errors import CaptureError, ConfigError, RestoreError
+from tierfall.core.image import codec, describe, item, register_codec
+
+
+def same(one: object, other: object) -> bool:
+    """Equality that sees types, the order of dicts, signs of zero and payloads of not-a-number."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(
+            same(k1, k2) and same(one[k1], other[k2]) for k1, k2 in zip(one, other, strict=True)
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+any_text = st.text(st.characters(exclude_categories=()), max_size=8)
+keys = st.one_of(
+    any_text,
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.binary(max_size=4),
+    st.floats(allow_nan=False),
+    st.tuples(any_text, st.integers()),
+    st.sampled_from(["%", "__metadata__", "", ".", "a.b", "a/b", "%2E"]),
+)
+atoms = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    any_text,
+    st.binary(max_size=20),
+    st.integers(min_value=10**300, max_value=10**300 + 5),
+    st.sampled_from([torch.float8_e4m3fn, torch.Size([2, 0]), torch.device("cuda:1")]),
+    st.sets(st.one_of(st.integers(), st.binary(max_size=3)), max_size=3),
+)
+values = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+@settings(max_examples=300, deadline=None)
+def test_any_nested_value_comes_back_the_same(value: object) -> None:
+    assert same(saved_and_loaded(value), value)
+
+
+@given(values)
+@settings(max_examples=100, deadline=None)
+def test_any_nested_value_comes_back_beside_a_tensor(value: object) -> None:
+    entry = {"tensor": torch.arange(3), "value": value, "both": [torch.ones(1), value]}
+    back = saved_and_loaded(entry)
+    assert same(back["value"], value)
+    assert same(back["both"][1], value)
+    assert torch.equal(back["tensor"], entry["tensor"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"%": "tuple", "v": [1]},
+        {"%": "blob", "k": "bytes", "t": 0},
+        {"%": {"%": "int", "v": "0x1"}},
+        [{"%": []}],
+        Counter({"a": 2, 5: -1}),
+        OrderedDict([(3, "x"), ("3", "y")]),
+        {1: "int", "1": "str", (1,): "tuple", b"1": "bytes", 1.5: "float", None: 0},
+        {True: 1, False: 0},
+        -0.0,
+        float("inf"),
+        struct.unpack("<d", struct.pack("<Q", 0x7FF8DEADBEEF0001))[0],
+        -(1 << 63),
+        1 << 63,
+        10**6000,
+        "\ud800 lone \x00",
+        {"\udfff": {"": 1}},
+        set(),
+        {1, 2.5, "a", b"b", None, (1, (2,))},
+        (),
+        torch.Size([]),
+    ],
+    ids=lambda value: repr(value)[:30] if not isinstance(value, int) else hex(value)[:30],
+)
+def test_awkward_value_comes_back_the_same(value: object) -> None:
+    assert same(saved_and_loaded(value), value)
+
+
+@pytest.mark.parametrize("length", [65536, 65537, 300_000])
+@pytest.mark.parametrize(
+    "make", [lambda n: b"\x00\xff" * (n // 2) + b"!", lambda n: "ü" * (n // 2) + "\ud801!"]
+)
+def test_long_bytes_and_text_come_back(length: int, make: object) -> None:
+    value = make(length)
+    entry = {"deep": [value, (1, value)]}
+    image, layout = make_image({"entry": entry, "rng": None})
+    assert load(image)["entry"] == entry
+    assert layout.data_bytes > 0
+
+
+def test_short_bytes_take_no_tensor() -> None:
+    _, layout = make_image({"entry": [b"x" * 1000, "y" * 1000], "rng": None})
+    assert layout.slots == ()
+
+
+ARRAYS = [
+    np.arange(6, dtype="<f4").reshape(2, 3),
+    np.arange(6, dtype=">f4").reshape(2, 3).T,
+    np.arange(10)[::-2],
+    np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    np.array(5, dtype=np.uint16),
+    np.zeros((0, 3), dtype=np.complex128),
+    np.array(["2026-01-01", "NaT"], dtype="M8[ns]"),
+    np.array([1, 2], dtype="m8[25us]"),
+    np.array(["ab", "c"]),
+    np.array([b"ab", b"c"]),
+    np.array([], dtype="S1"),
+    np.arange(3, dtype=np.longdouble),
+    np.array([True, False]),
+    np.array([1.5, np.nan], dtype=np.float16),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype.str}{a.shape}")
+def test_numpy_array_comes_back_with_dtype_and_shape(array: np.ndarray) -> None:
+    back = saved_and_loaded({"a": array, "n": 1})["a"]
+    assert type(back) is np.ndarray
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_read_only_array_is_saved_without_a_warning() -> None:
+    array = np.arange(4)
+    array.flags.writeable = False
+    assert saved_and_loaded(array).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "scalar",
+    [np.float32(1.5), np.int8(-3), np.bool_(True), np.str_("hé"), np.bytes_(b"x"), np.complex64(1j)]
+    + [
+        np.datetime64("2026-01-01T00:00:01"),
+        np.timedelta64(3, "h"),
+        np.longdouble(2),
+        np.float16("nan"),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_numpy_scalar_comes_back_with_its_type(scalar: np.generic) -> None:
+    back = saved_and_loaded([scalar])[0]
+    assert type(back) is type(scalar)
+    assert back.tobytes() == scalar.tobytes()
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@dataclass
+class Point:
+    x: int
+    y: object = None
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (lambda: 1, 'state["a"]["b"][1]'),
+        (object(), 'state["a"]["b"][1]'),
+        (Level.LOW, 'state["a"]["b"][1]'),
+        (Text("x"), 'state["a"]["b"][1]'),
+        (defaultdict(int), 'state["a"]["b"][1]'),
+        (Point(1), 'state["a"]["b"][1]'),
+        (range(3), 'state["a"]["b"][1]'),
+        (bytearray(b"x"), 'state["a"]["b"][1]'),
+        (np.array([object()]), 'state["a"]["b"][1]'),
+        (np.zeros(2, dtype=[("x", "f4")]), 'state["a"]["b"][1]'),
+        ({Level.LOW: 1}, 'state["a"]["b"][1]['),
+        ({"k": {3: {torch.nn.Linear}}}, 'state["a"]["b"][1]["k"][3]'),
+        ({torch.ones(1)}, 'state["a"]["b"][1]'),
+        (torch.nn.Linear, 'state["a"]["b"][1]'),
+    ],
+    ids=lambda value: str(type(value).__name__),
+)
+def test_value_without_codec_is_refused_with_its_path(value: object, path: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        describe({"a": {"b": [0, value]}})
+    assert path in str(caught.value)
+    assert "register_codec" in str(caught.value) or "NumPy" in str(caught.value)
+
+
+def test_value_that_contains_itself_is_refused() -> None:
+    loop: list[object] = [1]
+    loop.append({"again": loop})
+    with pytest.raises(CaptureError, match=r'state\["loop"\]\[1\]\["again"\] contains itself'):
+        describe({"loop": loop})
+
+
+def test_value_that_stands_twice_is_no_cycle() -> None:
+    shared = [1]
+    assert saved_and_loaded([shared, {"x": shared}]) == [[1], {"x": [1]}]
+
+
+def test_depth_is_limited_and_the_limit_can_be_used() -> None:
+    assert saved_and_loaded(nested(codec.DEPTH_MAX)) == nested(codec.DEPTH_MAX)
+    with pytest.raises(CaptureError, match="nested deeper"):
+        describe({"deep": nested(codec.DEPTH_MAX + 2)})
+
+
+def test_deep_tuple_key_is_refused_with_its_path() -> None:
+    key: object = 1
+    for _ in range(200):
+        key = (key,)
+    with pytest.raises(CaptureError, match=r'state\["a"\]'):
+        describe({"a": {key: 1}})
+
+
+class Fraction:
+    def __init__(self, top: object, bottom: object) -> None:
+        self.top, self.bottom = top, bottom
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_BY_TYPE", dict(codec._BY_TYPE))
+    monkeypatch.setattr(codec, "_BY_NAME", dict(codec._BY_NAME))
+    register_codec(Fraction, "fraction", lambda f: [f.top, f.bottom], lambda v: Fraction(*v))
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_type_comes_back_by_its_codec() -> None:
+    back = saved_and_loaded({"f": [Fraction(1, Fraction(2, "x" * 70_000))]})["f"][0]
+    assert (type(back), back.top, type(back.bottom)) == (Fraction, 1, Fraction)
+    assert back.bottom.bottom == "x" * 70_000
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_type_may_hold_tensors() -> None:
+    back = saved_and_loaded([Fraction(torch.arange(3), 2)])[0]
+    assert type(back) is Fraction
+    assert back.top.tolist() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_type_is_put_back_into_a_state() -> None:
+    image, _ = make_image({"f": Fraction(torch.arange(3), 2), "g": [Fraction(5, 6)], "rng": None})
+    state = {"f": None, "g": [None], "rng": None}
+    restore(state, image)
+    assert state["f"].top.tolist() == [0, 1, 2]
+    assert state["g"][0].bottom == 6
+
+
+def test_unknown_codec_is_said_before_anything_is_written(registered: None) -> None:
+    image, _ = make_image({"w": torch.ones(2), "f": Fraction(1, 2), "rng": None})
+    del codec._BY_NAME["fraction"]
+    state = {"w": torch.zeros(2), "f": 0, "rng": None}
+    with pytest.raises(RestoreError, match=r"'fraction'.*register_codec"):
+        restore(state, image)
+    assert state["w"].tolist() == [0, 0]
+
+
+@pytest.mark.usefixtures("registered")
+def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="int"):
+        register_codec(int, "whole", str, int)
+    with pytest.raises(ConfigError, match="fraction"):
+        register_codec(Point, "fraction", str, int)
+    register_codec(Fraction, "ratio", lambda f: 1, lambda v: v)
+    assert codec.codec_named("fraction") is None
+
+
+def test_values_may_grow_in_place_and_then_need_a_new_plan() -> None:
+    state = {"w": torch.ones(3), "log": [0.5], "note": "", "rng": None}
+    image, layout = make_image(state)
+    state["log"] = [math.pi] * 100
+    state["note"] = "longer"
+    view = describe(state)
+    assert layout.matches(view)
+    header = layout.header(view)
+    assert header is not None
+    assert load(header + image[layout.data_start :])["log"] == [math.pi] * 100
+    state["note"] = "x" * 16_000
+    state["more"] = {"n": 1}
+    assert not layout.matches(describe(state))
+    del state["more"]
+    state["log"] = [math.pi] * 10_000
+    assert layout.matches(describe(state))
+    assert layout.header(describe(state)) is None
+
+
+def test_a_header_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(CaptureError, match="header"):
+        make_image({"log": list(range(10**7)), "rng": None})
+
+
+def test_item_may_wrap_a_plain_value() -> None:
+    image, _ = make_image({"epoch": item(7), "rng": None})
+    assert load(image)["epoch"] == 7
+    state = {"epoch": item(0), "rng": None}
+    wrapper = state["epoch"]
+    restore(state, image)
+    assert state["epoch"] is wrapper
+    assert wrapper.value == 7

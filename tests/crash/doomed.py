@@ -1,0 +1,277 @@
+"""What the doomed trainers save, where they save it, and where they can be stopped: no pytest, no checks.
+
+Every tensor of a step is a pure function of (start, step), so whoever finds a checkpoint can say what it must hold.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix_writer import PosixWriter
+from tierfall.core.capture.filling import Filling
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.session import Session
+from tierfall.tiers.arena import Arena
+from tierfall.tiers.arena_file import ArenaFile
+from tierfall.tiers.arena_region import Region
+from tierfall.tiers.stored import StoredTier
+
+RUN = "doomed"
+KEEP = 2
+SLOW_EVERY = 2
+CHUNK_BYTES = 256 << 10
+
+_SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "big": (torch.float32, (500, 1001)),
+    "half": (torch.bfloat16, (150_001,)),
+    "odd": (torch.uint8, (100_003,)),
+    "empty": (torch.float32, (0, 4)),
+}
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """Three images in memory, a fast folder, and a slow one that takes every second."""
+    return {
+        "run": RUN,
+        "chunk": CHUNK_BYTES,
+        "max_wait": "20s",
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(folder / "memory"), "capacity": "9MiB"},
+            {
+                "name": "nvme",
+                "kind": "file",
+                "path": str(folder / "nvme"),
+                "retain": {"last": KEEP},
+            },
+            {
+                "name": "slow",
+                "kind": "file",
+                "path": str(folder / "slow"),
+                "flush": {"every": SLOW_EVERY},
+                "retain": {"last": KEEP},
+                "bandwidth": "60MB/s",
+            },
+        ],
+    }
+
+
+def tensors_of(start: int, step: int) -> dict[str, torch.Tensor]:
+    """What start number ``start`` saves as ``step``, any bit pattern being as likely as any other."""
+    made = {"who": torch.tensor([start, step])}
+    for number, (name, (dtype, shape)) in enumerate(_SHAPES.items()):
+        source = torch.Generator().manual_seed((start * 100_000 + step) * 10 + number)
+        count = torch.empty(shape, dtype=dtype).nbytes
+        data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=source)
+        made[name] = data.view(dtype).reshape(shape)
+    return made
+
+
+def blank_state() -> dict[str, Any]:
+    state: dict[str, Any] = {
+        name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in _SHAPES.items()
+    }
+    return {"who": torch.zeros(2, dtype=torch.int64), **state, "extra": {"step": -1}}
+
+
+def fill_state(state: dict[str, Any], start: int, step: int) -> None:
+    for name, tensor in tensors_of(start, step).items():
+        state[name].copy_(tensor)
+    state["extra"]["step"] = step
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes: floats that are not numbers compare too."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def difference(found: Mapping[str, Any], start: int, step: int) -> str | None:
+    """Say which tensor is not, bit for bit, what that start saved as that step; None where all are."""
+    for name, expected in tensors_of(start, step).items():
+        tensor = found.get(name)
+        if tensor is None or tensor.dtype != expected.dtype or tensor.shape != expected.shape:
+            return f"{name} is missing, or of another dtype or shape"
+        if not torch.equal(raw(tensor), raw(expected)):
+            return f"{name} differs in {int((raw(tensor) != raw(expected)).sum())} bytes"
+    return None
+
+
+# Where a trainer can be stopped ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A call that a trainer stops at, before or after it is made; ``fits`` looks at its arguments."""
+
+    owner: type
+    method: str
+    after: bool = False
+    fits: Callable[..., bool] = lambda *args, **more: True
+    calls: tuple[int, int] = (1, 1)
+
+
+def _writes(tier: str, ending: str) -> Callable[..., bool]:
+    def fits(writer: PosixWriter, *args: object, **more: object) -> bool:
+        there = writer._shop.folders.path.name == tier
+        return there and "/step-" in writer._key and writer._key.endswith(ending)
+
+    return fits
+
+
+def _on(tier: str) -> Callable[..., bool]:
+    return lambda store, *args, **more: store.name == tier
+
+
+def _deletes(tier: str, ending: str) -> Callable[..., bool]:
+    def fits(backend: PosixBackend, key: str) -> bool:
+        return backend.place.endswith(f"/{tier}") and "/step-" in key and key.endswith(ending)
+
+    return fits
+
+
+_IMAGE, _MANIFEST, _COMMIT = ".safetensors", "-00001.json", "/commit.json"
+
+CAPTURE = {
+    "capture-copy": Point(owner=Filling, method="copy_next", calls=(2, 60)),
+    "capture-copied": Point(owner=Filling, method="copy_next", after=True, calls=(2, 60)),
+    "capture-hash": Point(owner=Filling, method="hash_ready", calls=(2, 60)),
+    "capture-room": Point(owner=Arena, method="allocate", after=True, calls=(1, 6)),
+    "capture-unsealed": Point(owner=Region, method="seal", calls=(1, 5)),
+    "capture-sealed": Point(owner=Region, method="seal", after=True, calls=(1, 5)),
+}
+FLUSH = {
+    "flush-open": Point(owner=StoredTier, method="create_shard", fits=_on("nvme"), calls=(1, 5)),
+    "flush-nvme": Point(
+        owner=PosixWriter, method="write", after=True, fits=_writes("nvme", _IMAGE), calls=(2, 50)
+    ),
+    "flush-slow": Point(
+        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _IMAGE), calls=(2, 25)
+    ),
+    "flush-synced": Point(
+        owner=PosixWriter, method="_sync_and_close", after=True, fits=_writes("slow", _IMAGE)
+    ),
+    "flush-published": Point(
+        owner=PosixWriter, method="publish", after=True, fits=_writes("nvme", _IMAGE), calls=(1, 5)
+    ),
+}
+COMMIT = {
+    "commit-manifest": Point(
+        owner=StoredTier, method="write_manifest", after=True, fits=_on("nvme"), calls=(1, 5)
+    ),
+    "commit-fenced": Point(
+        owner=StoredTier, method="check_fence", after=True, fits=_on("slow"), calls=(1, 2)
+    ),
+    "commit-written": Point(
+        owner=PosixWriter, method="write", after=True, fits=_writes("nvme", _COMMIT), calls=(1, 5)
+    ),
+    "commit-synced": Point(
+        owner=PosixWriter,
+        method="_sync_and_close",
+        after=True,
+        fits=_writes("nvme", _COMMIT),
+        calls=(1, 5),
+    ),
+    "commit-linked": Point(
+        owner=PosixWriter,
+        method="_is_published",
+        fits=_writes("nvme", _COMMIT),
+        calls=(1, 5),
+    ),
+    "commit-done": Point(
+        owner=StoredTier, method="commit", after=True, fits=_on("nvme"), calls=(1, 5)
+    ),
+    "commit-latest": Point(
+        owner=StoredTier, method="name_latest", after=True, fits=_on("slow"), calls=(1, 3)
+    ),
+}
+PRUNE = {
+    "prune-begin": Point(owner=StoredTier, method="drop", fits=_on("nvme"), calls=(1, 3)),
+    "prune-commit": Point(
+        owner=PosixBackend, method="delete", fits=_deletes("nvme", _COMMIT), calls=(1, 3)
+    ),
+    "prune-uncommitted": Point(
+        owner=PosixBackend,
+        method="delete",
+        after=True,
+        fits=_deletes("nvme", _COMMIT),
+        calls=(1, 3),
+    ),
+    "prune-manifest": Point(
+        owner=PosixBackend,
+        method="delete",
+        after=True,
+        fits=_deletes("nvme", _MANIFEST),
+        calls=(1, 3),
+    ),
+    "prune-image": Point(
+        owner=PosixBackend,
+        method="delete",
+        after=True,
+        fits=_deletes("nvme", _IMAGE),
+        calls=(1, 3),
+    ),
+    "prune-slow": Point(
+        owner=PosixBackend, method="delete", after=True, fits=_deletes("slow", _COMMIT)
+    ),
+}
+ADOPTION = {
+    "adopt-attach": Point(owner=ArenaFile, method="forget"),
+    "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
+    "adopt-attempt": Point(owner=Session, method="take_attempt"),
+    "adopt-took": Point(owner=StoredTier, method="take_attempt", after=True, fits=_on("slow")),
+    "adopt-started": Point(owner=Coordinator, method="start", after=True),
+    "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),
+    "adopt-flush": Point(
+        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _IMAGE), calls=(1, 10)
+    ),
+    "adopt-manifest": Point(
+        owner=StoredTier, method="write_manifest", after=True, fits=_on("slow")
+    ),
+    "adopt-commit": Point(owner=StoredTier, method="commit", after=True, fits=_on("slow")),
+}
+del ADOPTION["adopt-attach"]
+POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION}
+
+
+def stop_at(name: str, call: int, tell: Callable[[], None]) -> None:
+    """Let this process tell, and stand still for ever, at the ``call``-th call that fits a point."""
+    point = POINTS[name]
+    real = getattr(point.owner, point.method)
+    counted = threading.Lock()
+    left = call
+
+    def stop(*args: Any, **more: Any) -> None:
+        nonlocal left
+        if not point.fits(*args, **more):
+            return
+        with counted:
+            left -= 1
+            if left:
+                return
+        tell()
+        threading.Event().wait()
+
+    def stand_in(*args: Any, **more: Any) -> Any:
+        if not point.after:
+            stop(*args, **more)
+        value = real(*args, **more)
+        if point.after:
+            stop(*args, **more)
+        return value
+
+    setattr(point.owner, point.method, stand_in)
+
+
+def start_ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def descendants_stop(pid: int) -> None:
+    os.kill(pid, 9)

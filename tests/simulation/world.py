@@ -1,0 +1,368 @@
+"""A run in miniature: the production coordinator, ledger, policies, tiers and task runner over memory backends, driven
+by a virtual clock on one thread. Tasks are carried out when the test says so, in an order that a seed decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tierfall.backends.memory import MemoryBackend
+from tierfall.core import names
+from tierfall.core.buffers import BufferPool
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.catalog import Listing, merge
+from tierfall.core.contracts import Backend
+from tierfall.core.documents import Spliced, sha256
+from tierfall.core.handle import SaveHandle
+from tierfall.core.records import Attempt, Commit, Line, Manifest, NamedFile, read_commit
+from tierfall.core.scheduler.coordinator import Coordinator, LaneLimits
+from tierfall.core.scheduler.ledger import Ledger
+from tierfall.core.scheduler.tasks import (
+    Admission,
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+    Order,
+    PersonsOrder,
+    Task,
+)
+from tierfall.core.scheduler.workers import TaskRunner
+from tierfall.core.snapshot import Geometry, Snapshot
+from tierfall.core.values import CheckpointId, Shard, TierKind, survives
+from tierfall.core.view import TierRules
+from tierfall.policies import bundle
+from tierfall.tiers.stored import StoredTier
+
+SHARD = Shard(0, 1)
+DATA_START = 4096
+CHUNK = 4096
+IMAGE = DATA_START + 3 * CHUNK - 100
+
+
+class FakeRegion:
+    """Host memory for one image, without a file behind it."""
+
+    def __init__(self, memory: FakeMemory, image_bytes: int) -> None:
+        self._memory = memory
+        self.image = memoryview(bytearray(image_bytes))
+        self.sealed = False
+        self._records: tuple[bytes, bytes] = (b"", b"")
+        self._marks: list[bytes] = []
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self.image, dtype=torch.uint8)
+
+    def seal(self, *, manifest: bytes, commit: bytes) -> None:
+        self._records = (manifest, commit)
+        self.sealed = True
+
+    def manifest(self) -> bytes:
+        return self._records[0]
+
+    def commit(self) -> bytes:
+        return self._records[1]
+
+    def add_mark(self, data: bytes) -> None:
+        self._marks.append(data)
+
+    def marks(self) -> tuple[bytes, ...]:
+        return tuple(self._marks)
+
+    def release(self) -> None:
+        self.sealed = False
+        if self in self._memory.regions:
+            self._memory.regions.remove(self)
+
+
+class FakeMemory:
+    """A host tier of ``images`` places."""
+
+    def __init__(self, images: int) -> None:
+        self.capacity_bytes = images * IMAGE
+        self.regions: list[FakeRegion] = []
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - sum(len(r.image) for r in self.regions)
+
+    def allocate(self, *, image_bytes: int, records_bytes: int) -> FakeRegion | None:
+        if image_bytes > self.free_bytes:
+            return None
+        region = FakeRegion(self, image_bytes)
+        self.regions.append(region)
+        return region
+
+
+def host_rules(name: str = "host") -> TierRules:
+    return TierRules(name=name, kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
+
+
+def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
+    return TierRules(
+        name=name,
+        kind=TierKind.FILE,
+        survives=survives(TierKind.FILE, shared=shared),
+        **members,
+    )
+
+
+class World:
+    """One run over several starts. What lies in ``disks`` and ``memory`` survives ``crash``."""
+
+    def __init__(
+        self,
+        rules: Iterable[TierRules],
+        *,
+        memory_images: int = 3,
+        seed: int = 0,
+        max_wait_s: float = 60.0,
+        wrap: Callable[[str, Backend], Backend] = lambda name, inner: inner,
+    ) -> None:
+        self.rules = (host_rules(), *rules)
+        self.memory = FakeMemory(memory_images)
+        self.disks = {r.name: MemoryBackend(place=r.name) for r in self.rules[1:]}
+        self.stores = {
+            name: StoredTier(name=name, run="run", backend=wrap(name, disk))
+            for name, disk in self.disks.items()
+        }
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.max_wait_s = max_wait_s
+        self.handles: dict[CheckpointId, SaveHandle] = {}
+        self.started_from: CheckpointId | None = None
+        self.ordinal = 0
+        self.start()
+
+    # Starts ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open the run as a new attempt, adopting what memory and disks hold."""
+        listings = tuple(store.list() for store in self.stores.values())
+        numbers = [n for x in listings for n in x.attempts] + [
+            c.id.attempt for x in listings for c in x.copies
+        ]
+        held = {self._id(r): r for r in self.memory.regions if r.sealed}
+        number = 1 + max((*numbers, *(id.attempt for id in held), 0))
+        self.attempt = Attempt(
+            run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0
+        )
+        for store in self.stores.values():
+            store.take_attempt(self.attempt)
+            store.discard_unfinished()
+        ledger = Ledger(self.rules, "host")
+        everything = (self._memory_listing(), *listings)
+        ledger.load(merge(everything), everything)
+        for id, region in held.items():
+            from tierfall.core.records import read_manifest
+            from tierfall.core.snapshot import geometry
+
+            entry = ledger.entries[id]
+            entry.region, entry.adopted = region, True
+            entry.manifest = read_manifest(region.manifest(), what="memory")
+            entry.geometry = geometry(entry.manifest)
+        self.tasks: list[Task] = []
+        self.runner = TaskRunner(
+            self.stores,
+            {name: BufferPool(bytes=CHUNK, count=4) for name in self.stores},
+            lambda: self.attempt,
+        )
+        self.coordinator = Coordinator(
+            ledger=ledger,
+            lanes={name: LaneLimits(parallel=2, budget_bytes=1 << 20) for name in self.stores},
+            host=self.memory,
+            policies=bundle,
+            submit=self.tasks.append,
+            max_wait_s=self.max_wait_s,
+        )
+        self.coordinator.start()
+
+    def crash(self) -> None:
+        """End the process: threads, tasks and unsealed memory are gone."""
+        for region in list(self.memory.regions):
+            if not region.sealed:
+                self.memory.regions.remove(region)
+        self.tasks.clear()
+
+    def _id(self, region: FakeRegion) -> CheckpointId:
+        return read_commit(region.commit(), what="memory").line.checkpoint
+
+    def _memory_listing(self) -> Listing:
+        from tierfall.core.catalog import FoundCopy
+        from tierfall.core.records import read_mark
+        from tierfall.core.values import CopyState
+
+        copies = []
+        for region in self.memory.regions:
+            if region.sealed:
+                commit = read_commit(region.commit(), what="memory")
+                marks: set[str] = set()
+                for data in region.marks():
+                    name = read_mark(data, what="memory").name
+                    marks = marks - {names.PIN_MARK} if name == "unpin" else marks | {name}
+                copies.append(
+                    FoundCopy(
+                        id=commit.line.checkpoint,
+                        state=CopyState.SEALED,
+                        bytes=IMAGE,
+                        commit=commit,
+                        marks=frozenset(marks),
+                    )
+                )
+        return Listing(tier="host", copies=tuple(copies))
+
+    # Saving ------------------------------------------------------------------------------------------
+
+    def image(self, id: CheckpointId) -> bytes:
+        """The bytes that checkpoint ``id`` has: a function of its identity alone."""
+        return random.Random(f"{id}").randbytes(IMAGE)
+
+    def ask_for_region(self, step: int) -> list[Any]:
+        """Ask to be admitted; the answer (region, error) is appended once there is one."""
+        answer: list[Any] = []
+        self.coordinator.post(
+            Admission(
+                id=CheckpointId(step, self.attempt.number),
+                image_bytes=IMAGE,
+                records_bytes=0,
+                deadline_s=self.now_s + self.max_wait_s,
+                answer=lambda region, error: answer.extend((region, error)),
+            )
+        )
+        self.step()
+        return answer
+
+    def begin(self, step: int, region: FakeRegion) -> Snapshot:
+        """Begin a capture into a region."""
+        id = CheckpointId(step, self.attempt.number)
+        self.ordinal += 1
+        line = Line(
+            run="run",
+            checkpoint=id,
+            attempt_id=self.attempt.id,
+            ordinal=self.ordinal,
+            started_from=self.started_from,
+        )
+        tiers = bundle.tiers_owed(self.rules, self.ordinal)
+        handle = SaveHandle(id, tiers, in_memory="host", clock=lambda: self.now_s)
+        self.handles[id] = handle
+        snapshot = Snapshot(
+            line=line,
+            shard=SHARD,
+            geometry=Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK),
+            structure="s",
+            pieces=Spliced(b"[]"),
+            region=region,
+            handle=handle,
+            filling=None,  # type: ignore[arg-type]
+            wall_time_s=self.now_s,
+            node="n",
+        )
+        region.image[:] = self.image(id)
+        self.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
+        return snapshot
+
+    def advance(self, snapshot: Snapshot, final_chunks: int) -> None:
+        self.coordinator.post(CaptureAdvanced(id=snapshot.id, final_chunks=final_chunks))
+
+    def seal(self, snapshot: Snapshot) -> None:
+        """Finish a capture: digests, manifest, commit record, seal."""
+        cut = snapshot.geometry
+        image = snapshot.region.image
+        digests = []
+        for index in range(cut.chunk_count):
+            start, end = cut.chunk_range(index)
+            digests.append(chunk_digest(image[start:end]))
+        manifest = Manifest(
+            line=snapshot.line,
+            shard=SHARD,
+            image_bytes=IMAGE,
+            data_start=DATA_START,
+            chunk_bytes=CHUNK,
+            digests=tuple(digests),
+            structure="s",
+            pieces=Spliced(b"[]"),
+        )
+        data = manifest.encode()
+        snapshot.manifest = manifest
+        snapshot.commit = Commit(
+            line=snapshot.line,
+            world_size=1,
+            files=(
+                NamedFile(name=names.shard_name(SHARD), bytes=IMAGE, digest=None),
+                NamedFile(name=names.manifest_name(SHARD), bytes=len(data), digest=sha256(data)),
+            ),
+            nodes=("n",),
+            wall_time_s=snapshot.wall_time_s,
+        )
+        snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
+        snapshot.handle.tell_captured()
+        self.advance(snapshot, cut.chunk_count)
+        self.coordinator.post(CaptureSealed(id=snapshot.id))
+
+    def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:
+        self.coordinator.post(CaptureFailed(id=snapshot.id, error=error))
+
+    def save(self, step: int) -> SaveHandle:
+        """Save one step wholly into memory; memory must have room."""
+        region, error = self.ask_for_region(step)
+        assert error is None, error
+        snapshot = self.begin(step, region)
+        self.seal(snapshot)
+        self.step()
+        return snapshot.handle
+
+    # Driving -----------------------------------------------------------------------------------------
+
+    def step(self) -> float | None:
+        return self.coordinator.step(self.now_s)
+
+    def run_one(self) -> bool:
+        """Carry out one waiting task, chosen by the seed; False when none waits."""
+        if not self.tasks:
+            return False
+        task = self.tasks.pop(self.random.randrange(len(self.tasks)))
+        self.coordinator.post(self.runner.run(task))
+        self.step()
+        return True
+
+    def settle(self, *, limit_s: float = 1000.0) -> None:
+        """Carry out everything, letting time pass where the coordinator waits for it."""
+        until = self.now_s + limit_s
+        while True:
+            next_s = self.step()
+            while self.run_one():
+                continue
+            next_s = self.step()
+            if self.tasks:
+                continue
+            if next_s is None or next_s > until:
+                return
+            self.now_s = max(self.now_s, next_s)
+
+    def order(self, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
+        answer: list[dict[str, BaseException]] = []
+        self.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
+        self.settle()
+        assert answer, f"{kind} of {id} was not answered"
+        return answer[0]
+
+    # Looking -----------------------------------------------------------------------------------------
+
+    def steps_on(self, tier: str) -> list[int]:
+        """Steps committed on a stored tier, as a fresh look at it finds them."""
+        return [copy.id.step for copy in self.stores[tier].list().copies]
+
+    def check(self, tier: str) -> None:
+        """Every committed copy on a tier has the right bytes, and nothing else is left lying there."""
+        listing = self.stores[tier].list()
+        assert listing.error is None
+        for copy in listing.copies:
+            assert copy.damage is None
+            data = bytearray(IMAGE)
+            self.stores[tier].read_into(copy.id, SHARD, 0, memoryview(data))
+            assert bytes(data) == self.image(copy.id)

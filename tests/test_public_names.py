@@ -1,0 +1,178 @@
+"""What users type: the names, the arguments and their defaults are promises. Changing one here breaks users."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import tierfall
+from tierfall import errors
+
+FUNCTIONS = {
+    "open": "config, *, run=None, process_group=None, fresh=False",
+    "load": "config_or_path, *, step=None, attempt=None, map_location='cpu'",
+    "register_codec": "type, name, encode, decode",
+    "item": "value, *, changes=None, on_resize='reshard'",
+}
+CHECKPOINTER = {
+    "save": "self, step, state, *, metrics=None, tags=(), block=False",
+    "maybe_save": "self, step, state, *, metrics=None, tags=(), block=False",
+    "restore": "self, state, *, step=None, attempt=None, tier=None, only=None, strict=True, unreachable='raise'",
+    "wait_captured": "self, timeout=None",
+    "guard": "self",
+    "checkpoints": "self",
+    "pin": "self, step, *, attempt=None",
+    "unpin": "self, step, *, attempt=None",
+    "delete": "self, step, *, attempt=None",
+    "prune": "self, *, dry_run=False",
+    "drain": "self, deadline=None",
+    "close": "self",
+    "statistics": "self",
+}
+SAVE_HANDLE = {
+    "captured": "self, timeout=None",
+    "wait": "self, tier=None, timeout=None",
+    "done": "self, tier=None",
+    "exception": "self",
+}
+VALUES = {
+    "RestoreReport": {"step", "attempt", "sources", "bytes", "seconds", "fallbacks"},
+    "CheckpointInfo": {
+        "step",
+        "attempt",
+        "tiers",
+        "bytes",
+        "age_s",
+        "tags",
+        "pinned",
+        "metrics",
+        "abandoned",
+    },
+    "DrainReport": set(),
+    "Statistics": set(),
+    "SaveStats": set(),
+    "ShardSource": set(),
+    "Fallback": set(),
+}
+OTHERS = {"Checkpointer", "Config", "SaveHandle", "errors"}
+
+
+def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def promised(signature: str) -> list[tuple[str, Any, Any]]:
+    """Read a signature from text, with nothing but literals for defaults."""
+    names = ast.parse(f"def promise({signature}): ...").body[0]
+    assert isinstance(names, ast.FunctionDef)
+    arguments = names.args
+    required = len(arguments.args) - len(arguments.defaults)
+    plain = [None] * required + list(arguments.defaults)
+    kinds = inspect.Parameter
+    return [
+        (name.arg, kind, kinds.empty if default is None else ast.literal_eval(default))
+        for kind, group, defaults in (
+            (kinds.POSITIONAL_OR_KEYWORD, arguments.args, plain),
+            (kinds.KEYWORD_ONLY, arguments.kwonlyargs, arguments.kw_defaults),
+        )
+        for name, default in zip(group, defaults, strict=True)
+    ]
+
+
+def test_all_holds_what_is_promised_and_no_more() -> None:
+    assert set(tierfall.__all__) == {*FUNCTIONS, *VALUES, *OTHERS}
+    assert len(tierfall.__all__) == len(set(tierfall.__all__))
+
+
+def test_nothing_public_is_left_out_of_all() -> None:
+    public = {
+        name
+        for name, value in vars(tierfall).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == set(tierfall.__all__) - {"errors"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_takes_what_is_promised(name: str) -> None:
+    assert parameters(getattr(tierfall, name)) == promised(FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("name", CHECKPOINTER)
+def test_a_method_of_the_checkpointer_takes_what_is_promised(name: str) -> None:
+    assert parameters(getattr(tierfall.Checkpointer, name)) == promised(CHECKPOINTER[name])
+
+
+def test_the_checkpointer_has_no_other_methods() -> None:
+    assert {name for name in vars(tierfall.Checkpointer) if not name.startswith("_")} == set(
+        CHECKPOINTER
+    )
+    assert {"__enter__", "__exit__"} < set(vars(tierfall.Checkpointer))
+
+
+@pytest.mark.parametrize("name", SAVE_HANDLE)
+def test_a_method_of_the_handle_takes_what_is_promised(name: str) -> None:
+    assert parameters(getattr(tierfall.SaveHandle, name)) == promised(SAVE_HANDLE[name])
+
+
+@pytest.mark.parametrize("name", ["step", "outcome", "stats"])
+def test_the_handle_has_the_promised_attributes_and_none_can_be_set(name: str) -> None:
+    member = inspect.getattr_static(tierfall.SaveHandle, name)
+    assert isinstance(member, property)
+    assert member.fset is None
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_report_is_an_immutable_value_with_the_promised_members(name: str) -> None:
+    value = getattr(tierfall, name)
+    assert is_dataclass(value)
+    assert value.__dataclass_params__.frozen
+    assert VALUES[name] <= {field.name for field in fields(value)}
+
+
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS, *VALUES, *OTHERS}))
+def test_every_public_name_says_what_it_is(name: str) -> None:
+    assert inspect.getdoc(getattr(tierfall, name))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTER)
+def test_every_method_says_what_it_does(name: str) -> None:
+    assert inspect.getdoc(getattr(tierfall.Checkpointer, name))
+
+
+def error_classes() -> dict[str, type[BaseException]]:
+    return {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+
+
+def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
+    drawn: dict[str, str | None] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"(?P<indent>[ |`-]*)(?P<name>[A-Z]\w*Error)\b", line):
+            depth = max(0, len(match["indent"]) // 4 - 1)
+            path[depth:] = [match["name"]]
+            drawn[match["name"]] = path[depth - 1] if depth else None
+    parents = {
+        name: next((b.__name__ for b in kind.__bases__ if b.__name__ in error_classes()), None)
+        for name, kind in error_classes().items()
+    }
+    assert {
+        name: parent for name, parent in parents.items() if drawn.get(name, name) != parent
+    } == {}
+    assert set(drawn) == set(error_classes())
+
+
+def test_the_errors_that_are_promised_are_there() -> None:
+    promised_names = {
+        *("TierfallError", "ConfigError", "CaptureError", "FlushError", "RestoreError"),
+        *("IntegrityError", "CapacityError", "BackendError"),
+    }
+    assert promised_names <= set(error_classes())
+    assert all(issubclass(kind, errors.TierfallError) for kind in error_classes().values())
