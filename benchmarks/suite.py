@@ -146,12 +146,7 @@ class Suite:
         self._rounds(
             "durable: save to committed on the file tier, and a copy with a write",
             [
-                Contender(
-                    name="durable.reference",
-                    before=self._work.update,
-                    timed=write_bare,
-                    after=path.unlink,
-                ),
+                Contender(name="durable.reference", timed=write_bare, after=path.unlink),
                 Contender(name="durable.tierfall", before=make_room, timed=save),
             ],
         )

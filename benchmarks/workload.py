@@ -119,7 +119,7 @@ class Workload:
         found = [parameter.detach() for parameter in self.model.parameters()]
         for parameter in self.model.parameters():
             entries = self.optimizer.state.get(parameter, {})
-            found += [value for value in entries.values() if isinstance(value, torch.Tensor)]
+            found += [entries[name] for name in sorted(entries)]
         return sorted(found, key=lambda tensor: -tensor.element_size())
 
     def spoil(self) -> None:

@@ -16,34 +16,27 @@ from types import TracebackType
 from typing import Any, Self
 
 from tierfall import telling
-from tierfall.config import Config, FileTier
+from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import (
-    CapacityError,
     ConfigError,
     StepError,
     TierfallError,
 )
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import Layout, StateView, describe, plan_fill, plan_layout
-from tierfall.core.names import check_name
-from tierfall.core.records import Line
+from tierfall.core.image import plan_fill
 from tierfall.core.restore.restore import Request, Restored, restore
 from tierfall.core.scheduler.tasks import (
-    Admission,
-    CaptureAdvanced,
-    CaptureBegun,
     Order,
     PersonsOrder,
 )
-from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
-from tierfall.core.units import format_size
-from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
+from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision, Verdict
-from tierfall.policies.bundle import plan_retention, tiers_owed
+from tierfall.line import SavingLine
+from tierfall.policies.bundle import plan_retention
 from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
+from tierfall.saving import Saver
 from tierfall.session import SHARD, Session
 
 logger = logging.getLogger("tierfall")
@@ -63,7 +56,7 @@ class Checkpointer:
         self._closed = False
         self._session = Session(config, run=run)
         try:
-            self._attempt = self._session.take_attempt()
+            attempt = self._session.take_attempt()
             self._session.host.create_now()
             self._session.start()
         except BaseException:
@@ -72,14 +65,8 @@ class Checkpointer:
         self._capturer = Capturer(
             post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
         )
-        self._fresh = fresh
-        self._layout: Layout | None = None
-        self._started_from: CheckpointId | None = None
-        self._begun = fresh or self._knows_of_nothing()
-        self._saved_any = False
-        self._last_step: int | None = None
-        self._ordinal = 0
-        self._counts = telling.SaveCounts()
+        self._line = SavingLine(run, attempt, begun=fresh or self._knows_of_nothing())
+        self._saver = Saver(config, self._session, self._capturer, self._finish_capture)
         self._errors_seen = 0
 
     # Saving ------------------------------------------------------------------------------------------
@@ -103,13 +90,9 @@ class Checkpointer:
         began = time.monotonic()
         self._check_usable()
         self._raise_failures()
-        self._check_step(step)
+        self._line.check(step)
         self._finish_capture()
-        view = describe(state)
-        layout, header = self._lay_out(view)
-        handle, snapshot = self._admit(step, layout, header, view, metrics or {}, tuple(tags))
-        if snapshot is not None:
-            self._capture(snapshot, view, began)
+        handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
         if block:
             handle.wait()
         return handle
@@ -133,179 +116,6 @@ class Checkpointer:
         if not should_save(step, every_steps=interval.every):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
-
-    def _check_step(self, step: int) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise StepError(f"save: step must be an integer of at least 0, not {step!r}")
-        if not self._begun:
-            raise StepError(
-                f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
-                "this start restored none. Call restore() first to continue, choose another run name, or open with "
-                "fresh=True to leave them behind"
-            )
-        if self._last_step is not None and step <= self._last_step:
-            raise StepError(
-                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
-                "overwritten; to go back, restore(step=...) first"
-            )
-
-    def _lay_out(self, view: StateView) -> tuple[Layout, bytes]:
-        """Find the layout of this structure, planned only when the structure changed."""
-        if self._layout is None or not self._layout.matches(view):
-            self._layout = plan_layout(view)
-        header = self._layout.header(view)
-        if header is None:  # a value outgrew the room that was left for it
-            self._layout = plan_layout(view)
-            header = self._layout.header(view)
-            assert header is not None
-        return self._layout, header
-
-    def _admit(
-        self,
-        step: int,
-        layout: Layout,
-        header: bytes,
-        view: StateView,
-        metrics: Mapping[str, Any],
-        tags: tuple[str, ...],
-    ) -> tuple[SaveHandle, Snapshot | None]:
-        """Take a region of host memory for the image, and describe the snapshot that is to fill it."""
-        metrics = telling.checked_metrics(metrics)
-        tags = tuple(check_name(tag, what="tag") for tag in tags)
-        line = Line(
-            run=self._run,
-            checkpoint=CheckpointId(step, self._attempt.number),
-            attempt_id=self._attempt.id,
-            ordinal=self._ordinal + 1,
-            started_from=self._started_from,
-        )
-        rules = self._session.coordinator.ledger.rules
-        tiers = tuple(n for n in tiers_owed(rules, line.ordinal) if n in self._session.stores)
-        handle = SaveHandle(line.checkpoint, tiers, in_memory=self._session.host.name)
-        self._check_capacities(layout)
-        chunk = self._config.chunk_bytes
-        records = telling.records_bytes(layout, chunk, metrics, tags, line)
-        self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
-        region, error = self._ask_for_region(line.checkpoint, layout.image_bytes, records)
-        if region is None:
-            assert error is not None
-            self._skip(handle, error)
-            return handle, None
-        try:
-            snapshot = self._snapshot(region, line, layout, header, view, handle)
-        except BaseException:
-            region.release()
-            raise
-        snapshot.metrics, snapshot.tags = metrics, tags
-        self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-        return handle, snapshot
-
-    def _snapshot(
-        self,
-        region: HostRegion,
-        line: Line,
-        layout: Layout,
-        header: bytes,
-        view: StateView,
-        handle: SaveHandle,
-    ) -> Snapshot:
-        """Begin to fill a region: what may change at any time is copied here."""
-        post = self._session.coordinator.post
-        id = line.checkpoint
-        chunk = self._config.chunk_bytes
-        filling = Filling(
-            target=region.tensor(),
-            memory=region.image,
-            header=header,
-            layout=layout,
-            tensors=view.tensors,
-            chunk_bytes=chunk,
-            on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
-        )
-        return Snapshot(
-            line=line,
-            shard=SHARD,
-            geometry=Geometry(
-                image_bytes=layout.image_bytes, data_start=layout.data_start, chunk_bytes=chunk
-            ),
-            structure=layout.structure,
-            pieces=layout.pieces,
-            region=region,
-            handle=handle,
-            filling=filling,
-            wall_time_s=time.time(),
-            node=self._session.node,
-        )
-
-    def _check_capacities(self, layout: Layout) -> None:
-        for tier in self._config.tiers:
-            capacity = tier.capacity_bytes if isinstance(tier, FileTier) else None
-            if capacity is not None and layout.image_bytes > capacity:
-                raise CapacityError(
-                    f"save: one checkpoint takes {format_size(layout.image_bytes)} ({layout.image_bytes} bytes), "
-                    f"tier {tier.name} has a capacity of {format_size(capacity)} "
-                    f"({capacity} bytes): raise it, or take the tier out of the chain"
-                )
-
-    def _ask_for_region(
-        self, id: CheckpointId, image_bytes: int, records_bytes: int
-    ) -> tuple[HostRegion | None, BaseException | None]:
-        done = threading.Event()
-        answer: list[Any] = []
-
-        def tell(region: HostRegion | None, error: BaseException | None) -> None:
-            answer.extend((region, error))
-            done.set()
-
-        self._session.coordinator.post(
-            Admission(
-                id=id,
-                image_bytes=image_bytes,
-                records_bytes=records_bytes,
-                deadline_s=time.monotonic() + self._config.max_wait_s,
-                answer=tell,
-            )
-        )
-        self._session.wait(done)
-        return answer[0], answer[1]
-
-    def _skip(self, handle: SaveHandle, error: BaseException) -> None:
-        if not isinstance(error, CapacityError):
-            raise error
-        handle.tell_given_up(SaveOutcome.SKIPPED, error)
-        self._counts.skipped += 1
-        if self._config.on_error is OnError.RAISE:
-            raise error
-        logger.warning("%s", error)
-
-    def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
-        tensors = [source.tensor for source in view.tensors]
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        reason = self._capturer.why_blocking(
-            view.parameters, tensors, first=self._counts.begun == 0
-        )
-        lazy = reason is None and self._config.capture.mode is CaptureMode.LAZY
-        if (
-            reason is not None
-            and self._counts.begun
-            and self._config.capture.mode is CaptureMode.LAZY
-        ):
-            self._capturer.say_once(reason)
-        self._saved_any = True
-        self._last_step = snapshot.id.step
-        self._ordinal = snapshot.line.ordinal
-        self._counts.note(snapshot.handle, lazy=lazy)
-        verify = self._config.capture.verify
-        if verify and lazy:
-            snapshot.handle.before_wait = self._finish_capture
-        try:
-            self._capturer.begin(snapshot, lazy=lazy, verify=verify, on_host=on_host)
-        finally:
-            snapshot.handle.tell_begun(
-                bytes=snapshot.geometry.image_bytes,
-                lazy=lazy,
-                blocked_s=time.monotonic() - began,
-            )
 
     # The barrier -------------------------------------------------------------------------------------
 
@@ -361,7 +171,7 @@ class Checkpointer:
             request, lambda header: plan_fill(state, header, only=only, strict=strict)
         )
         if restored is None:
-            self._begun = True
+            self._line.begun = True
             return None
         restored.plan.finish()  # type: ignore[attr-defined]
         if only is None:
@@ -370,7 +180,7 @@ class Checkpointer:
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""
-        for handle in self._counts.handles[-1:]:
+        for handle in self._saver.counts.handles[-1:]:
             try:
                 handle.captured(self._config.max_wait_s)
             except (TierfallError, TimeoutError):
@@ -414,16 +224,13 @@ class Checkpointer:
 
     def _continue_from(self, restored: Restored) -> None:
         """The line goes on from here; what this process saved before belongs to another one."""
-        id = restored.checkpoint.id
-        assert restored.checkpoint.commit is not None
-        if self._saved_any:
+        id, commit = restored.checkpoint.id, restored.checkpoint.commit
+        assert commit is not None
+        attempt = self._line.attempt
+        if self._line.saved_any:
             self._session.listings = self._session.list_now()
-            self._attempt = self._session.take_attempt()
-            self._saved_any = False
-        self._started_from = id
-        self._last_step = id.step
-        self._ordinal = restored.checkpoint.commit.line.ordinal
-        self._begun = True
+            attempt = self._session.take_attempt()
+        self._line.continue_from(commit, attempt)
         ledger = self._session.coordinator.ledger
         self._session.ask(lambda: setattr(ledger, "restored_from", id))
 
@@ -504,7 +311,7 @@ class Checkpointer:
     def statistics(self) -> Statistics:
         """Return counters and times since open."""
         self._check_usable()
-        return telling.statistics(self._session, self._counts)
+        return telling.statistics(self._session, self._saver.counts)
 
     # The end -----------------------------------------------------------------------------------------
 

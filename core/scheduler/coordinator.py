@@ -16,6 +16,7 @@ from typing import Protocol
 from tierfall.core import names
 from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
 from tierfall.core.records import Mark
+from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, Transfer
 from tierfall.core.scheduler.ledger import Entry, Ledger
@@ -35,7 +36,7 @@ from tierfall.core.scheduler.tasks import (
     ReadMarks,
     Task,
 )
-from tierfall.core.snapshot import HostMemory, HostRegion
+from tierfall.core.snapshot import HostMemory
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
 from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
@@ -71,7 +72,6 @@ class Counters:
     """What happened so far, in numbers."""
 
     flush_failures: int = 0
-    skipped_saves: int = 0
     given_up_copies: int = 0
     commits: dict[str, int] = field(default_factory=dict)
 
@@ -90,13 +90,11 @@ class Coordinator:
         max_wait_s: float,
     ) -> None:
         self.ledger = ledger
-        self._host = host
         self._policies = policies
         self._submit = submit
         self._max_wait_s = max_wait_s
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
-        self._admissions: deque[Admission] = deque()
         self._tasks_out = 0
         order = tuple(rules.name for rules in ledger.rules)
         self.lanes = {
@@ -116,11 +114,18 @@ class Coordinator:
             plan_retention=policies.plan_retention,
             dispatch=self._dispatch,
         )
+        self._admissions = Admissions(
+            ledger=ledger,
+            host=host,
+            plan_eviction=policies.plan_eviction,
+            give_up_copy=self._give_up_copy,
+            max_wait_s=max_wait_s,
+        )
         self._orders = Orders(
             ledger=ledger,
             lanes=self.lanes.values(),
             dropper=self.dropper,
-            free_region=self._free_region,
+            free_region=self._admissions.free,
             dispatch=self._dispatch,
         )
         self.fenced: FencedError | None = None
@@ -163,7 +168,7 @@ class Coordinator:
             self._orders.carry_out()
             for lane in self.lanes.values():
                 self._drive(lane, now_s)
-            self._admit(now_s)
+            self._admissions.admit(now_s, self.fenced)
         if self.fenced is None:
             self.dropper.dispatch_surveys()
         return self._next_s(now_s)
@@ -173,7 +178,7 @@ class Coordinator:
     def _take(self, event: Event, now_s: float) -> None:
         match event:
             case Admission():
-                self._admissions.append(event)
+                self._admissions.ask(event)
             case CaptureBegun():
                 self._begun(event)
             case CaptureAdvanced():
@@ -256,63 +261,6 @@ class Coordinator:
                 if lane.take(outcome):
                     self._committed(lane, task.id)
 
-    # Room in memory --------------------------------------------------------------------------------
-
-    def _admit(self, now_s: float) -> None:
-        self._release_memory()
-        while self._admissions:
-            request = self._admissions[0]
-            region: HostRegion | None = None
-            error: BaseException | None = self.fenced
-            if error is None:
-                region = self._allocate(request)
-                if region is None and now_s < request.deadline_s:
-                    return
-                if region is None:
-                    error = self._no_room(request)
-                    self.counters.skipped_saves += 1
-            self._admissions.popleft()
-            request.answer(region, error)
-
-    def _allocate(self, request: Admission) -> HostRegion | None:
-        """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
-        need = request.image_bytes + request.records_bytes
-        while True:
-            region = self._host.allocate(
-                image_bytes=request.image_bytes, records_bytes=request.records_bytes
-            )
-            if region is not None:
-                return region
-            free = self._host.free_bytes
-            plan = self._policies.plan_eviction(
-                self.ledger.view(),
-                self.ledger.host,
-                need_bytes=max(need, free + 1),
-                free_bytes=free,
-            )
-            if not plan.drops:
-                return None
-            self._evict_from_memory(plan.drops[0])
-
-    def _no_room(self, request: Admission) -> CapacityError:
-        waiting = sorted({name for e in self.ledger.entries.values() for name in e.owed})
-        behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
-        return CapacityError(
-            f"save of step {request.id.step}: tier {self.ledger.host} has room for "
-            f"{format_size(self._host.free_bytes)} of {format_size(self._host.capacity_bytes)}, the image needs "
-            f"{format_size(request.image_bytes)}, and none became free within max_wait ({self._max_wait_s:g} s)"
-            f"{behind}: this save is skipped. Raise the tier's capacity, save less often, or flush less"
-        )
-
-    def _evict_from_memory(self, decision: Decision) -> None:
-        entry = self.ledger.entries[decision.checkpoint]
-        logger.info("%s: %s is dropped: %s", decision.tier, entry.id, decision.reason)
-        if not any(state is CopyState.COMMITTED for state in entry.states.values()):
-            for name in tuple(entry.owed):
-                error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
-                self._give_up_copy(entry, name, error)
-        self._free_region(entry)
-
     def _give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)
         self.counters.given_up_copies += 1
@@ -320,21 +268,6 @@ class Coordinator:
         lane = self.lanes[tier]
         if lane.active is not None and lane.active.entry is entry:
             lane.give_up(error)
-
-    def _free_region(self, entry: Entry) -> None:
-        if entry.region is not None:
-            entry.region.release()
-            entry.region = None
-        entry.final_chunks = 0
-        entry.set_state(self.ledger.host, CopyState.ABSENT)
-        self.ledger.forget_if_gone(entry)
-
-    def _release_memory(self) -> None:
-        """Free the regions of images that failed, once no worker reads them."""
-        host = self.ledger.host
-        for entry in list(self.ledger.entries.values()):
-            if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):
-                self._free_region(entry)
 
     # Copies on their way ---------------------------------------------------------------------------
 
@@ -493,7 +426,7 @@ class Coordinator:
 
     def busy(self) -> bool:
         """Say whether something is under way, or owed to a tier that takes copies."""
-        if self._tasks_out or self._orders.busy() or self._admissions or self.dropper.busy():
+        if self._tasks_out or self._orders.busy() or self._admissions.busy() or self.dropper.busy():
             return True
         return any(
             e.snapshot is not None or (e.owed - self.ledger.failing)
@@ -509,7 +442,7 @@ class Coordinator:
         self._submit(task)
 
     def _next_s(self, now_s: float) -> float | None:
-        waits = [request.deadline_s for request in self._admissions]
+        waits = self._admissions.deadlines_s()
         waits += [
             lane.not_before_s
             for lane in self.lanes.values()

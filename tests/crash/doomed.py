@@ -20,7 +20,6 @@ from tierfall.core.capture.filling import Filling
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.session import Session
 from tierfall.tiers.arena import Arena
-from tierfall.tiers.arena_file import ArenaFile
 from tierfall.tiers.arena_region import Region
 from tierfall.tiers.stored import StoredTier
 
@@ -37,14 +36,14 @@ _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
 }
 
 
-def config(folder: Path) -> dict[str, Any]:
+def config(folder: Path, memory: Path) -> dict[str, Any]:
     """Three images in memory, a fast folder, and a slow one that takes every second."""
     return {
         "run": RUN,
         "chunk": CHUNK_BYTES,
         "max_wait": "20s",
         "tiers": [
-            {"name": "host", "kind": "host", "folder": str(folder / "memory"), "capacity": "9MiB"},
+            {"name": "host", "kind": "host", "folder": str(memory), "capacity": "9MiB"},
             {
                 "name": "nvme",
                 "kind": "file",
@@ -110,7 +109,7 @@ def difference(found: Mapping[str, Any], start: int, step: int) -> str | None:
 class Point:
     """A call that a trainer stops at, before or after it is made; ``fits`` looks at its arguments."""
 
-    owner: type
+    owner: Any
     method: str
     after: bool = False
     fits: Callable[..., bool] = lambda *args, **more: True
@@ -179,9 +178,10 @@ COMMIT = {
         calls=(1, 5),
     ),
     "commit-linked": Point(
-        owner=PosixWriter,
-        method="_is_published",
-        fits=_writes("nvme", _COMMIT),
+        owner=os,
+        method="link",
+        after=True,
+        fits=lambda source, target, **more: target == "commit.json",
         calls=(1, 5),
     ),
     "commit-done": Point(
@@ -222,7 +222,6 @@ PRUNE = {
     ),
 }
 ADOPTION = {
-    "adopt-attach": Point(owner=ArenaFile, method="forget"),
     "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
     "adopt-attempt": Point(owner=Session, method="take_attempt"),
     "adopt-took": Point(owner=StoredTier, method="take_attempt", after=True, fits=_on("slow")),
@@ -236,7 +235,6 @@ ADOPTION = {
     ),
     "adopt-commit": Point(owner=StoredTier, method="commit", after=True, fits=_on("slow")),
 }
-del ADOPTION["adopt-attach"]
 POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION}
 
 
@@ -267,11 +265,3 @@ def stop_at(name: str, call: int, tell: Callable[[], None]) -> None:
         return value
 
     setattr(point.owner, point.method, stand_in)
-
-
-def start_ticks(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-
-
-def descendants_stop(pid: int) -> None:
-    os.kill(pid, 9)

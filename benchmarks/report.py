@@ -1,0 +1,83 @@
+"""What a run found, for people as a table and for programs as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.figures import MEMORY_TARGET_BYTES, MIB, Ratio, Results, spread
+
+GIB = 1 << 30
+
+
+def as_json(results: Results, machine: dict[str, Any], command: str) -> dict[str, Any]:
+    """Everything: each sample, each ratio with its verdict, the machine and its versions."""
+    return {
+        "format": 1,
+        "command": command,
+        "machine": machine,
+        "facts": results.facts,
+        "direct_io": results.direct,
+        "ratios": [{**asdict(each), "met": each.met} for each in results.ratios],
+        "memory": results.memory and {**results.memory, "met": results.memory_met},
+        "samples_s": results.samples,
+    }
+
+
+def table(results: Results, machine: dict[str, Any]) -> str:
+    """A table to read: ratios with their targets first, then the seconds behind them."""
+    lines = [*_heading(results, machine), ""]
+    lines.append(f"{'ratio':<34}{'median':>8}{'of rounds':>17}{'target':>9}  verdict")
+    lines += [_ratio_line(each) for each in results.ratios]
+    if results.memory is not None:
+        lines.append(_memory_line(results))
+    lines += ["", f"{'seconds':<34}{'median':>8}{'least to most':>17}{'GB/s':>9}"]
+    state = results.facts["state_bytes"]
+    for name, values in results.samples.items():
+        one = spread(values)
+        rate = "" if "/" in name else f"{state / one.median / 1e9:9.2f}"
+        lines.append(
+            f"{name:<34}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}"
+        )
+    return "\n".join([*lines, "", _io_line(results)])
+
+
+def _heading(results: Results, machine: dict[str, Any]) -> list[str]:
+    facts = results.facts
+    return [
+        f"state: {facts['state_bytes'] / GIB:.2f} GiB in {facts['tensors']} tensors, "
+        f"{facts['parameters'] / 1e6:.0f} M parameters, fp32 with AdamW",
+        f"machine: {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads of torch "
+        f"{machine['torch']}, state on {machine['device']}",
+        f"files: {machine['folder']}; host tier: {machine['memory_folder']}; load before and after: "
+        f"{facts['load_before']:.1f}, {facts['load_after']:.1f}",
+        f"first save (allocates the arena): returned after {facts['first_save_blocked_s']:.2f} s, "
+        f"durable after {facts['first_save_s']:.2f} s",
+    ]
+
+
+def _ratio_line(each: Ratio) -> str:
+    target = "" if each.target is None else f"<= {each.target:.2f}"
+    return (
+        f"{each.name:<34}{each.value:8.3f}{each.low:9.3f} - {each.high:<5.3f}{target:>9}"
+        f"  {_verdict(each.met)}"
+    )
+
+
+def _memory_line(results: Results) -> str:
+    assert results.memory is not None
+    extra = f"{results.memory['extra_bytes'] / MIB:.0f} MiB"
+    target = f"<= {MEMORY_TARGET_BYTES / MIB:.0f}"
+    return f"{'peak RssAnon beyond the training':<34}{extra:>8}{'':>17}{target:>9}  {_verdict(results.memory_met)}"
+
+
+def _verdict(met: bool | None) -> str:
+    return {None: "reported", True: "met", False: "MISSED"}[met]
+
+
+def _io_line(results: Results) -> str:
+    path = {True: "direct", False: "buffered"}
+    what = ", ".join(f"{who} {path[direct]}" for who, direct in results.direct.items())
+    if results.comparable:
+        return f"I/O: {what}"
+    return f"I/O: {what}: NOT COMPARABLE, the file tier went through the page cache and the reference around it"

@@ -1,0 +1,130 @@
+"""Room in host memory: saves that ask for a region, images that leave so that one can be had.
+
+A save waits until its deadline, no longer; what may leave is the policy's to say. No I/O: a region is handed out, or
+there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from tierfall.core.errors import CapacityError, FlushError
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.tasks import Admission
+from tierfall.core.snapshot import HostMemory, HostRegion
+from tierfall.core.units import format_size
+from tierfall.core.values import CopyState
+from tierfall.core.view import Decision, Eviction, View
+
+logger = logging.getLogger("tierfall")
+
+
+class PlanEviction(Protocol):
+    def __call__(
+        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+    ) -> Eviction: ...
+
+
+class Admissions:
+    """Saves that wait for a region, first come, first served."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        host: HostMemory,
+        plan_eviction: PlanEviction,
+        give_up_copy: Callable[[Entry, str, BaseException], None],
+        max_wait_s: float,
+    ) -> None:
+        self._ledger = ledger
+        self._host = host
+        self._plan_eviction = plan_eviction
+        self._give_up_copy = give_up_copy
+        self._max_wait_s = max_wait_s
+        self._waiting: deque[Admission] = deque()
+        self.skipped = 0
+
+    def ask(self, request: Admission) -> None:
+        self._waiting.append(request)
+
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def deadlines_s(self) -> list[float]:
+        return [request.deadline_s for request in self._waiting]
+
+    def admit(self, now_s: float, refusal: BaseException | None) -> None:
+        """Answer every request that has room now, or has waited long enough; ``refusal`` answers them all."""
+        self._release_failed()
+        while self._waiting:
+            request = self._waiting[0]
+            region: HostRegion | None = None
+            error = refusal
+            if error is None:
+                region = self._allocate(request)
+                if region is None and now_s < request.deadline_s:
+                    return
+                if region is None:
+                    error = self._no_room(request)
+                    self.skipped += 1
+            self._waiting.popleft()
+            request.answer(region, error)
+
+    def _allocate(self, request: Admission) -> HostRegion | None:
+        """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
+        need = request.image_bytes + request.records_bytes
+        while True:
+            region = self._host.allocate(
+                image_bytes=request.image_bytes, records_bytes=request.records_bytes
+            )
+            if region is not None:
+                return region
+            free = self._host.free_bytes
+            plan = self._plan_eviction(
+                self._ledger.view(),
+                self._ledger.host,
+                need_bytes=max(need, free + 1),
+                free_bytes=free,
+            )
+            if not plan.drops:
+                return None
+            self._evict(plan.drops[0])
+
+    def _no_room(self, request: Admission) -> CapacityError:
+        waiting = sorted({name for e in self._ledger.entries.values() for name in e.owed})
+        behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
+        return CapacityError(
+            f"save of step {request.id.step}: tier {self._ledger.host} has room for "
+            f"{format_size(self._host.free_bytes)} of {format_size(self._host.capacity_bytes)}, the image needs "
+            f"{format_size(request.image_bytes)}, and none became free within max_wait ({self._max_wait_s:g} s)"
+            f"{behind}: this save is skipped. Raise the tier's capacity, save less often, or flush less"
+        )
+
+    def _evict(self, decision: Decision) -> None:
+        entry = self._ledger.entries[decision.checkpoint]
+        logger.info("%s: %s is dropped: %s", decision.tier, entry.id, decision.reason)
+        if not any(state is CopyState.COMMITTED for state in entry.states.values()):
+            for name in tuple(entry.owed):
+                error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
+                self._give_up_copy(entry, name, error)
+        self.free(entry)
+
+    def free(self, entry: Entry) -> None:
+        """Give an image's region back."""
+        if entry.region is not None:
+            entry.region.release()
+            entry.region = None
+        entry.final_chunks = 0
+        entry.set_state(self._ledger.host, CopyState.ABSENT)
+        self._ledger.forget_if_gone(entry)
+
+    def _release_failed(self) -> None:
+        """Free the regions of images that failed, once no worker reads them."""
+        host = self._ledger.host
+        for entry in list(self._ledger.entries.values()):
+            if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):
+                self.free(entry)

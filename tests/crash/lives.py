@@ -1,0 +1,291 @@
+"""One run's life, killed again and again, and what must be true of what each death leaves behind.
+
+The oracle is the journal of the dead and plain reading: folders, JSON, the safetensors library. tierfall itself is
+asked as well, and must come to the same answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import doomed
+from safetensors.torch import load_file
+
+import tierfall
+
+PATIENCE_S = 60.0
+TIERS = ("nvme", "slow")
+FOREIGN = "belongs-to-somebody-else.txt"
+_STEP = re.compile(r"step-([0-9]{8})-a([0-9]{4})\Z")
+_OURS = {"commit.json", "rank-00000-of-00001.json", "rank-00000-of-00001.safetensors"}
+
+Entry = dict[str, Any]
+Who = tuple[int, int]  # (step, start)
+
+
+class Trainers:
+    """The warm process that forks the trainers."""
+
+    def __init__(self) -> None:
+        program = Path(__file__).with_name("trainer.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **request: Any) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the process that forks the trainers has ended"
+        return int(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+        self._process.stdout.close()
+
+
+class Journal:
+    """The reading end of a trainer's journal."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._rest = b""
+
+    def entries(self, *, until_s: float | None = None) -> Iterator[Entry]:
+        """Yield what is told, until the trainer is gone or, with ``until_s``, that moment has come."""
+        while True:
+            left = PATIENCE_S if until_s is None else max(0.0, until_s - time.monotonic())
+            ready, _, _ = select.select([self._descriptor], [], [], left)
+            if not ready:
+                assert until_s is not None, "the trainer has told nothing for a minute"
+                return
+            data = os.read(self._descriptor, 65536)
+            if not data:
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@dataclass(slots=True)
+class OnTier:
+    """What one tier holds by plain reading: who is committed, by folder, and what else lies there."""
+
+    committed: dict[Who, Path] = field(default_factory=dict)
+    uncommitted: list[Path] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+
+    @property
+    def newest(self) -> Who | None:
+        return max(self.committed, default=None)
+
+
+def read_tier(root: Path) -> OnTier:
+    """Look at a tier without tierfall; every committed checkpoint is compared bit for bit."""
+    found = OnTier()
+    run = root / doomed.RUN
+    for path in sorted(run.iterdir()) if run.is_dir() else ():
+        step = _STEP.match(path.name)
+        if step is None:
+            found.others.append(path)
+        elif not (path / "commit.json").exists():
+            found.uncommitted.append(path)
+        else:
+            tensors = load_file(path / "rank-00000-of-00001.safetensors")
+            start, saved = tensors["who"].tolist()
+            assert saved == int(step[1]), f"{path} holds step {saved}"
+            assert doomed.difference(tensors, start, saved) is None, path
+            found.committed[saved, start] = path
+    return found
+
+
+class Life:
+    """Starts one run, kills it, and checks. ``seed`` decides all that is left to chance but the clock."""
+
+    def __init__(self, trainers: Trainers, folder: Path, memory: Path, seed: int) -> None:
+        self._trainers = trainers
+        self.folder = folder
+        self.memory = memory
+        self.random = random.Random(seed)
+        print(f"a life of seed {seed}")
+        self.starts = 0
+        self.begun: set[Who] = set()
+        self.told: dict[str, set[Who]] = {"host": set(), "nvme": set(), "slow": set()}
+        self._before: set[Who] = set()
+        self._foreign: list[Path] = []
+
+    # Killing ---------------------------------------------------------------------------------------
+
+    def stop_and_kill(self, name: str) -> None:
+        """Kill a start that stands still at a point; training goes on until it comes there."""
+        call = self.random.randint(*doomed.POINTS[name].calls)
+        print(f"start {self.starts}: killed at {name}, call {call}")
+        self._kill(stop=(name, call), lines=None, delay_s=0.0)
+
+    def kill_at_random(self) -> None:
+        lines, delay_s = self.random.randint(0, 40), self.random.uniform(0.0, 0.06)
+        print(f"start {self.starts}: killed {delay_s:.3f} s after line {lines}")
+        self._kill(stop=None, lines=lines, delay_s=delay_s)
+
+    def _kill(self, *, stop: tuple[str, int] | None, lines: int | None, delay_s: float) -> None:
+        journal = Journal(self.folder / "journal")
+        pid = self._start(journal, steps=None, stop=stop)
+        entries: list[Entry] = []
+        for entry in journal.entries():
+            entries.append(entry)
+            if entry["event"] == "stopped" or len(entries) - 1 == lines:
+                break
+        entries += journal.entries(until_s=time.monotonic() + delay_s)
+        os.kill(pid, 9)
+        entries += journal.entries()
+        journal.close()
+        self._learn(entries)
+        assert self._trainers.ask(wait=pid) == -9, entries[-1:]
+        self._check_log()
+
+    def _start(self, journal: Journal, *, steps: int | None, stop: tuple[str, int] | None) -> int:
+        return self._trainers.ask(
+            journal=str(journal.path),
+            log=str(self.log),
+            folder=str(self.folder),
+            memory=str(self.memory),
+            start=self.starts,
+            steps=steps,
+            stop=stop,
+        )
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"log-{self.starts}"
+
+    def _check_log(self) -> None:
+        """A thread that failed would only be seen here."""
+        text = self.log.read_text()
+        assert "Traceback" not in text, text
+        self.starts += 1
+
+    def _learn(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            match entry["event"]:
+                case "begun":
+                    self.begun.add((entry["step"], self.starts))
+                case "committed":
+                    self.told[entry["tier"]].add((entry["step"], self.starts))
+                case "failed" | "died":
+                    raise AssertionError(entry)
+                case "restored":
+                    self._check_restored(entry)
+
+    # What must be true -----------------------------------------------------------------------------
+
+    def _check_restored(self, entry: Entry) -> None:
+        """A start went on from the newest that any tier had when it began."""
+        assert entry["wrong"] is None, entry
+        who = None if entry["step"] is None else (entry["step"], entry["start"])
+        assert entry["said"] == entry["step"], entry
+        assert entry["extra"] == (-1 if who is None else entry["step"]), entry
+        sure = max(set().union(*self.told.values(), self._before), default=None)
+        assert who is None or who in self.begun, f"{who} was never saved"
+        assert sure is None or (who is not None and who >= sure), (
+            f"restored {who}, though {sure} was there"
+        )
+
+    def check(self) -> None:
+        """Hold what lies on the tiers against what was reported."""
+        self._before = set()
+        for tier in TIERS:
+            found = read_tier(self.folder / tier)
+            self._before |= set(found.committed)
+            assert set(found.committed) <= self.begun, f"{tier} holds what nobody saved"
+            for who in self.told[tier] - set(found.committed):
+                newer = [other for other in found.committed if other > who]
+                assert len(newer) >= doomed.KEEP, (
+                    f"{tier}: {who} was reported committed and is gone; there is {sorted(found.committed)}"
+                )
+            for (step, start), path in found.committed.items():
+                loaded = tierfall.load(path)
+                assert loaded["extra"] == {"step": step}, path
+                assert doomed.difference(loaded, start, step) is None, path
+            self._check_latest(tier, found)
+            if found.newest is not None:
+                loaded = tierfall.load(self.folder / tier)
+                assert tuple(loaded["who"].tolist()) == found.newest[::-1]
+
+    def _check_latest(self, tier: str, found: OnTier) -> None:
+        latest = self.folder / tier / doomed.RUN / "latest"
+        if latest.exists():
+            named = latest.read_text().strip()
+            assert named in {path.name for path in found.committed.values()}, (
+                f"{tier}: latest names {named}"
+            )
+
+    # Going on in peace -----------------------------------------------------------------------------
+
+    def plant(self) -> None:
+        """Put somebody else's files into the run's folder and into a step's folder."""
+        run = self.folder / "nvme" / doomed.RUN
+        if not run.is_dir():
+            return
+        steps = [path for path in run.iterdir() if path.name.startswith("step-")]
+        for path in (run, *self.random.sample(steps, min(1, len(steps)))):
+            (path / FOREIGN).write_text("keep me")
+            self._foreign.append(path / FOREIGN)
+
+    def end(self) -> None:
+        """Run once to a clean end, and see that nothing but what was asked for is left."""
+        journal = Journal(self.folder / "journal")
+        pid = self._start(journal, steps=2 * doomed.SLOW_EVERY * doomed.KEEP, stop=None)
+        entries = list(journal.entries())
+        journal.close()
+        self._learn(entries)
+        assert self._trainers.ask(wait=pid) == 0, entries[-1:]
+        self._check_log()
+        assert [e["left"] for e in entries if e["event"] == "drained"] == [[]]
+        assert entries[-1]["event"] == "closed", entries[-1]
+        self.check()
+        for tier in TIERS:
+            self._check_tidy(tier)
+        left = [path for path in self.memory.rglob("*") if path.is_file()]
+        assert [path.name for path in left] == ["slot-0.lock"], left
+        for path in self._foreign:
+            assert path.read_text() == "keep me", path
+
+    def _check_tidy(self, tier: str) -> None:
+        found = read_tier(self.folder / tier)
+        newest = sorted(self.told[tier])[-doomed.KEEP :]
+        assert sorted(found.committed) == newest, tier
+        foreign = {path.parent for path in self._foreign}
+        for path in found.uncommitted:
+            assert path in foreign, f"{path} is left"
+            assert os.listdir(path) == [FOREIGN], path
+        for path in found.committed.values():
+            assert set(os.listdir(path)) - {FOREIGN} == _OURS, path
+        names = {path.name for path in found.others}
+        assert names - {FOREIGN} == {"attempts", "latest"}, names
+        attempts = found.others[[p.name for p in found.others].index("attempts")]
+        assert all(re.fullmatch(r"a\d{4}\.json", name) for name in os.listdir(attempts))
+        assert os.listdir(self.folder / tier) == [doomed.RUN]

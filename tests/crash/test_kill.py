@@ -1,0 +1,82 @@
+"""SIGKILL at any moment: what was reported stays, what was not finished is nowhere, and nothing leaks.
+
+A failing life is lived again with the seed that it prints:
+
+    TIERFALL_KILL_SEED=<seed> pytest 'tests/crash/test_kill.py::<test>'
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import doomed
+import pytest
+from lives import Life, Trainers
+
+TORTURE_SEEDS = range(100, 115)
+
+
+def live(life: Life, *, stops: list[str], random_kills: int) -> None:
+    """Kill at each stop and then at random moments, check after each death, and end in peace."""
+    moments: list[str | None] = [*stops, *[None] * random_kills]
+    for moment in moments:
+        if moment is None:
+            life.kill_at_random()
+        else:
+            life.stop_and_kill(moment)
+        life.check()
+        life.plant()
+    life.end()
+
+
+@pytest.mark.parametrize("point", doomed.CAPTURE)
+def test_a_kill_in_capture(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
+
+
+@pytest.mark.parametrize("point", doomed.FLUSH)
+def test_a_kill_in_a_flush(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
+
+
+@pytest.mark.parametrize("point", doomed.COMMIT)
+def test_a_kill_between_manifest_and_commit(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
+
+
+@pytest.mark.parametrize("point", doomed.PRUNE)
+def test_a_kill_while_copies_are_dropped(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    live(Life(trainers, tmp_path, memory, seed), stops=[point], random_kills=1)
+
+
+@pytest.mark.parametrize("point", doomed.ADOPTION)
+def test_a_kill_of_a_start_that_finishes_an_earlier_ones_flush(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    live(Life(trainers, tmp_path, memory, seed), stops=["flush-slow", point], random_kills=1)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
+def test_lives_of_many_deaths(
+    torture_seed: int, trainers: Trainers, tmp_path: Path, memory: Path
+) -> None:
+    """Every point in a shuffled order, each after the deaths before it, and as many random kills."""
+    life = Life(trainers, tmp_path, memory, torture_seed)
+    points: list[str | None] = [*doomed.POINTS, *[None] * len(doomed.POINTS)]
+    life.random.shuffle(points)
+    for point in points:
+        if point is None:
+            life.kill_at_random()
+        else:
+            life.stop_and_kill(point)
+        life.check()
+    life.end()

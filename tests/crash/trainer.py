@@ -1,0 +1,141 @@
+"""A warm process that forks trainers to be killed; ``crash_lives.py`` runs it and talks to it by lines of JSON.
+
+It imports torch once and starts no thread, so that a trainer costs one fork. A trainer saves every step and writes into
+its journal (a pipe) what it is about to do and what was reported to it, and at its point stands still until it is
+killed. Standard error goes to a file of the trainer's own.
+
+    {"journal": PATH, "log": PATH, "folder": PATH, "memory": PATH, "start": N, "steps": N or null, "stop": [POINT, CALL] or null}
+    {"wait": PID}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+import doomed
+import torch
+
+import tierfall
+
+
+class Journal:
+    """Lines to whoever kills this process; each is one write, so no thread's line is torn by another's."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def tell(self, event: str, **members: Any) -> None:
+        os.write(self._descriptor, json.dumps({"event": event, **members}).encode() + b"\n")
+
+
+class Reporter:
+    """Waits for each save on one tier, in the order of the saves, and tells of every one that was reported."""
+
+    def __init__(self, journal: Journal, tier: str) -> None:
+        self._journal = journal
+        self._tier = tier
+        self._handles: queue.SimpleQueue[tierfall.SaveHandle | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, handle: tierfall.SaveHandle) -> None:
+        if self._tier == "host" or self._tier in handle.tiers:
+            self._handles.put(handle)
+
+    def finish(self) -> None:
+        self._handles.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (handle := self._handles.get()) is not None:
+            try:
+                handle.wait(self._tier)
+            except tierfall.TierfallError as error:
+                self._journal.tell("failed", step=handle.step, tier=self._tier, error=str(error))
+            else:
+                self._journal.tell("committed", step=handle.step, tier=self._tier)
+
+
+def train(journal: Journal, config: dict[str, Any], start: int, steps: int | None) -> None:
+    """Go on from the newest checkpoint for ``steps`` steps (None: until killed)."""
+    with tierfall.open(config) as ckpt:
+        reporters = [Reporter(journal, tier) for tier in ("host", "nvme", "slow")]
+        state = doomed.blank_state()
+        report = ckpt.restore(state)
+        found, step = state["who"].tolist() if report else (None, None)
+        journal.tell(
+            "restored",
+            start=found,
+            step=step,
+            said=report and report.step,
+            wrong=report and doomed.difference(state, found, step),
+            extra=state["extra"]["step"],
+        )
+        first = report.step + 1 if report else 0
+        for step in count(first) if steps is None else range(first, first + steps):
+            with ckpt.guard():
+                doomed.fill_state(state, start, step)
+            journal.tell("begun", step=step)
+            handle = ckpt.save(step, state)
+            for reporter in reporters:
+                reporter.add(handle)
+        journal.tell("drained", left=ckpt.drain(60.0).left)
+        for reporter in reporters:
+            reporter.finish()
+    journal.tell("closed")
+
+
+def run(request: dict[str, Any], descriptor: int) -> NoReturn:
+    """Be a trainer; never returns."""
+    journal = Journal(descriptor)
+    code = 1
+    try:
+        if request["stop"]:
+            name, call = request["stop"]
+            doomed.stop_at(name, call, lambda: journal.tell("stopped", at=name))
+        config = doomed.config(Path(request["folder"]), Path(request["memory"]))
+        train(journal, config, request["start"], request["steps"])
+        code = 0
+    except BaseException as error:
+        journal.tell("died", error=f"{type(error).__name__}: {error}")
+        logging.exception("the trainer died")
+        raise
+    finally:
+        os._exit(code)
+
+
+def fork(request: dict[str, Any]) -> int:
+    descriptor = os.open(request["journal"], os.O_WRONLY)
+    child = os.fork()
+    if child:
+        os.close(descriptor)
+        return child
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    run(request, descriptor)
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            assert threading.active_count() == 1, "a fork would lose threads"
+            answer = fork(request)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

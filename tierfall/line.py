@@ -1,0 +1,64 @@
+"""The line that a process saves: which step may come next, and where it continues from.
+
+It reads no clock and touches no tier; the session hands it attempts.
+"""
+
+from __future__ import annotations
+
+from tierfall.core.errors import StepError
+from tierfall.core.records import Attempt, Commit, Line
+from tierfall.core.values import CheckpointId
+
+
+class SavingLine:
+    """One run's line in this process. ``begun`` says that saving may go on: a restore, ``fresh``, or nothing there."""
+
+    def __init__(self, run: str, attempt: Attempt, *, begun: bool) -> None:
+        self._run = run
+        self.attempt = attempt
+        self.begun = begun
+        self.saved_any = False
+        self.started_from: CheckpointId | None = None
+        self.ordinal = 0
+        self._last_step: int | None = None
+
+    def check(self, step: int) -> None:
+        """Raise StepError unless ``step`` may be saved now."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise StepError(f"save: step must be an integer of at least 0, not {step!r}")
+        if not self.begun:
+            raise StepError(
+                f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
+                "this start restored none. Call restore() first to continue, choose another run name, or open with "
+                "fresh=True to leave them behind"
+            )
+        if self._last_step is not None and step <= self._last_step:
+            raise StepError(
+                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
+                "overwritten; to go back, restore(step=...) first"
+            )
+
+    def next(self, step: int) -> Line:
+        """Say what the next checkpoint's place in the line is."""
+        return Line(
+            run=self._run,
+            checkpoint=CheckpointId(step, self.attempt.number),
+            attempt_id=self.attempt.id,
+            ordinal=self.ordinal + 1,
+            started_from=self.started_from,
+        )
+
+    def advance(self, line: Line) -> None:
+        """Note that the capture of a checkpoint has begun."""
+        self.saved_any = True
+        self._last_step = line.checkpoint.step
+        self.ordinal = line.ordinal
+
+    def continue_from(self, commit: Commit, attempt: Attempt) -> None:
+        """Go on from a restored checkpoint, as ``attempt``."""
+        self.attempt = attempt
+        self.saved_any = False
+        self.started_from = commit.line.checkpoint
+        self._last_step = commit.line.checkpoint.step
+        self.ordinal = commit.line.ordinal
+        self.begun = True

@@ -1,0 +1,213 @@
+"""Saving: from a state to a snapshot under capture, on the training thread.
+
+It finds the layout, asks the coordinator for room, decides whether the capture may be lazy, and begins it. What becomes
+of the snapshot afterwards is the capture thread's and the coordinator's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tierfall import telling
+from tierfall.config import Config, FileTier
+from tierfall.core.capture.capturer import Capturer
+from tierfall.core.capture.filling import Filling
+from tierfall.core.errors import CapacityError
+from tierfall.core.handle import SaveHandle
+from tierfall.core.image import Layout, StateView, describe, plan_layout
+from tierfall.core.names import check_name
+from tierfall.core.records import Line
+from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun
+from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
+from tierfall.core.units import format_size
+from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
+from tierfall.line import SavingLine
+from tierfall.policies.bundle import tiers_owed
+from tierfall.session import SHARD, Session
+
+logger = logging.getLogger("tierfall")
+
+
+class Saver:
+    """Makes one snapshot after another. ``finish_capture`` waits for the one before."""
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        capturer: Capturer,
+        finish_capture: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._capturer = capturer
+        self._finish_capture = finish_capture
+        self._layout: Layout | None = None
+        self.counts = telling.SaveCounts()
+
+    def save(
+        self,
+        line: SavingLine,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        tags: Sequence[str],
+        began: float,
+    ) -> SaveHandle:
+        """Begin the capture of ``state`` as the next checkpoint of ``line``; see ``Checkpointer.save``."""
+        metrics = telling.checked_metrics(metrics)
+        tags = tuple(check_name(tag, what="tag") for tag in tags)
+        view = describe(state)
+        layout, header = self._lay_out(view)
+        place = line.next(step)
+        rules = self._session.coordinator.ledger.rules
+        tiers = tuple(n for n in tiers_owed(rules, place.ordinal) if n in self._session.stores)
+        handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
+        region = self._room(handle, place, layout, metrics, tags)
+        if region is None:
+            return handle
+        try:
+            snapshot = self._snapshot(region, place, layout, header, view, handle)
+        except BaseException:
+            region.release()
+            raise
+        snapshot.metrics, snapshot.tags = metrics, tags
+        self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
+        line.advance(place)
+        self._capture(snapshot, view, began)
+        return handle
+
+    def _lay_out(self, view: StateView) -> tuple[Layout, bytes]:
+        """Find the layout of this structure, planned only when the structure changed."""
+        if self._layout is None or not self._layout.matches(view):
+            self._layout = plan_layout(view)
+        header = self._layout.header(view)
+        if header is None:  # a value outgrew the room that was left for it
+            self._layout = plan_layout(view)
+            header = self._layout.header(view)
+            assert header is not None
+        return self._layout, header
+
+    def _room(
+        self,
+        handle: SaveHandle,
+        place: Line,
+        layout: Layout,
+        metrics: Mapping[str, Any],
+        tags: tuple[str, ...],
+    ) -> HostRegion | None:
+        """Take a region of host memory; None, with the handle told, where none became free within ``max_wait``."""
+        self._check_capacities(layout)
+        records = telling.records_bytes(layout, self._config.chunk_bytes, metrics, tags, place)
+        self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
+        region, error = self._ask_for_region(place.checkpoint, layout.image_bytes, records)
+        if region is None:
+            assert error is not None
+            self._skip(handle, error)
+        return region
+
+    def _snapshot(
+        self,
+        region: HostRegion,
+        line: Line,
+        layout: Layout,
+        header: bytes,
+        view: StateView,
+        handle: SaveHandle,
+    ) -> Snapshot:
+        """Begin to fill a region: what may change at any time is copied here."""
+        post = self._session.coordinator.post
+        id = line.checkpoint
+        chunk = self._config.chunk_bytes
+        filling = Filling(
+            target=region.tensor(),
+            memory=region.image,
+            header=header,
+            layout=layout,
+            tensors=view.tensors,
+            chunk_bytes=chunk,
+            on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
+        )
+        return Snapshot(
+            line=line,
+            shard=SHARD,
+            geometry=Geometry(
+                image_bytes=layout.image_bytes, data_start=layout.data_start, chunk_bytes=chunk
+            ),
+            structure=layout.structure,
+            pieces=layout.pieces,
+            region=region,
+            handle=handle,
+            filling=filling,
+            wall_time_s=time.time(),
+            node=self._session.node,
+        )
+
+    def _check_capacities(self, layout: Layout) -> None:
+        for tier in self._config.tiers:
+            capacity = tier.capacity_bytes if isinstance(tier, FileTier) else None
+            if capacity is not None and layout.image_bytes > capacity:
+                raise CapacityError(
+                    f"save: one checkpoint takes {format_size(layout.image_bytes)} ({layout.image_bytes} bytes), "
+                    f"tier {tier.name} has a capacity of {format_size(capacity)} "
+                    f"({capacity} bytes): raise it, or take the tier out of the chain"
+                )
+
+    def _ask_for_region(
+        self, id: CheckpointId, image_bytes: int, records_bytes: int
+    ) -> tuple[HostRegion | None, BaseException | None]:
+        done = threading.Event()
+        answer: list[Any] = []
+
+        def tell(region: HostRegion | None, error: BaseException | None) -> None:
+            answer.extend((region, error))
+            done.set()
+
+        self._session.coordinator.post(
+            Admission(
+                id=id,
+                image_bytes=image_bytes,
+                records_bytes=records_bytes,
+                deadline_s=time.monotonic() + self._config.max_wait_s,
+                answer=tell,
+            )
+        )
+        self._session.wait(done)
+        return answer[0], answer[1]
+
+    def _skip(self, handle: SaveHandle, error: BaseException) -> None:
+        if not isinstance(error, CapacityError):
+            raise error
+        handle.tell_given_up(SaveOutcome.SKIPPED, error)
+        self.counts.skipped += 1
+        if self._config.on_error is OnError.RAISE:
+            raise error
+        logger.warning("%s", error)
+
+    def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
+        tensors = [source.tensor for source in view.tensors]
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        reason = self._capturer.why_blocking(view.parameters, tensors, first=self.counts.begun == 0)
+        lazy = reason is None and self._config.capture.mode is CaptureMode.LAZY
+        if (
+            reason is not None
+            and self.counts.begun
+            and self._config.capture.mode is CaptureMode.LAZY
+        ):
+            self._capturer.say_once(reason)
+        self.counts.note(snapshot.handle, lazy=lazy)
+        verify = self._config.capture.verify
+        if verify and lazy:
+            snapshot.handle.before_wait = self._finish_capture
+        try:
+            self._capturer.begin(snapshot, lazy=lazy, verify=verify, on_host=on_host)
+        finally:
+            snapshot.handle.tell_begun(
+                bytes=snapshot.geometry.image_bytes,
+                lazy=lazy,
+                blocked_s=time.monotonic() - began,
+            )
