@@ -17,7 +17,7 @@ from tierfall.backends.keys import check_key, check_prefix, is_key, is_part, is_
 from tierfall.backends.posix_errors import backend_error, translated
 from tierfall.backends.posix_folders import Entry, Folders, is_missing, make_root
 from tierfall.backends.posix_io import BOUNCE_BYTES, read_whole
-from tierfall.backends.posix_probe import Exclusive, probe
+from tierfall.backends.posix_probe import UNPROBED, Exclusive, direct_block, probe
 from tierfall.backends.posix_writer import PosixWriter, Shop
 from tierfall.backends.views import BouncePool, flat
 from tierfall.core.contracts import Publish, Stored, Traits
@@ -25,6 +25,7 @@ from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
     KeyNotFoundError,
+    UnreachableError,
 )
 
 # Without waiting: opening a FIFO that somebody put there would hang. It changes nothing for files.
@@ -39,15 +40,25 @@ class PosixBackend:
     takes direct I/O where a probe at open shows that it works, False never, True insists. While it is open, a root
     that is unmounted, deleted or replaced raises UnreachableError. Call ``close`` when no other call is going on.
 
+    ``read_only``: nothing is made, probed or changed; a root that is not there is UnreachableError (it may not be
+    mounted), and writing and deleting are AccessDeniedError. Direct I/O is used for a file where the kernel says that
+    it takes it, so the traits promise none.
+
     Raises AccessDeniedError or another BackendError, naming the folder, where it cannot be used.
     """
 
-    def __init__(self, root: Path | str, *, direct_io: bool | None = None) -> None:
+    def __init__(
+        self, root: Path | str, *, direct_io: bool | None = None, read_only: bool = False
+    ) -> None:
         self._path = Path(os.path.abspath(root))
-        self._folders = _open_root(self._path)
+        self._read_only = read_only
+        self._ask_kernel = read_only and direct_io is not False
+        self._folders = _open_root(self._path, read_only=read_only)
         try:
             with self._folders.opened("") as folder:
-                self._medium = probe(folder, self.place, direct_io=direct_io)
+                self._medium = (
+                    UNPROBED if read_only else probe(folder, self.place, direct_io=direct_io)
+                )
         except BaseException:
             self._folders.close()
             raise
@@ -87,6 +98,7 @@ class PosixBackend:
                 f"create {key!r} in {self.place}: this file system has neither hard links nor an exclusive rename, "
                 "so nothing can be created conditionally there"
             )
+        self._check_writable("create", key)
         self._folders.verify()
         with translated(f"create {key!r} in {self.place}"):
             return PosixWriter(self._shop, key, length=length, publish=publish)
@@ -97,7 +109,8 @@ class PosixBackend:
         if offset < 0:
             raise BackendError(f"read {key!r} in {self.place}: the offset {offset} is negative")
         with self._asking("read", key), self._opened(key) as (file, status):
-            count = read_whole(file, data, offset, block_bytes=self._medium.direct_bytes)
+            block_bytes = direct_block(file) if self._ask_kernel else self._medium.direct_bytes
+            count = read_whole(file, data, offset, block_bytes=block_bytes)
         if count < data.nbytes:
             raise BackendError(
                 f"read {key!r} in {self.place}: bytes {offset} to {offset + data.nbytes} were asked for, but it ends "
@@ -118,6 +131,7 @@ class PosixBackend:
 
     def delete(self, key: str) -> None:
         check_key(key)
+        self._check_writable("delete", key)
         parent, _, leaf = key.rpartition("/")
         try:
             with self._asking("delete", key), self._folders.opened(parent) as folder:
@@ -132,6 +146,7 @@ class PosixBackend:
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
+        self._check_writable("clean up", prefix)
         count, pending = 0, [prefix]
         while pending:
             folder = pending.pop()
@@ -179,6 +194,12 @@ class PosixBackend:
             yield file, status
         finally:
             os.close(file)
+
+    def _check_writable(self, operation: str, key: str) -> None:
+        if self._read_only:
+            raise AccessDeniedError(
+                f"{operation} {key!r} in {self.place}: it was opened for reading only; open it for writing"
+            )
 
     def _check_regular(self, status: os.stat_result, key: str) -> None:
         if stat.S_ISREG(status.st_mode):
@@ -235,9 +256,12 @@ class PosixBackend:
         return count
 
 
-def _open_root(path: Path) -> Folders:
+def _open_root(path: Path, *, read_only: bool) -> Folders:
     with translated(f"open the tier's folder {path}"):
         if os.path.lexists(path) and not path.is_dir():
             raise BackendError(f"{path} is not a folder; name one, or one that can be made")
-        make_root(path)
-        return Folders(path)
+        if not read_only:
+            make_root(path)
+        elif not path.exists():
+            raise UnreachableError(f"{path} is not there; mount or restore it")
+        return Folders(path, read_only=read_only)

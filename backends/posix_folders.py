@@ -60,10 +60,10 @@ def can_sync(folder: int) -> bool:
 class Folders:
     """Opens, makes, lists and removes folders below one root."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool) -> None:
         self.path = path
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        self.can_sync = can_sync(self._root)
+        self.can_sync = read_only or can_sync(self._root)
         self._identity = _identity(os.fstat(self._root))
         self._settled: dict[str, tuple[int, int]] = {}
         self._shape = threading.Lock()

@@ -45,6 +45,15 @@ class Medium:
     exclusive: Exclusive
 
 
+UNPROBED = Medium(direct_bytes=0, exclusive=Exclusive.LINK)
+
+
+def direct_block(file: int) -> int:
+    """Return the block for direct I/O on an open file as the kernel tells it; 0 where it does not, or refuses."""
+    told = linux.direct_alignment(file)
+    return max(told, mmap.PAGESIZE) if told and hasattr(os, "O_DIRECT") else 0
+
+
 def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
     """Find out what the folder's file system can do.
 

@@ -103,6 +103,7 @@ def to_view(
                 copies={
                     tier: CopyView(state=copy.state, bytes=copy.bytes)
                     for tier, copy in c.copies.items()
+                    if copy.damage is None
                 },
             )
             for c in known

@@ -27,7 +27,7 @@ _STEP = re.compile(r"step-([0-9]{8,18})-a([0-9]{4,12})\Z")
 _ATTEMPT = re.compile(r"a([0-9]{4,12})\.json\Z")
 _SHARD = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.json)\Z")
 _MARK = re.compile(
-    r"(pin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|restore-a[0-9]{4,12}-[0-9]+)\Z"
+    r"(pin|unpin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|restore-a[0-9]{4,12}-[0-9]+)\Z"
 )
 
 

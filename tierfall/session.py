@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from tierfall.core.errors import (
     ConfigError,
     IntegrityError,
     KeyExistsError,
+    StorageFullError,
     TierfallError,
     UnreachableError,
 )
@@ -81,7 +82,10 @@ def run_folder(config: Config, run: str) -> Path:
 def open_stores(
     config: Config, run: str, *, read_only: bool = False
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
-    """Open every stored tier; those that did not answer come back as errors. A definite refusal raises."""
+    """Open every stored tier; those that did not answer come back as errors.
+
+    A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at.
+    """
     stores: dict[str, StoredTier] = {}
     errors: dict[str, TierfallError] = {}
     for tier in config.tiers:
@@ -89,11 +93,11 @@ def open_stores(
             continue
         try:
             backend = PosixBackend(Path(tier.path), **({"read_only": True} if read_only else {}))
-        except UnreachableError as error:
+        except BackendError as error:
+            if not read_only and not isinstance(error, UnreachableError):
+                raise type(error)(f"open: tier {tier.name}: {error}") from error
             errors[tier.name] = error
             continue
-        except BackendError as error:
-            raise type(error)(f"open: tier {tier.name}: {error}") from error
         stores[tier.name] = StoredTier(
             name=tier.name, run=run, backend=wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
         )
@@ -176,7 +180,12 @@ class Session:
             for tier in known:
                 if self.stores[tier].read_attempt(line.checkpoint.attempt).id != line.attempt_id:
                     raise self._foreign(image, f"tier {tier} knows that attempt by another id")
-            if answered and not known and not accept:
+            if (
+                len(answered) == len(self.stores) > 0
+                and not known
+                and not accept
+                and not self.errors
+            ):
                 raise self._foreign(
                     image, "no tier knows that attempt: they were emptied, or added"
                 )
@@ -213,14 +222,26 @@ class Session:
                 pid=os.getpid(),
                 wall_time_s=time.time(),
             )
+            if self._take(attempt, reachable):
+                self.attempt = attempt
+                return attempt
+            number += 1
+
+    def _take(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
+        """Leave the attempt's record on each tier; False where another process has its number.
+
+        A tier that is full or does not answer at present gets the record before its first commit.
+        """
+        for store in stores:
             try:
-                for store in reachable:
-                    store.take_attempt(attempt)
+                store.take_attempt(attempt)
             except KeyExistsError:
-                number += 1
-                continue
-            self.attempt = attempt
-            return attempt
+                return False
+            except (StorageFullError, UnreachableError) as error:
+                logger.warning(
+                    "open: tier %s did not take the attempt's record: %s", store.name, error
+                )
+        return True
 
     def continue_attempt(self, image: HeldImage) -> None:
         """Write on behalf of the attempt that left an image in memory, as ``tierfall drain`` does."""
@@ -242,7 +263,11 @@ class Session:
     # Threads -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Build the ledger from what was found, and start to finish what an earlier start began."""
+        """Build the ledger from what was found, and start to finish what an earlier start began.
+
+        Without an attempt nothing is committed, copied or collected: only orders are carried out. Another node may be
+        at work on a shared tier then, and what looks unfinished there may be its own.
+        """
         ledger = Ledger(tier_rules(self.config), self.config.host.name)
         ledger.load(merge(self.listings), self.listings)
         self._adopt(ledger)
@@ -257,11 +282,8 @@ class Session:
         self.workers = Workers(
             TaskRunner(self.stores, pools, self._writer), parallel, name=self.run
         )
-        for store in self.stores.values():
-            try:
-                store.discard_unfinished()
-            except BackendError as error:
-                logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
+        if self.attempt is not None:
+            self._discard_leftovers()
         self.coordinator = Coordinator(
             ledger=ledger,
             lanes={
@@ -273,10 +295,22 @@ class Session:
             submit=self.workers.submit,
             max_wait_s=self.config.max_wait_s,
         )
-        self.coordinator.start()
+        if self.attempt is None:
+            self.coordinator.start_tending()
+        else:
+            self.coordinator.start()
         self.workers.start(self.coordinator)
 
+    def _discard_leftovers(self) -> None:
+        for store in self.stores.values():
+            try:
+                store.discard_unfinished()
+            except BackendError as error:
+                logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
+
     def _adopt(self, ledger: Ledger) -> None:
+        """Take over what an earlier start sealed; what is damaged there is said above, and makes room."""
+        self.host.release_damaged()
         for id, image in self.host.images().items():
             entry = ledger.entries[id]
             entry.region = image.region

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tierfall.config.sections import OnClose
 from tierfall.core.errors import CaptureError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout
@@ -108,11 +109,15 @@ def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
         tags=tuple(sorted({*(commit.tags if commit else ()), *marked})),
         metrics=dict(commit.metrics) if commit else {},
         owed=tuple(sorted(entry.owed)),
+        damage=dict(entry.damage),
     )
 
 
 def must_keep_memory(session: Session) -> bool:
     """Say whether host memory holds something that no stored tier has, or that one is still owed."""
+
+    if session.config.host.on_close is OnClose.KEEP:
+        return True
 
     def ask() -> bool:
         ledger = session.coordinator.ledger

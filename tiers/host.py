@@ -110,6 +110,22 @@ class HostTier:
             held[image.commit.line.checkpoint] = image
         return held, damaged
 
+    def release_damaged(self) -> None:
+        """Free sealed images whose records are damaged; those that a newer tierfall wrote stay."""
+        good = {id(held.region) for held in self.images().values()}
+        for region in self._arena.regions() if self._arena else ():
+            if region.sealed and id(region) not in good and self._is_damaged(region):
+                region.release()
+
+    def _is_damaged(self, region: Region) -> bool:
+        try:
+            self._image(region)
+        except IntegrityError:
+            return True
+        except TierfallError:
+            return False
+        return False
+
     def _image(self, region: Region) -> HeldImage:
         commit = read_commit(region.commit(), what=f"{self.name}: commit record in {self.path}")
         if commit.line.run != self._run:

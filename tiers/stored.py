@@ -21,7 +21,14 @@ from tierfall.core.errors import (
     NotSupportedError,
     TierfallError,
 )
-from tierfall.core.records import Attempt, Commit, Mark, read_attempt, read_commit
+from tierfall.core.records import (
+    Attempt,
+    Commit,
+    Mark,
+    read_attempt,
+    read_commit,
+    read_mark,
+)
 from tierfall.core.values import CheckpointId, CopyState, Shard
 
 
@@ -100,6 +107,14 @@ class StoredTier:
                 "it was moved here from elsewhere"
             )
         return commit
+
+    def holds(self, checkpoint: CheckpointId) -> bool:
+        """Say whether a checkpoint is committed here."""
+        try:
+            self.backend.stat(self._key(checkpoint, names.COMMIT_NAME))
+        except KeyNotFoundError:
+            return False
+        return True
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         return self._read(self._key(checkpoint, names.manifest_name(shard)))
@@ -225,6 +240,10 @@ class StoredTier:
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
         self.backend.delete(self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}"))
+
+    def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
+        key = self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}")
+        return read_mark(self._read(key), what=self._what(key))
 
     def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Names of the marks beside a checkpoint, read afresh."""

@@ -88,7 +88,7 @@ def read_header(
 
 def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> ImageHeader:
     data_start = _data_start(data, image_bytes)
-    table = _parse(bytes(data[LENGTH_BYTES:data_start]))
+    table = _object(_parse(bytes(data[LENGTH_BYTES:data_start])), "header")
     metadata = _object(table.pop("__metadata__", None), "__metadata__")
     static = _object(_parse(_text(metadata, LAYOUT_MEMBER)), LAYOUT_MEMBER)
     if static.get("format") != FORMAT or static.get("requires") != []:

@@ -96,6 +96,7 @@ class Coordinator:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._tasks_out = 0
+        self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
         self.lanes = {
             tier: Lane(
@@ -146,17 +147,30 @@ class Coordinator:
 
     def start(self) -> None:
         """Work out, from what was found at open, which copies are owed and what is to be collected."""
-        view = self.ledger.view()
-        for checkpoint in view.checkpoints:
-            entry = self.ledger.entries[checkpoint.id]
-            if entry.commit is not None:
-                owed = self._policies.still_owed(view, checkpoint)
-                entry.owed.update(name for name in owed if name in self.lanes)
+        self._note_owed()
         for tier, id in list(self.ledger.unfinished):
             found = self.ledger.entries.get(id)
             if tier in self.lanes and (found is None or tier not in found.owed):
                 self.dropper.collect(tier, id, "left unfinished by an earlier start")
         self.dropper.survey_all()
+
+    def start_tending(self) -> None:
+        """Begin as a process without an attempt: carry out orders, but copy nothing and collect nothing.
+
+        What is owed is known nevertheless: a copy that another tier still waits for must not be dropped.
+        """
+        self._tending = True
+        self._note_owed()
+
+    def _note_owed(self) -> None:
+        view = self.ledger.view()
+        for checkpoint in view.checkpoints:
+            entry = self.ledger.entries[checkpoint.id]
+            if entry.commit is not None:
+                owed = self._policies.still_owed(view, checkpoint)
+                entry.owed.update(
+                    name for name in owed if name in self.lanes and name not in entry.damage
+                )
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
@@ -285,6 +299,8 @@ class Coordinator:
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
+        if self._tending:
+            return
         left = self.ledger.abandoned()
         for entry in self.ledger.ordered():
             if lane.tier not in entry.owed:
@@ -428,7 +444,7 @@ class Coordinator:
         """Say whether something is under way, or owed to a tier that takes copies."""
         if self._tasks_out or self._orders.busy() or self._admissions.busy() or self.dropper.busy():
             return True
-        return any(
+        return not self._tending and any(
             e.snapshot is not None or (e.owed - self.ledger.failing)
             for e in self.ledger.entries.values()
         )

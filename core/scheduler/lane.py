@@ -146,6 +146,9 @@ class Lane:
         transfer.in_flight -= 1
         match outcome.task:
             case OpenShard():
+                if outcome.error is None and outcome.value[0] is None:
+                    self.active = None
+                    return True
                 self._opened(transfer, outcome)
             case CopyChunk():
                 self._copied(transfer, outcome.task, outcome)

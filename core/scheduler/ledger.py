@@ -20,7 +20,9 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One checkpoint. ``final_chunks`` counts the leading chunks of its image in memory that will not change."""
+    """One checkpoint. ``final_chunks`` counts the leading chunks of its image in memory that will not change;
+    ``damage`` says per tier why the commit record there cannot be used: such a copy has no state, and protects nothing.
+    """
 
     id: CheckpointId
     ordinal: int
@@ -37,6 +39,7 @@ class Entry:
     marks: dict[str, frozenset[str]] = field(default_factory=dict)
     states: dict[str, CopyState] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
+    damage: dict[str, str] = field(default_factory=dict)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
 
@@ -100,7 +103,11 @@ class Ledger:
                 commit=commit,
             )
             for tier, copy in checkpoint.copies.items():
-                entry.set_state(tier, copy.state, copy.bytes)
+                if copy.damage is not None:
+                    entry.damage[tier] = str(copy.damage)
+                    entry.bytes[tier] = copy.bytes
+                else:
+                    entry.set_state(tier, copy.state, copy.bytes)
                 entry.marks[tier] = copy.marks
             self.entries[checkpoint.id] = entry
         for listing in listings:
@@ -112,7 +119,7 @@ class Ledger:
         return sorted(self.entries.values(), key=lambda entry: entry.order)
 
     def forget_if_gone(self, entry: Entry) -> None:
-        if not entry.states and not entry.owed and entry.snapshot is None:
+        if not (entry.states or entry.owed or entry.damage or entry.snapshot):
             self.entries.pop(entry.id, None)
 
     def whole(self, entry: Entry) -> bool:

@@ -16,7 +16,7 @@ from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing
 from tierfall.core.contracts import Writer
-from tierfall.core.errors import IntegrityError, TierfallError
+from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.tasks import (
@@ -46,6 +46,8 @@ class Store(Protocol):
     def list(self) -> Listing: ...
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
+
+    def holds(self, checkpoint: CheckpointId) -> bool: ...
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
 
@@ -128,7 +130,10 @@ class TaskRunner:
             case ChangeMark():
                 return store.add_mark(task.mark)
 
-    def _open(self, task: OpenShard, store: Store) -> tuple[Writer, Manifest | None]:
+    def _open(self, task: OpenShard, store: Store) -> tuple[Writer | None, Manifest | None]:
+        """Begin an image; without a writer the copy is there already, committed by a call whose answer was lost."""
+        if store.holds(task.id):
+            return None, None
         manifest = None
         cut = task.geometry
         if task.source is not None:
@@ -173,10 +178,27 @@ class TaskRunner:
 
     def _finish(self, task: FinishCopy, store: Store) -> None:
         task.writer.publish()
-        store.write_manifest(task.id, task.shard, task.manifest.encode())
-        store.commit(task.commit, attempt=self._attempt(), marks=task.marks)
+        try:
+            store.write_manifest(task.id, task.shard, task.manifest.encode())
+            store.commit(task.commit, attempt=self._attempt(), marks=task.marks)
+        except BaseException:
+            self._take_back(task, store)
+            raise
         if task.name_latest:
-            store.name_latest(task.id)
+            try:
+                store.name_latest(task.id)
+            except (
+                BackendError
+            ) as error:  # a hint for people; the checkpoint is committed without it
+                logger.warning("%s: could not write 'latest': %s", task.tier, error)
+
+    def _take_back(self, task: FinishCopy, store: Store) -> None:
+        """Remove what was published of a copy that could not be committed, so that it takes no room."""
+        try:
+            if not store.holds(task.id):
+                store.discard(task.id)
+        except TierfallError as error:
+            logger.warning("%s: leftovers of %s stay for now: %s", task.tier, task.id, error)
 
 
 class Workers:

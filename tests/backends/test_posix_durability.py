@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,3 +187,24 @@ def test_folders_go_with_their_last_object(backend: PosixBackend) -> None:
     assert os.listdir(root) == []
     put(backend, "a/b/key", b"again")
     assert get(backend, "a/b/key") == b"again"
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_synced_again(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the new folder got the number of the old one."""
+    put(backend, "run/key", b"")
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda descriptor: _one_folder(real(descriptor)))
+    put(backend, "run/key", b"")
+    backend.delete("run/key")
+    fail(monkeypatch, "fsync", errno.EIO, is_folder)
+    with pytest.raises(BackendError, match="new folder 'run'"):
+        backend.create("run/key")
+
+
+def _one_folder(status: os.stat_result) -> os.stat_result:
+    values = list(status)
+    if stat.S_ISDIR(status.st_mode):
+        values[1] = 2
+    return os.stat_result(values)

@@ -122,6 +122,33 @@ def test_a_full_disk_while_writing_kills_the_writer(
         writer.write(0, chunk())
 
 
+def test_a_full_disk_that_takes_direct_io_is_opened_with_it(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(linux, "direct_alignment", lambda descriptor: 512)
+        fail(patch, "pwrite", errno.ENOSPC)
+        told = PosixBackend(direct_folder)
+        patch.setattr(linux, "direct_alignment", lambda descriptor: None)
+        untold = PosixBackend(direct_folder)
+    assert (told.traits.direct_io, untold.traits.direct_io) == (True, False)
+    told.close()
+    untold.close()
+
+
+def test_a_disk_without_room_for_a_name_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fail(patch, "open", errno.ENOSPC, lambda name, flags, *args, **more: flags & os.O_CREAT)
+        backend = PosixBackend(tmp_path)
+    assert backend.traits.conditional_create
+    assert not backend.traits.direct_io
+    put(backend, "run/key", b"bytes")
+    assert get(backend, "run/key") == b"bytes"
+    backend.close()
+
+
 def _fill(path: Path) -> None:
     """Take all the room that there is."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT)

@@ -1,17 +1,12 @@
-"""The warm process that forks trainers, and a folder for each life."""
+"""The warm process that forks trainers, and the seed of their lives."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from lives import Trainers
-
-SHARED = Path("/dev/shm")
 
 
 @pytest.fixture(scope="session")
@@ -19,16 +14,6 @@ def trainers() -> Iterator[Trainers]:
     started = Trainers()
     yield started
     started.close()
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A folder for arenas, in memory where there is such."""
-    folder = Path(
-        tempfile.mkdtemp(prefix="tierfall-crash-", dir=SHARED if SHARED.is_dir() else None)
-    )
-    yield folder
-    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix_folders import Folders
 from tierfall.backends.posix_writer import PosixWriter
 from tierfall.core.capture.filling import Filling
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -216,6 +217,12 @@ PRUNE = {
         after=True,
         fits=_deletes("nvme", _IMAGE),
         calls=(1, 3),
+    ),
+    "prune-emptied": Point(
+        owner=Folders,
+        method="remove_empty",
+        fits=lambda folders, folder: folders.path.name == "nvme" and "/step-" in folder,
+        calls=(3, 3),
     ),
     "prune-slow": Point(
         owner=PosixBackend, method="delete", after=True, fits=_deletes("slow", _COMMIT)

@@ -26,7 +26,16 @@ from tierfall.config.fields import (
 )
 from tierfall.config.places import write_place
 from tierfall.config.rules import Link, check_chain
-from tierfall.config.sections import Capture, Compress, Flush, Interval, Retain, Section, WhenFull
+from tierfall.config.sections import (
+    Capture,
+    Compress,
+    Flush,
+    Interval,
+    OnClose,
+    Retain,
+    Section,
+    WhenFull,
+)
 from tierfall.core.values import OnError, TierKind
 
 CHAIN = "chain"
@@ -80,6 +89,12 @@ class HostTier(_Tier):
         description="Where the memory's files lie; absent: a folder of the user's own in /dev/shm, or in "
         "the temporary folder where there is no /dev/shm.",
         examples=["/dev/shm/checkpoints"],
+    )
+    on_close: Annotated[OnClose, choice(OnClose), any_word(OnClose)] = Field(
+        default=OnClose.RELEASE,
+        description="release: a clean close gives the memory back, once all is durable below. keep: the images stay "
+        "in memory for the next start.",
+        examples=["keep"],
     )
 
 

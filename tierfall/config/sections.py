@@ -34,6 +34,13 @@ class WhenFull(StrEnum):
     SUPERSEDE = "supersede"
 
 
+class OnClose(StrEnum):
+    """What a clean close does with the images in memory, once all is durable below."""
+
+    RELEASE = "release"
+    KEEP = "keep"
+
+
 class FlushOrder(StrEnum):
     """Which of several waiting checkpoints a tier takes first."""
 

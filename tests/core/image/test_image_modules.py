@@ -27,6 +27,10 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
+def compiled_(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
 def names_of(state: object) -> set[str]:
     return {source.name for source in describe(state).tensors}
 
@@ -101,7 +105,7 @@ class Tower(nn.Module):
 
 def test_wrappers_are_stripped_by_their_type_at_any_depth() -> None:
     bare = Tower(nn.Sequential(nn.Linear(2, 2)))
-    compiled = torch.compile(Tower(torch.compile(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))))
+    compiled = compiled_(Tower(compiled_(nn.Sequential(nn.DataParallel(nn.Linear(2, 2))))))
     names = names_of({"m": bare, "rng": None})
     assert "m.module.weight" in names
     assert "m._orig_mod.weight" in names
@@ -155,7 +159,7 @@ class Extra(nn.Linear):
     [{"scale": [1.5, None]}, torch.arange(3), {"t": torch.ones(2), "n": 1}, None, "x" * 70_000],
 )
 def test_extra_state_comes_back_through_the_module(note: object) -> None:
-    source = nn.Sequential(torch.compile(nn.Sequential(Extra(note))))
+    source = nn.Sequential(compiled_(nn.Sequential(Extra(note))))
     image, _ = make_image({"m": source, "rng": None})
     target = nn.Sequential(nn.Sequential(Extra("before")))
     restore({"m": target, "rng": None}, image)

@@ -1,0 +1,205 @@
+"""What is found out at open: direct I/O by trying it, or, for reading only, by asking; and that no trace is left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+from backend_places import (
+    CHUNK_BYTES,
+    chunk,
+    fail,
+    files_below,
+    get,
+    open_files,
+    put,
+)
+
+from tierfall.backends import linux, posix_probe
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.views import aligned_block
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    UnreachableError,
+)
+
+
+def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
+    backend = PosixBackend(direct_folder)
+    assert backend.traits.direct_io
+    assert backend.traits.alignment_bytes % os.sysconf("SC_PAGE_SIZE") == 0
+    assert os.listdir(direct_folder) in ([], ["probe"])
+    backend.close()
+    backend = PosixBackend(direct_folder, direct_io=False)
+    assert not backend.traits.direct_io
+    assert backend.traits.alignment_bytes == 1
+    backend.close()
+
+
+@pytest.mark.parametrize("told", [None, 0, 512, 65_536])
+def test_alignment_is_the_kernels_or_the_usual(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch, told: int | None
+) -> None:
+    monkeypatch.setattr(linux, "direct_alignment", lambda descriptor: told)
+    backend = PosixBackend(direct_folder)
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert backend.traits.direct_io is (told != 0)
+    assert backend.traits.alignment_bytes == (1 if told == 0 else max(page, told or 4096))
+    data = aligned_block(CHUNK_BYTES, 65_536)
+    data[:] = chunk()
+    with backend.create("run/key", length=CHUNK_BYTES) as writer:
+        writer.write(0, data)
+        writer.publish()
+    assert get(backend, "run/key") == data
+    backend.delete("run/key")
+    backend.close()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "preadv", "open"])
+def test_a_file_system_that_refuses_direct_io_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def is_direct(*args: object, **more: object) -> bool:
+        return call != "open" or bool(int(str(args[1])) & os.O_DIRECT)
+
+    with monkeypatch.context() as patch:
+        fail(patch, call, errno.EINVAL, is_direct)
+        backend = PosixBackend(tmp_path)
+        with pytest.raises(BackendError, match="does not take direct I/O"):
+            PosixBackend(tmp_path, direct_io=True)
+    assert not backend.traits.direct_io
+    assert backend.traits.alignment_bytes == 1
+    put(backend, "run/key", b"bytes")
+    assert files_below(tmp_path) == ["run/key"]
+    backend.close()
+
+
+def test_direct_io_that_reads_back_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
+        count = real(descriptor, views, offset)
+        views[0][7] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    backend = PosixBackend(tmp_path)
+    assert not backend.traits.direct_io
+    backend.close()
+
+
+def test_a_failing_disk_is_not_taken_for_a_missing_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_folder: Path
+) -> None:
+    fail(monkeypatch, "pwrite", errno.EIO)
+    with pytest.raises(UnreachableError, match=str(direct_folder)):
+        PosixBackend(direct_folder)
+
+
+def test_whole_blocks_go_directly_and_ragged_ends_do_not(
+    direct_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = PosixBackend(direct_folder / "split")
+    real = os.pwrite
+    direct, buffered = [], []
+
+    def pwrite(descriptor: int, view: memoryview, offset: int) -> int:
+        with open(f"/proc/self/fdinfo/{descriptor}") as info:
+            flags = int(next(line for line in info if line.startswith("flags")).split()[1], 8)
+        (direct if flags & os.O_DIRECT else buffered).append((offset, view.nbytes))
+        return real(descriptor, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    block = backend.traits.alignment_bytes
+    data = aligned_block(CHUNK_BYTES + 100, block)
+    with backend.create("run/key", length=2 * CHUNK_BYTES + 200) as writer:
+        writer.write(0, data)
+        assert (direct, buffered) == ([(0, CHUNK_BYTES)], [(CHUNK_BYTES, 100)])
+        direct.clear()
+        buffered.clear()
+        writer.write(CHUNK_BYTES + 100, data)
+        writer.publish()
+    assert buffered == [(CHUNK_BYTES + 100, block - 100), (2 * CHUNK_BYTES, 200)]
+    assert direct == [(CHUNK_BYTES + block, CHUNK_BYTES - block)]
+    backend.close()
+
+
+def test_the_probe_leaves_nothing_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(posix_probe, "_exclusive", broken)
+    before = open_files()
+    with pytest.raises(UnreachableError):
+        PosixBackend(tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert open_files() == before
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A tier with one object of a chunk and a bit in it."""
+    backend = PosixBackend(tmp_path / "tier")
+    with backend.create("run/key") as writer:
+        writer.write(0, chunk())
+        writer.write(CHUNK_BYTES, memoryview(b"tail"))
+        writer.publish()
+    backend.create("run/unfinished")
+    backend.close()
+    return tmp_path / "tier"
+
+
+def test_read_only_changes_nothing(stored: Path) -> None:
+    for folder in (stored, stored / "run"):
+        folder.chmod(0o555)
+    before = {path: path.stat().st_mtime_ns for path in (stored, stored / "run")}
+    names = files_below(stored)
+    backend = PosixBackend(stored, read_only=True)
+    assert get(backend, "run/key") == bytes(chunk()) + b"tail"
+    assert [each.key for each in backend.scan("")] == ["run/key"]
+    for call in (
+        lambda: backend.create("run/new"),
+        lambda: backend.delete("run/key"),
+        lambda: backend.delete("run/none"),
+        lambda: backend.discard_unfinished(""),
+    ):
+        with pytest.raises(AccessDeniedError, match="reading only"):
+            call()
+    backend.close()
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert files_below(stored) == names
+
+
+def test_read_only_needs_a_folder_that_is_there(tmp_path: Path) -> None:
+    with pytest.raises(UnreachableError, match="none is not there"):
+        PosixBackend(tmp_path / "none", read_only=True)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("direct_io", [None, False])
+def test_read_only_reads_directly_where_the_kernel_says_so(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, direct_io: bool | None
+) -> None:
+    backend = PosixBackend(stored, read_only=True, direct_io=direct_io)
+    monkeypatch.setattr(linux, "direct_alignment", lambda descriptor: 512)
+    asked = []
+    real = fcntl.fcntl
+
+    def control(descriptor: int, command: int, argument: int = 0) -> int:
+        asked.append(bool(argument & os.O_DIRECT))
+        return real(descriptor, command, argument & ~os.O_DIRECT)
+
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    view = aligned_block(CHUNK_BYTES + 4, 4096)
+    backend.read_into("run/key", 0, view)
+    assert view == bytes(chunk()) + b"tail"
+    assert (True in asked) is (direct_io is None)
+    backend.close()

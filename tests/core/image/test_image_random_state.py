@@ -1,0 +1,116 @@
+"""The random state of the process is part of every image, unless the state has an entry ``rng`` of its own."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from image_help import load, make_image, restore
+
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import describe, plan_layout
+
+
+@pytest.fixture(autouse=True)
+def keep_random_state():
+    saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(saved[0])
+    np.random.set_state(saved[1])
+    torch.set_rng_state(saved[2])
+
+
+def draw() -> tuple[object, ...]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(1).item(),
+    )
+
+
+def test_random_numbers_go_on_after_a_restore() -> None:
+    random.gauss(0, 1)
+    np.random.randn()
+    image, _ = make_image({"n": 1})
+    expected = [draw() for _ in range(3)]
+    restore({"n": 0}, image)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_random_state_moves_nothing_in_the_image() -> None:
+    state = {"w": torch.ones(2)}
+    layout = plan_layout(describe(state))
+    for _ in range(5):
+        draw()
+        view = describe(state)
+        assert layout.matches(view)
+        assert layout.header(view) is not None
+
+
+def test_a_part_leaves_the_random_state_alone_unless_named() -> None:
+    image, _ = make_image({"n": 1})
+    first = draw()
+    state = {"n": 0}
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    other = draw()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    restore(state, image, only=["n"])
+    assert state["n"] == 1
+    assert draw() == other
+    restore(state, image, only=["rng"])
+    assert draw() == first
+
+
+def test_own_entry_replaces_it() -> None:
+    image, layout = make_image({"rng": {"mine": 5}})
+    assert layout.slots == ()
+    state = {"rng": {"mine": 0}}
+    before = torch.get_rng_state()
+    restore(state, image)
+    assert state["rng"] == {"mine": 5}
+    assert torch.equal(torch.get_rng_state(), before)
+    full, _ = make_image({"n": 1})
+    with pytest.raises(RestoreError, match="rng: the checkpoint has the random state"):
+        restore({"n": 0, "rng": None}, full)
+
+
+def test_load_returns_it() -> None:
+    loaded = load(make_image({"n": 1})[0])
+    assert set(loaded) == {"n", "rng"}
+    assert torch.equal(loaded["rng"]["torch"], torch.get_rng_state())
+
+
+def test_state_that_does_not_fit_is_an_error_of_ours() -> None:
+    from tierfall.core.image import random_state
+
+    good = random_state.capture()
+    for bad in (
+        {**good, "torch": torch.zeros(3, dtype=torch.uint8)},
+        {**good, "python": {}},
+        {**good, "numpy": {"bit_generator": "Nope"}},
+        5,
+    ):
+        with pytest.raises(RestoreError, match="random state"):
+            random_state.apply(bad)
+
+
+def test_numpy_is_never_imported() -> None:
+    # torch itself may load it; only a process without it can tell.
+    code = """
+import sys
+sys.modules["numpy"] = None
+import torch
+from tierfall.core.image import describe, plan_layout
+view = describe({"w": torch.ones(1), "b": b"x" * 70000, "t": "y" * 70000, "g": torch.Generator()})
+print(plan_layout(view).header(view) is not None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "True\n", done.stderr

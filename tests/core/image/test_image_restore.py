@@ -1,0 +1,367 @@
+"""Restoring into a state: what is put back where, what a part is, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_help import header_of, load, make_image, restore
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+from tierfall.core.errors import CaptureError, RestoreError
+from tierfall.core.image import describe, item, plan_fill, plan_load
+
+# ---- plain values
+
+
+def test_plain_values_are_put_back_whole_and_containers_stay_themselves() -> None:
+    saved = {
+        "epoch": 3,
+        "extra": {"best": 0.5, "log": [1, 2, {"x": 1}], "gone": None, "pair": (1, [2])},
+        "list": [1, [2, 3]],
+        "seen": {1, 2},
+        "order": OrderedDict(b=1, a=2),
+        "count": Counter(x=2),
+        "array": np.arange(3),
+        "rng": None,
+    }
+    image, _ = make_image(saved)
+    state: dict[str, Any] = {
+        "epoch": 0,
+        "extra": {"log": [9, 9, {"x": 0, "y": 5}, 4], "stale": 1, "best": None},
+        "list": [0, [0], 0],
+        "seen": {7},
+        "order": OrderedDict(a=0, c=1),
+        "count": Counter(y=1),
+        "array": np.zeros(3, dtype=np.int64),
+        "rng": None,
+    }
+    kept = {key: value for key, value in state.items() if key not in ("epoch", "rng")}
+    inner = state["extra"]["log"], state["extra"]["log"][2], state["list"][1]
+    restore(state, image)
+    assert state["array"].tolist() == [0, 1, 2]
+    del saved["array"]
+    assert {k: v for k, v in state.items() if k != "array"} == saved
+    assert list(state["order"]) == ["b", "a"]
+    assert list(state["extra"]) == list(saved["extra"])
+    assert all(state[key] is value for key, value in kept.items())
+    assert inner[0] is state["extra"]["log"]
+    assert inner[1] is state["extra"]["log"][2]
+    assert inner[2] is state["list"][1]
+
+
+def test_a_value_of_another_type_replaces_what_stood_there() -> None:
+    image, _ = make_image({"a": [1], "b": {"x": 1}, "c": np.arange(4), "d": None, "rng": None})
+    state = {"a": None, "b": [5], "c": np.zeros(3), "d": {"y": 1}, "rng": None}
+    restore(state, image)
+    assert state["a"] == [1]
+    assert state["b"] == {"x": 1}
+    assert state["c"].tolist() == [0, 1, 2, 3]
+    assert state["d"] is None
+
+
+def test_containers_that_hold_tensors_are_restored_leaf_by_leaf() -> None:
+    image, _ = make_image(
+        {"ema": {"w": torch.ones(2), "decay": 0.9, "pair": (torch.ones(1), 5, [6])}, "rng": None}
+    )
+    weight, part = torch.zeros(2), torch.zeros(1)
+    inner = [0]
+    state = {"ema": {"w": weight, "decay": 0.1, "pair": (part, 0, inner), "mine": 7}, "rng": None}
+    ema = state["ema"]
+    restore(state, image)
+    assert state["ema"] is ema
+    assert ema["w"] is weight
+    assert weight.tolist() == [1, 1]
+    assert ema["decay"] == 0.9
+    assert ema["mine"] == 7
+    assert ema["pair"][0] is part
+    assert part.tolist() == [1]
+    assert ema["pair"][1:] == (5, [6])
+    assert ema["pair"][2] is inner
+
+
+def test_tuple_without_changes_stays_the_same_object() -> None:
+    image, _ = make_image({"t": (torch.ones(1), 5), "rng": None})
+    state = {"t": (torch.zeros(1), 5), "rng": None}
+    before = state["t"]
+    restore(state, image)
+    assert state["t"] is before
+    assert before[0].item() == 1
+
+
+def test_generator_is_set_in_place() -> None:
+    generator = torch.Generator().manual_seed(5)
+    image, _ = make_image({"g": generator, "deep": {"l": [generator]}, "rng": None})
+    expected = torch.rand(3, generator=generator).tolist()
+    other, deep = torch.Generator(), torch.Generator()
+    state = {"g": other, "deep": {"l": [deep]}, "rng": None}
+    restore(state, image)
+    assert state["g"] is other
+    assert state["deep"]["l"][0] is deep
+    assert torch.rand(3, generator=other).tolist() == expected
+    assert torch.rand(3, generator=deep).tolist() == expected
+    loaded = load(image)["g"]
+    assert torch.rand(3, generator=loaded).tolist() == expected
+
+
+def test_a_mapping_that_cannot_be_written_takes_tensors_but_no_values() -> None:
+    image, _ = make_image({"w": torch.ones(2), "n": {"x": 1}, "rng": None})
+    state = {"w": torch.zeros(2), "n": {"x": 0}, "rng": None}
+    restore(MappingProxyType(state), image)
+    assert state["w"].tolist() == [1, 1]
+    assert state["n"] == {"x": 1}
+    image, _ = make_image({"w": torch.ones(2), "n": 5, "rng": None})
+    with pytest.raises(RestoreError, match=r"n cannot be put back.*pass a dict"):
+        restore(MappingProxyType({"w": torch.zeros(2), "n": 0, "rng": None}), image)
+
+
+def test_values_that_the_state_lacks_are_left_alone() -> None:
+    image, _ = make_image({"w": torch.ones(2), "epoch": 5, "rng": None})
+    state: dict[str, Any] = {"w": torch.zeros(2), "new": 1, "rng": None}
+    restore(state, image)
+    assert state.keys() == {"w", "new", "rng"}
+    assert state["new"] == 1
+
+
+# ---- strict, and parts
+
+
+def test_strict_compares_tensors_both_ways() -> None:
+    image, _ = make_image({"d": {"a": torch.ones(1), "b": torch.ones(1)}, "l": [torch.ones(1)] * 2})
+    state = {"d": {"a": torch.zeros(1), "c": torch.zeros(1)}, "l": [torch.zeros(1)]}
+    with pytest.raises(RestoreError) as caught:
+        restore(state, image)
+    for line in (
+        "d.b: in the checkpoint, not in the state",
+        "d.c: in the state, not in the checkpoint",
+        "l.1: in the checkpoint, not in the state",
+    ):
+        assert line in str(caught.value)
+    assert state["d"]["a"].item() == 0
+    restore(state, image, strict=False)
+    assert state["d"]["a"].item() == 1
+    assert state["d"]["c"].item() == 0
+    assert state["l"][0].item() == 1
+
+
+def test_a_value_does_not_take_the_place_of_tensors() -> None:
+    image, _ = make_image({"d": {"n": 1, "m": 2}, "rng": None})
+    state = {"d": {"n": 0, "m": torch.zeros(1)}, "rng": None}
+    with pytest.raises(RestoreError, match=r"d\.m: in the state, not in the checkpoint"):
+        restore(state, image)
+    restore(state, image, strict=False)
+    assert state["d"]["n"] == 1
+    assert torch.is_tensor(state["d"]["m"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "there"),
+    [
+        (torch.ones(1), 0.5),
+        (0.5, torch.ones(1)),
+        ({"x": torch.ones(1)}, [torch.ones(1)]),
+        ([torch.ones(1)], (torch.ones(1),)),
+        (nn.Linear(1, 1), torch.ones(1)),
+        (1, nn.Linear(1, 1)),
+        ({"x": torch.ones(1)}, nn.Linear(1, 1)),
+    ],
+)
+def test_kinds_that_differ_are_refused_even_where_lenient(saved: object, there: object) -> None:
+    image, _ = make_image({"e": saved, "rng": None})
+    with pytest.raises(RestoreError, match=r"e: the checkpoint has .*, the state has "):
+        restore({"e": there, "rng": None}, image, strict=False)
+
+
+def test_only_restores_the_named_parts() -> None:
+    def make(fill: float) -> dict[str, Any]:
+        return {
+            "a": {"x": torch.full((1,), fill), "xy": torch.full((1,), fill), "n": fill},
+            "b": torch.full((1,), fill),
+            "c": fill,
+            "s": {"m": nn.Linear(1, 1)},
+        }
+
+    image, _ = make_image(make(1.0))
+    state = make(0.0)
+    restore(state, image, only=["a.x", "c"])
+    assert state["a"]["x"].item() == 1
+    assert state["a"]["xy"].item() == 0
+    assert state["a"]["n"] == 0
+    assert state["b"].item() == 0
+    assert state["c"] == 1
+    # What is outside is not compared either.
+    state = {"a": {"x": torch.zeros(1), "n": 0}, "b": torch.zeros(5), "more": torch.ones(1)}
+    restore(state, image, only=["a.x"])
+    assert state["a"]["x"].item() == 1
+    with pytest.raises(RestoreError, match=r"a\.xy: in the checkpoint"):
+        restore(state, image, only=["a"])
+
+
+def test_unknown_part_is_refused_with_the_nearest_names() -> None:
+    image, _ = make_image({"model": nn.Linear(1, 1), "extra": {"epoch": 1}, "rng": None})
+    header = header_of(image)
+    with pytest.raises(RestoreError, match=r"'modle'; nearest: model"):
+        plan_fill({}, header, only=["modle"])
+    with pytest.raises(RestoreError, match=r"'model\.weigh'.*model\.weight"):
+        plan_fill({}, header, only=["model.weigh"])
+    with pytest.raises(RestoreError, match=r"a part of 'extra', which is restored as one"):
+        plan_fill({}, header, only=["extra.epoch"])
+
+
+def test_state_must_be_a_mapping() -> None:
+    image, _ = make_image({"w": torch.ones(1)})
+    with pytest.raises(RestoreError, match="state is a list"):
+        plan_fill([torch.ones(1)], header_of(image))
+    with pytest.raises(CaptureError, match="state is a list"):
+        describe([torch.ones(1)])
+
+
+# ---- objects with state_dict and load_state_dict
+
+
+class Loader:
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+        self.buffer = torch.arange(position)
+        self.loaded: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "buffer": self.buffer, "deep": [{"t": (self.buffer,)}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["buffer"] is state["deep"][0]["t"][0]
+        self.position, self.buffer = state["position"], state["buffer"]
+
+
+def test_object_gets_its_state_back_whatever_its_shapes_are_now() -> None:
+    image, _ = make_image({"loader": item(Loader(5)), "rng": None})
+    loader = Loader(2)
+    restore({"loader": item(loader), "rng": None}, image)
+    assert loader.position == 5
+    assert loader.buffer.tolist() == [0, 1, 2, 3, 4]
+    assert load(image)["loader"]["position"] == 5
+
+
+def test_objects_are_loaded_last_in_the_order_of_the_state() -> None:
+    calls: list[str] = []
+    weight = torch.zeros(2)
+
+    class Told:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def state_dict(self) -> int:
+            return 1
+
+        def load_state_dict(self, state: int) -> None:
+            calls.append(f"{self.name}{weight.tolist()}")
+
+    image, _ = make_image({"a": Told("a"), "b": Told("b"), "w": torch.ones(2), "rng": None})
+    restore({"b": Told("b"), "a": Told("a"), "w": weight, "rng": None}, image)
+    assert calls == ["b[1.0, 1.0]", "a[1.0, 1.0]"]
+
+
+def test_refusal_of_an_object_names_it() -> None:
+    class Refusing(Loader):
+        def load_state_dict(self, state: object) -> None:
+            raise KeyError("nope")
+
+    image, _ = make_image({"x": {"loader": Loader(1)}, "rng": None})
+    with pytest.raises(RestoreError, match=r'state\["x"\]\["loader"\].*nope') as caught:
+        restore({"x": {"loader": Refusing()}, "rng": None}, image)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_object_that_only_one_side_has_is_named() -> None:
+    image, _ = make_image({"a": {"loader": Loader(1)}, "rng": None})
+    with pytest.raises(RestoreError) as caught:
+        restore({"a": {"other": Loader(1)}, "rng": None}, image)
+    assert "a.loader: in the checkpoint, not in the state" in str(caught.value)
+    assert "a.other: in the state, not in the checkpoint" in str(caught.value)
+
+
+def test_object_that_cannot_load_is_refused() -> None:
+    class Half:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(CaptureError, match=r'state\["h"\]'):
+        describe({"h": Half()})
+
+
+SCHEDULERS: dict[str, Any] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 3, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "SWALR": lambda o: SWALR(o, 0.05),
+}
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    kinds = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)
+    }
+    assert kinds - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler_goes_on_as_if_never_stopped(name: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    def advance(optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
+        optimizer.step()
+        scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+        return optimizer.param_groups[0]["lr"]
+
+    model, optimizer, scheduler = make()
+    for _ in range(3):
+        advance(optimizer, scheduler)
+    image, _ = make_image({"model": model, "o": optimizer, "s": scheduler, "rng": None})
+    other_model, other, other_scheduler = make()
+    restore({"model": other_model, "o": other, "s": other_scheduler, "rng": None}, image)
+    assert other_scheduler.state_dict() == scheduler.state_dict()
+    rates = [advance(optimizer, scheduler) for _ in range(5)]
+    assert [advance(other, other_scheduler) for _ in range(5)] == rates
+
+
+def test_grad_scaler_comes_back() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    image, _ = make_image({"scaler": scaler, "rng": None})
+    other = torch.amp.GradScaler("cpu")
+    restore({"scaler": other, "rng": None}, image)
+    assert other.state_dict() == scaler.state_dict()
+
+
+def test_load_goes_to_the_device_that_is_asked_for() -> None:
+    image, _ = make_image({"w": torch.ones(2), "b": b"x" * 70_000, "n": np.arange(2), "rng": None})
+    plan = plan_load(header_of(image), map_location="meta")
+    devices = {target.device.type for fill in plan.fills for target in fill.targets}
+    assert devices == {"meta", "cpu"}

@@ -1,0 +1,57 @@
+"""States that say which step they are of, what a tier holds of them, and a wait for what another thread does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierfall
+
+ELEMENTS = 20_000
+
+
+def state_of(step: int, *, elements: int = ELEMENTS) -> dict[str, Any]:
+    """About 80 KiB that hold the step's number everywhere."""
+    return {"w": torch.full((elements,), float(step)), "extra": {"step": step}}
+
+
+def blank(*, elements: int = ELEMENTS) -> dict[str, Any]:
+    return state_of(-1, elements=elements)
+
+
+def step_in(state: Mapping[str, Any]) -> int:
+    """Return the step that a state is of, all of it."""
+    step = state["extra"]["step"]
+    assert torch.equal(state["w"], torch.full_like(state["w"], float(step))), state
+    assert isinstance(step, int)
+    return step
+
+
+def steps_on(root: Path, run: str = "run") -> list[int]:
+    """Name the steps that a tier has committed, each of them read back and compared."""
+    folders = sorted(path.parent for path in (root / run).glob("step-*/commit.json"))
+    found = []
+    for folder in folders:
+        step = step_in(tierfall.load(folder))
+        assert folder.name.startswith(f"step-{step:08d}-")
+        found.append(step)
+    return found
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its relative name."""
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Wait for what another thread brings about."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"after {timeout_s} s still not: {what}"
+        pause.wait(0.005)

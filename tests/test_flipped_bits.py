@@ -1,0 +1,88 @@
+"""One flipped bit, anywhere in a checkpoint: a check finds it, and a load refuses it, every time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tierfall.core.restore.verify import Verifier
+from tierfall.core.values import CheckpointId
+from tierfall.core.errors import RestoreError
+from tierfall.reading import open_place, resolve_path
+
+TRIALS = 1000
+SEED = 20261121
+
+
+@pytest.fixture
+def step_folder(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+    """A pinned checkpoint of 24 KiB in chunks of 4 KiB, with several dtypes."""
+    state = {
+        "w": torch.randn(2000),
+        "h": torch.randn(1501).bfloat16(),
+        "odd": torch.arange(333, dtype=torch.uint8),
+        "extra": {"epoch": 3},
+    }
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        ckpt.save(1, state, metrics={"loss": 0.5}, tags=["first"], block=True)
+        ckpt.pin(1)
+    return tmp_path / "disk" / "run" / "step-00000001-a0001"
+
+
+def flips(folder: Path, trials: int) -> Iterator[tuple[str, int]]:
+    """Flip a random bit of a random file, hand out where, and flip it back."""
+    source = random.Random(SEED)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert [str(path.relative_to(folder)) for path in files] == [
+        "commit.json",
+        "marks/pin",
+        "rank-00000-of-00001.json",
+        "rank-00000-of-00001.safetensors",
+    ]
+    for _ in range(trials):
+        path = source.choice(files)
+        good = path.read_bytes()
+        bit = source.randrange(len(good) * 8)
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        yield str(path.relative_to(folder)), bit
+        path.write_bytes(good)
+
+
+def test_a_check_finds_every_flipped_bit(step_folder: Path) -> None:
+    store, _ = open_place(resolve_path(step_folder))
+    id = CheckpointId(1, 1)
+    missed = []
+    with Verifier() as verifier:
+        assert verifier.check_stored(store, id).good
+        for file, bit in flips(step_folder, TRIALS):
+            found = verifier.check_stored(store, id)
+            if file not in {damage.file for damage in found.damage}:
+                missed.append((file, bit))
+        assert verifier.check_stored(store, id).good
+    store.close()
+    assert missed == []
+
+
+def test_a_load_refuses_every_flipped_bit(step_folder: Path) -> None:
+    """A mark says nothing about the bytes of a checkpoint: it alone does not keep one from being loaded."""
+    expected = tierfall.load(step_folder)["w"]
+    refused = harmless = 0
+    for file, bit in flips(step_folder, TRIALS):
+        if file == "marks/pin":
+            harmless += 1
+            assert torch.equal(tierfall.load(step_folder)["w"], expected)
+            continue
+        with pytest.raises(RestoreError) as caught:
+            tierfall.load(step_folder)
+        assert "1@1" in str(caught.value), (file, bit)
+        refused += 1
+    assert refused + harmless == TRIALS
+    assert refused > TRIALS / 2

@@ -1,0 +1,100 @@
+"""A trainer process as the demo holds it: started, followed, frozen for a look, killed, waited for.
+
+It knows processes and event files, not tiers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tierfall.demo.events import Event, EventReader
+
+POLL_S = 0.01
+STDERR_LINES = 20
+
+
+class DemoError(Exception):
+    """The demo did not show what it was to show; the message says what was expected and what to do."""
+
+
+class Trainer:
+    """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it, if it still lives."""
+
+    def __init__(
+        self, name: str, *, folder: Path, config: Path | None, steps: int, small: bool
+    ) -> None:
+        """``name`` names its files in ``folder``; without ``config`` it saves nothing."""
+        self._name = name
+        self._stderr = folder / f"{name}.log"
+        events = folder / f"{name}.jsonl"
+        command = [sys.executable, "-m", "tierfall.demo.trainer", "--steps", str(steps)]
+        command += ["--log", str(events)]
+        command += ["--config", str(config)] if config else []
+        command += ["--small"] if small else []
+        self._reader = EventReader(events)
+        with self._stderr.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def follow(self) -> Iterator[Event]:
+        """Yield events as they come, until the process ends; DemoError where it ends badly."""
+        while True:
+            ended = self._process.poll() is not None
+            yield from self._reader.read()
+            if ended:
+                break
+            time.sleep(POLL_S)
+        if self._process.returncode:
+            raise DemoError(
+                f"the trainer {self._name!r} ended with code {self._process.returncode}; its last words "
+                f"(all of them are in {self._stderr}):\n{self._last_words()}"
+            )
+
+    def _last_words(self) -> str:
+        lines = self._stderr.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-STDERR_LINES:])
+
+    def freeze(self) -> bool:
+        """Stop every thread of it where it is; False where it had ended already."""
+        try:
+            os.kill(self.pid, signal.SIGSTOP)
+            # WNOWAIT leaves the ending, if it is one, for Popen to find.
+            seen = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        except (ProcessLookupError, ChildProcessError):
+            return False
+        return seen is not None and seen.si_code == os.CLD_STOPPED
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> list[Event]:
+        """SIGKILL it, and return what it still wrote before."""
+        self._process.kill()
+        self._process.wait()
+        return self._reader.read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,125 @@
+"""What a person reads: plain short lines, and, on a terminal, one more that changes as bytes arrive.
+
+Piped, the lines are the same, without colour. It draws; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from tierfall.core.units import format_rate, format_size
+from tierfall.demo.events import Ended, StepDone, TierNow
+
+RATE_WINDOW_S = 1.0
+
+
+class Screen:
+    """Prints to standard output; a context manager because of the changing line."""
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        self._tiers = tiers
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._live = Live(console=self._console, transient=True, auto_refresh=False)
+        self._moved: dict[str, deque[tuple[float, int]]] = {}
+
+    def say(self, text: str = "") -> None:
+        """Print a line; ``[bold]`` and the like are rich's markup."""
+        self._console.print(text, soft_wrap=True)
+
+    def quote(self, text: str) -> None:
+        """Print text of somebody else's as it is, indented."""
+        for line in text.splitlines():
+            self.say(f"    {escape(line)}")
+
+    def head(self, number: int, text: str) -> None:
+        self.say()
+        self.say(f"[bold]{number}. {text}[/bold]")
+
+    def begin_training(self) -> None:
+        self._moved = {name: deque() for name in self._tiers}
+
+    def step(self, event: StepDone, *, keep: bool) -> None:
+        """Show where a step's bytes are; ``keep`` leaves the line standing."""
+        line = self._line(event)
+        if keep:
+            self.say(line)
+        elif self._console.is_terminal:
+            self._live.update(Text.from_markup(line), refresh=True)
+
+    def _line(self, event: StepDone) -> str:
+        loss = float.fromhex(event.loss)
+        parts = [f"  step {event.step:>4}  loss {loss:.3f}"]
+        for name in self._tiers if event.tiers else ():
+            tier = event.tiers.get(name, _NOTHING)
+            parts.append(_describe(name, tier, self._rate(name, tier, event), event))
+        return "  ".join(parts)
+
+    def _rate(self, name: str, tier: TierNow, event: StepDone) -> float:
+        """Bytes a second that came to a tier over the last second or so."""
+        seen = self._moved[name]
+        seen.append((event.time_s, tier.moved_bytes))
+        while len(seen) > 2 and event.time_s - seen[0][0] > RATE_WINDOW_S:
+            seen.popleft()
+        (then_s, then), (now_s, now) = seen[0], seen[-1]
+        return (now - then) / (now_s - then_s) if now_s > then_s else 0.0
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="bold")
+        for column in columns:
+            table.add_column(column, no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self._console.print(_Indented(table), soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, traceback)
+
+
+_NOTHING = TierNow(whole=(), arriving=None, arrived_bytes=0, moved_bytes=0)
+
+
+def _describe(name: str, tier: TierNow, rate: float, event: StepDone) -> str:
+    newest = _step(tier.newest) if tier.newest else "-"
+    text = f"[bold]{name}[/bold] {newest:>3}"
+    if tier.arriving is None or event.totals is None:
+        return text
+    share = tier.arrived_bytes / max(event.totals.image_bytes, 1)
+    arriving = f" <- {_step(tier.arriving)} {share:4.0%}"
+    return text + f"[yellow]{arriving}, {format_rate(rate)}[/yellow]"
+
+
+def _step(checkpoint: str) -> str:
+    return checkpoint.partition("@")[0]
+
+
+def format_edges(edges: Mapping[str, int]) -> list[str]:
+    """One line per edge: ``host->slow  234 MB``."""
+    width = max((len(edge) for edge in edges), default=0)
+    return [
+        f"{edge.replace('->', ' -> '):<{width + 2}}  {format_size(count)}"
+        for edge, count in sorted(edges.items())
+    ]
+
+
+def last_totals_of(events: Sequence[StepDone | Ended]) -> StepDone | Ended | None:
+    """The last event of an attempt that counts what saving has cost."""
+    return next((event for event in reversed(events) if event.totals is not None), None)

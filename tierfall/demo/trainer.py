@@ -1,0 +1,137 @@
+"""The process that trains, and that the demo kills: ``python -m tierfall.demo.trainer``.
+
+It is an ordinary user of tierfall's public API. Once a step it writes what it knows of its tiers to the event file, on
+the training thread; it starts nothing in the background.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+
+import tierfall
+from tierfall.demo.data import english_text
+from tierfall.demo.events import Ended, EventWriter, Restored, Started, StepDone, TierNow, Totals
+from tierfall.demo.model import fingerprint, parameter_count
+from tierfall.demo.training import NORMAL, SMALL, Training, make_deterministic, train
+
+WHOLE = ("sealed", "committed")
+
+
+def main() -> None:
+    """Train from what the tiers hold, or from the start, to the last step."""
+    parser = argparse.ArgumentParser(prog="tierfall.demo.trainer", description=main.__doc__)
+    parser.add_argument(
+        "--config", type=Path, help="the chain of tiers; without it nothing is saved"
+    )
+    parser.add_argument("--steps", type=int, required=True, help="the last step")
+    parser.add_argument("--log", type=Path, required=True, help="the event file to write")
+    parser.add_argument("--small", action="store_true", help="a much smaller model")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    make_deterministic()
+    training = Training(SMALL if options.small else NORMAL, english_text(), steps=options.steps)
+    opened = tierfall.open(options.config) if options.config else nullcontext()
+    with EventWriter(options.log) as log, opened as ckpt:
+        run(training, steps=options.steps, ckpt=ckpt, log=log)
+
+
+def run(
+    training: Training, *, steps: int, ckpt: tierfall.Checkpointer | None, log: EventWriter
+) -> None:
+    """Restore, train to ``steps``, and finish every flush, telling each to ``log``."""
+    restored = restore(training, ckpt) if ckpt is not None else None
+    log.write(
+        Started(
+            parameters=parameter_count(training.model),
+            restored=restored,
+            fingerprint=digest(training),
+        )
+    )
+
+    def told(step: int, loss: float, seconds: float) -> None:
+        tiers, totals = look(ckpt)
+        now = time.monotonic()
+        log.write(
+            StepDone(
+                step=step, loss=loss.hex(), seconds=seconds, time_s=now, tiers=tiers, totals=totals
+            )
+        )
+
+    first = restored.step + 1 if restored else 1
+    train(training, first=first, last=steps, ckpt=ckpt, told=told)
+    if ckpt is not None:
+        ckpt.drain()
+    tiers, totals = look(ckpt)
+    log.write(Ended(fingerprint=digest(training), tiers=tiers, totals=totals))
+
+
+def restore(training: Training, ckpt: tierfall.Checkpointer) -> Restored | None:
+    """Restore the newest step; say where it came from, and which copies an earlier start still owes."""
+    report = ckpt.restore(training.state)
+    if report is None:
+        return None
+    return Restored(
+        step=report.step,
+        attempt=report.attempt,
+        seconds=report.seconds,
+        sources=tuple((source.shard, source.tier, source.bytes) for source in report.sources),
+        fallbacks=tuple((fallback.what, fallback.reason) for fallback in report.fallbacks),
+        owed=tuple(
+            (f"{info.step}@{info.attempt}", tier)
+            for info in ckpt.checkpoints()
+            for tier in info.owed
+        ),
+    )
+
+
+def look(ckpt: tierfall.Checkpointer | None) -> tuple[dict[str, TierNow], Totals | None]:
+    """Ask the Checkpointer what is where, and what it has cost so far."""
+    if ckpt is None:
+        return {}, None
+    infos, counted = ckpt.checkpoints(), ckpt.statistics()
+    image_bytes = max((info.bytes for info in infos), default=0)
+    moved = moved_bytes(counted.edge_bytes)
+    names = {name: None for info in infos for name in info.tiers} | dict.fromkeys(moved)
+    tiers = {}
+    for name in names:
+        states = {f"{info.step}@{info.attempt}": info.tiers.get(name) for info in infos}
+        done = counted.commits.get(name, 0) * image_bytes
+        tiers[name] = TierNow(
+            whole=tuple(id for id, state in states.items() if state in WHOLE),
+            arriving=next((id for id, state in states.items() if state == "arriving"), None),
+            arrived_bytes=max(0, moved.get(name, 0) - done),
+            moved_bytes=moved.get(name, 0),
+        )
+    totals = Totals(
+        saves=counted.saves,
+        blocked_s=counted.blocked_s * counted.saves,
+        image_bytes=image_bytes,
+        edge_bytes=dict(counted.edge_bytes),
+    )
+    return tiers, totals
+
+
+def moved_bytes(edge_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Add up, per target, what came over its edges."""
+    moved: dict[str, int] = {}
+    for edge, count in edge_bytes.items():
+        target = edge.partition("->")[2]
+        moved[target] = moved.get(target, 0) + count
+    return moved
+
+
+def digest(training: Training) -> str:
+    """Return a digest of model and optimizer state."""
+    tensors = {f"model.{name}": tensor for name, tensor in training.model.state_dict().items()}
+    for index, moments in training.optimizer.state_dict()["state"].items():
+        tensors.update({f"optimizer.{index}.{name}": value for name, value in moments.items()})
+    return fingerprint(tensors)
+
+
+if __name__ == "__main__":
+    main()

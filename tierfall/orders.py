@@ -1,0 +1,258 @@
+"""A person's orders without a training loop: pin, unpin, rm and prune.
+
+Beside a living trainer an order is a mark on every stored tier that holds the checkpoint, and the trainer carries it
+out; without one this process takes the run's lock and gives the order to a coordinator of its own, as a Checkpointer
+does. It takes no attempt, so it can commit nothing. What could not be done is reported per tier, never raised.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from tierfall.config import Config
+from tierfall.core import names
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.errors import BackendError, KeyNotFoundError, StepError, TierfallError
+from tierfall.core.records import Attempt, Mark
+from tierfall.core.scheduler.tasks import Order, PersonsOrder
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.view import Decision, Verdict, View
+from tierfall.policies.bundle import plan_retention, still_owed
+from tierfall.session import Session, open_stores, tier_rules
+from tierfall.tiers.stored import StoredTier
+
+POLL_S = 0.2
+
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What became of an order: the tiers that did it (or have the mark), and why the others did not."""
+
+    id: CheckpointId
+    done: tuple[str, ...]
+    failed: Mapping[str, BaseException] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What retention decided, and which of the copies to drop are still there."""
+
+    decisions: tuple[Decision, ...]
+    left: tuple[Decision, ...] = ()
+    unread: Mapping[str, TierfallError] = field(default_factory=dict)
+
+
+# Looking before doing --------------------------------------------------------------------------------
+
+
+def find(
+    known: Iterable[KnownCheckpoint], step: int, attempt: int | None, *, doing: str
+) -> KnownCheckpoint:
+    """Return the checkpoint that a person named: without an attempt, the live line's. Raises StepError."""
+    of_step = [c for c in known if c.id.step == step]
+    if attempt is None:
+        fitting = [c for c in of_step if not c.abandoned]
+    else:
+        fitting = [c for c in of_step if c.id.attempt == attempt]
+    if fitting:
+        return fitting[-1]
+    which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+    if of_step:
+        there = ", ".join(_said(c) for c in of_step)
+        raise StepError(f"{doing}: {which} is not there, but {there}: name it so")
+    newest = ", ".join(str(c.id) for c in list(known)[-8:]) or "none"
+    raise StepError(f"{doing}: {which} is not there; the newest that are: {newest}")
+
+
+def _said(checkpoint: KnownCheckpoint) -> str:
+    return f"{checkpoint.id}{' (of a line that was left behind)' if checkpoint.abandoned else ''}"
+
+
+def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
+    """Name what a restore would choose from, the newest first."""
+    return tuple(
+        c.id
+        for c in sorted(known, key=lambda c: c.id, reverse=True)
+        if c.commit is not None and not c.abandoned and not c.tombstoned
+    )
+
+
+def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
+    """Make the picture that policies decide on, with what each tier is still owed."""
+    view = to_view(tier_rules(config), known)
+    readable = {c.id for c in known if c.commit is not None}
+    return replace(
+        view,
+        checkpoints=tuple(
+            replace(c, owed=frozenset(still_owed(view, c))) if c.id in readable else c
+            for c in view.checkpoints
+        ),
+    )
+
+
+def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
+    """Say what retention decides for every copy on every stored tier that could be read."""
+    view = view_of(config, merge(listings))
+    unread = {listing.tier for listing in listings if listing.error is not None}
+    return tuple(
+        decision
+        for tier in config.files
+        if tier.name not in unread
+        for decision in plan_retention(view, tier.name)
+    )
+
+
+def trained_elsewhere(
+    listings: Sequence[Listing], stores: Mapping[str, StoredTier]
+) -> Attempt | None:
+    """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
+    numbered = [(max(x.attempts), x.tier) for x in listings if x.attempts and x.tier in stores]
+    if not numbered:
+        return None
+    number, tier = max(numbered)
+    try:
+        attempt = stores[tier].read_attempt(number)
+    except TierfallError:
+        return None
+    return None if attempt.node == socket.gethostname() else attempt
+
+
+# Beside a living trainer -----------------------------------------------------------------------------
+
+
+def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) -> Carried:
+    """Leave the mark of an order, or take it away, on every stored tier that holds the checkpoint.
+
+    Raises StepError where no stored tier holds it: memory is the trainer's alone.
+    """
+    stored = [tier.name for tier in config.files if tier.name in checkpoint.copies]
+    if not stored:
+        raise StepError(
+            f"{kind} of {checkpoint.id}: it lies in the trainer's memory only, which nobody else may mark: wait until "
+            "it is flushed, or let the trainer do it"
+        )
+    stores, errors = open_stores(config, config.run)
+    done: list[str] = []
+    failed: dict[str, BaseException] = {}
+    try:
+        for tier in stored:
+            try:
+                if tier in errors:
+                    raise errors[tier]
+                _change(stores[tier], kind, checkpoint.id)
+            except TierfallError as error:
+                failed[tier] = error
+            else:
+                done.append(tier)
+    finally:
+        for store in stores.values():
+            store.close()
+    host = checkpoint.copies.get(config.host.name)
+    if kind is PersonsOrder.UNPIN and host is not None and names.PIN_MARK in host.marks:
+        failed[config.host.name] = StepError(
+            f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it leaves memory or the "
+            "trainer calls unpin"
+        )
+    return Carried(id=checkpoint.id, done=tuple(done), failed=failed)
+
+
+def _change(store: StoredTier, kind: PersonsOrder, id: CheckpointId) -> None:
+    name = names.TOMBSTONE_MARK if kind is PersonsOrder.DELETE else names.PIN_MARK
+    if kind is PersonsOrder.UNPIN:
+        store.remove_mark(id, name)
+        return
+    store.add_mark(Mark(name=name, checkpoint=id, wall_time_s=time.time(), reason="command line"))
+    try:
+        store.read_commit(id)
+    except KeyNotFoundError as error:
+        store.remove_mark(id, name)
+        raise StepError(f"{id} was dropped from {store.name} just now") from error
+    except BackendError:
+        raise
+    except TierfallError:
+        return  # its commit record is damaged: it is there all the same
+
+
+# Without a trainer -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def tending(config: Config) -> Iterator[Session]:
+    """Own a run without an attempt; host memory is given back where nothing is left in it."""
+    session = Session(config, run=config.run)
+    try:
+        session.start()
+    except BaseException:
+        session.abandon()
+        raise
+    try:
+        yield session
+    finally:
+        session.close(keep_memory=bool(session.host.images()))
+
+
+def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
+    """Carry an order out on every tier, memory included. Raises LockError where a trainer has come to life."""
+    with tending(config) as session:
+        held = [tier for tier in (t.name for t in config.tiers) if _holds(session, tier, id)]
+        failed = give(session, kind, id)
+        if "tierfall" in failed:
+            raise failed["tierfall"]
+        unread = {x.tier: x.error for x in session.listings if x.error is not None}
+    return Carried(
+        id=id,
+        done=tuple(tier for tier in held if tier not in failed),
+        failed={**failed, **unread},
+    )
+
+
+def _holds(session: Session, tier: str, id: CheckpointId) -> bool:
+    return any(x.tier == tier and x.copy(id) is not None for x in session.listings)
+
+
+def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
+    """Give an order to the coordinator, and wait; returns the tiers that could not do it."""
+    done = threading.Event()
+    failed: dict[str, BaseException] = {}
+
+    def tell(failures: dict[str, BaseException]) -> None:
+        failed.update(failures)
+        done.set()
+
+    session.coordinator.post(Order(kind=kind, id=id, wall_time_s=time.time(), answer=tell))
+    session.wait(done)
+    return failed
+
+
+def prune(config: Config, on_left: Callable[[int, int], None] = lambda left, total: None) -> Pruned:
+    """Carry out retention on every stored tier; ``on_left`` is told how many copies are still to go, and of how many."""
+    with tending(config) as session:
+        coordinator = session.coordinator
+
+        def plan() -> tuple[Decision, ...]:
+            view = coordinator.ledger.view()
+            return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
+
+        def still_there() -> tuple[Decision, ...]:
+            entries = coordinator.ledger.entries
+            return tuple(
+                drop
+                for drop in drops
+                if (entry := entries.get(drop.checkpoint)) is not None
+                and entry.state(drop.tier) is not CopyState.ABSENT
+            )
+
+        decisions = session.ask(plan)
+        drops = [d for d in decisions if d.verdict is Verdict.DROP]
+        session.ask(coordinator.dropper.survey_all)
+        while not session.wait_idle(POLL_S):
+            on_left(len(session.ask(still_there)), len(drops))
+        left = session.ask(still_there)
+        unread = {x.tier: x.error for x in session.listings if x.error is not None}
+    return Pruned(decisions=decisions, left=left, unread=unread)
