@@ -151,6 +151,7 @@ class Dropper:
             entry.marks[task.tier] = outcome.value
             return False
         entry.set_state(task.tier, CopyState.ABSENT)
+        entry.damage.pop(task.tier, None)
         self.dropped += 1
         self._ledger.forget_if_gone(entry)
         return True

@@ -12,7 +12,7 @@ from tierfall.core import names
 from tierfall.core.errors import StepError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.dropping import Dropper
-from tierfall.core.scheduler.lane import Lane
+from tierfall.core.scheduler.lane import Lane, Phase
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.tasks import ChangeMark, Order, Outcome, PersonsOrder, Task
 from tierfall.core.values import CheckpointId, CopyState
@@ -60,11 +60,22 @@ class Orders:
             order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
         elif order.kind is PersonsOrder.DELETE and entry.pinned:
             order.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
+        elif self._is_settling(entry):
+            return
         elif order.kind is PersonsOrder.DELETE and not self._is_quiet(entry):
             return
         else:
             self._begin(order, entry)
         order.begun = True
+
+    def _is_settling(self, entry: Entry) -> bool:
+        """Say whether a copy is just being sealed or committed: it would escape the order, or carry old marks."""
+        return entry.snapshot is not None or any(
+            lane.active is not None
+            and lane.active.entry is entry
+            and lane.active.phase is Phase.FINISHING
+            for lane in self._lanes
+        )
 
     def _is_quiet(self, entry: Entry) -> bool:
         """Take the checkpoint from whoever is at work on it; say whether all are done."""
@@ -88,7 +99,11 @@ class Orders:
             )
             entry.region.add_mark(noted.encode())
             entry.set_mark(self._ledger.host, name, there=not removing)
-        held = [lane.tier for lane in self._lanes if entry.state(lane.tier) is CopyState.COMMITTED]
+        held = [
+            lane.tier
+            for lane in self._lanes
+            if entry.state(lane.tier) is CopyState.COMMITTED or lane.tier in entry.damage
+        ]
         order.waiting = set(held)
         for tier in held:
             if not removing:

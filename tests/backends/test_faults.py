@@ -145,6 +145,21 @@ def test_a_disk_that_is_full_stays_full_until_it_heals() -> None:
     assert get(memory, "run/key") == b"x"
 
 
+def test_a_writer_that_met_a_full_disk_is_dead(tmp_path: Path) -> None:
+    posix = PosixBackend(tmp_path)
+    plan = [Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, after_bytes=1)]
+    faulty = Faulty(posix, seed=1, plan=plan)
+    writer = faulty.create("run/key")
+    writer.write(0, memoryview(b"x"))
+    with pytest.raises(StorageFullError):
+        writer.write(1, memoryview(b"y"))
+    assert files_below(tmp_path) == []
+    faulty.heal()
+    with pytest.raises(BackendError, match="dead"):
+        writer.write(1, memoryview(b"y"))
+    posix.close()
+
+
 @pytest.mark.parametrize("mode", Publish)
 def test_a_lost_sync_loses_the_object(tmp_path: Path, mode: Publish) -> None:
     posix = PosixBackend(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -15,8 +14,8 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.retry import Retrying
 from tierfall.backends.wrap import wrap
 from tierfall.backends.wrapper import Wrapper, WriterWrapper
-from tierfall.core.contracts import Backend, Publish, Traits, Writer
-from tierfall.core.errors import UnreachableError
+from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.errors import KeyNotFoundError, UnreachableError
 
 
 class Clock:
@@ -34,26 +33,42 @@ class Clock:
 
 
 class Watched(Wrapper):
-    """Tells what it is asked to write and read."""
+    """Writes down what it is asked, and tells at each call."""
 
     def __init__(self, inner: Backend, traits: Traits | None = None) -> None:
         super().__init__(inner)
         self.seen: list[tuple[str, int, int]] = []
-        self.at_write: Callable[[], None] = lambda: None
+        self.at_call: Callable[[], object] = lambda: None
         self._traits = traits or inner.traits
 
     @property
     def traits(self) -> Traits:
         return self._traits
 
+    def see(self, operation: str, offset: int = 0, size_bytes: int = 0) -> None:
+        self.seen.append((operation, offset, size_bytes))
+        self.at_call()
+
+    def only(self, operation: str) -> list[tuple[int, int]]:
+        return [(offset, size) for name, offset, size in self.seen if name == operation]
+
     def create(
         self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
     ) -> Writer:
+        self.see("create")
         return WatchedWriter(super().create(key, length=length, publish=publish), self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self.seen.append(("read", offset, view.nbytes))
+        self.see("read", offset, view.nbytes)
         super().read_into(key, offset, view)
+
+    def stat(self, key: str) -> Stored:
+        self.see("stat")
+        return super().stat(key)
+
+    def delete(self, key: str) -> None:
+        self.see("delete")
+        super().delete(key)
 
 
 class WatchedWriter(WriterWrapper):
@@ -62,9 +77,12 @@ class WatchedWriter(WriterWrapper):
         self._watched = watched
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._watched.seen.append(("write", offset, view.nbytes))
-        self._watched.at_write()
+        self._watched.see("write", offset, view.nbytes)
         super().write(offset, view)
+
+    def publish(self) -> None:
+        self._watched.see("publish")
+        super().publish()
 
 
 RATE = 40 * SLICE_BYTES_MIN
@@ -74,13 +92,14 @@ SLICE = 2 * SLICE_BYTES_MIN
 def test_a_write_advances_in_even_slices() -> None:
     clock, times = Clock(), []
     watched = Watched(MemoryBackend())
-    watched.at_write = lambda: times.append(clock.now_s)
+    watched.at_call = lambda: times.append(clock.now_s)
     limited = Limited(watched, bytes_per_second=RATE, clock=clock, sleep=clock.sleep)
     data = bytes(range(256)) * (5 * SLICE // 256) + b"tail"
     put(limited, "run/key", data)
-    writes = [(offset, size) for operation, offset, size in watched.seen if operation == "write"]
-    assert writes == [(start * SLICE, SLICE) for start in range(5)] + [(5 * SLICE, 4)]
-    assert times == pytest.approx([100.0 + SLICE / RATE * number for number in range(6)])
+    assert watched.only("write") == [(start * SLICE, SLICE) for start in range(5)] + [
+        (5 * SLICE, 4)
+    ]
+    assert times[1:-1] == pytest.approx([100.0 + SLICE / RATE * number for number in range(6)])
     assert get(limited, "run/key") == data
 
 
@@ -113,7 +132,7 @@ def test_a_read_is_one_call() -> None:
     put(watched, "run/key", bytes(4 * SLICE))
     watched.seen.clear()
     get(limited, "run/key")
-    assert watched.seen == [("read", 0, 4 * SLICE)]
+    assert watched.only("read") == [(0, 4 * SLICE)]
 
 
 @pytest.mark.parametrize("change", [{"part_bytes_min": 100}, {"ordered_writes": True}])
@@ -126,7 +145,7 @@ def test_a_write_is_not_cut_where_that_would_break_a_rule(change: dict[str, int]
         writer.write(0, memoryview(bytes(4 * SLICE)))
         writer.write(4 * SLICE, memoryview(bytes(SLICE)))
         writer.publish()
-    assert watched.seen == [("write", 0, 4 * SLICE), ("write", 4 * SLICE, SLICE)]
+    assert watched.only("write") == [(0, 4 * SLICE), (4 * SLICE, SLICE)]
     assert clock.now_s == pytest.approx(100 + 4 * SLICE / RATE)
 
 
@@ -141,33 +160,34 @@ def test_slices_are_whole_blocks(rate: int) -> None:
     assert sum(size for _, _, size in watched.seen) == 9 * SLICE_BYTES_MIN
 
 
-def test_no_more_calls_at_once_than_allowed() -> None:
-    inside, most = 0, 0
-    lock, met = threading.Lock(), threading.Barrier(2)
-
-    def meet() -> None:
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        met.wait(30)
-        with lock:
-            inside -= 1
-
+def test_every_call_takes_a_slot_and_gives_it_back() -> None:
     watched = Watched(MemoryBackend())
-    watched.at_write = meet
-    limited = Limited(watched, bytes_per_second=None, max_parallel=2)
-    assert limited.traits.max_parallel == 2
-    assert limited.traits == replace(watched.traits, max_parallel=2)
-    threads = [
-        threading.Thread(target=put, args=(limited, f"run/{number}", b"x")) for number in range(8)
+    limited = Limited(watched, bytes_per_second=None, max_parallel=1)
+    assert limited.traits == replace(watched.traits, max_parallel=1)
+    slots = limited._slots
+    assert slots is not None
+    free: list[bool] = []
+    watched.at_call = lambda: free.append(slots.acquire(blocking=False))
+    put(limited, "run/key", b"bytes")
+    assert get(limited, "run/key") == b"bytes"
+    limited.delete("run/key")
+    assert [name for name, _, _ in watched.seen] == [
+        "create",
+        "write",
+        "publish",
+        "stat",
+        "read",
+        "delete",
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 2
-    assert len(list(limited.scan(""))) == 8
+    assert free == [False] * 6, "a call went on without a slot"
+    assert slots.acquire(blocking=False), "a slot was not given back"
+
+
+def test_a_failing_call_gives_its_slot_back() -> None:
+    limited = Limited(MemoryBackend(), bytes_per_second=None, max_parallel=1)
+    for _ in range(3):
+        with pytest.raises(KeyNotFoundError):
+            limited.stat("run/none")
 
 
 @pytest.mark.parametrize("wrong", [{"bytes_per_second": 0}, {"max_parallel": 0}])
@@ -179,13 +199,13 @@ def test_senseless_limits_are_refused(wrong: dict[str, int]) -> None:
 def test_wrapped_for_production_a_second_try_is_paid_for_again() -> None:
     clock = Clock()
     watched = Watched(MemoryBackend())
-    failures = iter([True, False])
 
     def fail_once() -> None:
-        if next(failures, False):
+        if len(watched.only("write")) == 1:
+            watched.at_call = lambda: None
             raise UnreachableError("not now")
 
-    watched.at_write = fail_once
+    watched.at_call = fail_once
     backend = wrap(
         watched,
         bandwidth=RATE,
@@ -207,4 +227,4 @@ def test_wrapped_for_production_a_second_try_is_paid_for_again() -> None:
 def test_wrapped_without_a_limit_nothing_is_cut() -> None:
     watched = Watched(MemoryBackend())
     put(wrap(watched), "run/key", bytes(10 * SLICE))
-    assert watched.seen == [("write", 0, 10 * SLICE)]
+    assert watched.only("write") == [(0, 10 * SLICE)]

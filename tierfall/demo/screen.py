@@ -14,11 +14,12 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from tierfall.core.units import format_rate, format_size
-from tierfall.demo.events import Ended, StepDone, TierNow
+from tierfall.demo.events import StepDone, TierNow
 
 RATE_WINDOW_S = 1.0
 
@@ -79,7 +80,7 @@ class Screen:
             table.add_column(column, no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        self._console.print(_Indented(table), soft_wrap=True)
+        self._console.print(Padding(table, (0, 0, 0, 2)), soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -98,13 +99,12 @@ _NOTHING = TierNow(whole=(), arriving=None, arrived_bytes=0, moved_bytes=0)
 
 
 def _describe(name: str, tier: TierNow, rate: float, event: StepDone) -> str:
-    newest = _step(tier.newest) if tier.newest else "-"
-    text = f"[bold]{name}[/bold] {newest:>3}"
+    text = f"[bold]{name}[/bold] {_step(tier.newest) if tier.newest else '-':>3}"
     if tier.arriving is None or event.totals is None:
         return text
     share = tier.arrived_bytes / max(event.totals.image_bytes, 1)
-    arriving = f" <- {_step(tier.arriving)} {share:4.0%}"
-    return text + f"[yellow]{arriving}, {format_rate(rate)}[/yellow]"
+    arriving = f"({_step(tier.arriving)} arriving: {share:.0%} at {format_rate(rate)})"
+    return f"{text} [yellow]{arriving}[/yellow]"
 
 
 def _step(checkpoint: str) -> str:
@@ -118,8 +118,3 @@ def format_edges(edges: Mapping[str, int]) -> list[str]:
         f"{edge.replace('->', ' -> '):<{width + 2}}  {format_size(count)}"
         for edge, count in sorted(edges.items())
     ]
-
-
-def last_totals_of(events: Sequence[StepDone | Ended]) -> StepDone | Ended | None:
-    """The last event of an attempt that counts what saving has cost."""
-    return next((event for event in reversed(events) if event.totals is not None), None)

@@ -19,7 +19,7 @@ from tierfall.demo.screen import Screen, format_edges
 
 KILL_FROM = 0.5
 """The kill comes after this share of the steps, as soon as a copy is under way to the slow tier."""
-KILL_BETWEEN = (0.15, 0.8)
+KILL_BETWEEN = (0.05, 0.8)
 """The share of a copy that has to have arrived for it to be under way plainly."""
 
 

@@ -44,7 +44,7 @@ NORMAL = Plan(
 SMALL = Plan(
     shape=Shape(width=96, layers=2, heads=2, context=64),
     batch=2,
-    slow_bandwidth="3MB/s",
+    slow_bandwidth="10MB/s",
     chunk="256KiB",
 )
 

@@ -1,0 +1,294 @@
+"""Checking a whole run: which copies there are to check, what is wrong beyond a single copy, and what helps.
+
+It reads beside a living trainer and changes nothing. What lies in memory may be reused by the trainer while it is read,
+so damage there counts only when a second look finds it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tierfall.core import names
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    TierfallError,
+)
+from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
+from tierfall.core.values import CheckpointId
+from tierfall.reading import Reader
+from tierfall.tiers.stored import StoredTier
+
+SECOND_LOOKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, where, and what helps. ``id`` is None where it concerns a tier as a whole."""
+
+    tier: str
+    id: CheckpointId | None
+    file: str
+    problem: str
+    advice: str
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """All that a check found. ``unread`` says per tier, or per copy, why it could not be read."""
+
+    copies: tuple[CheckedCopy, ...]
+    findings: tuple[Finding, ...]
+    unread: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return not self.findings and not self.unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What to check: everything, or one checkpoint, or one tier. ``None`` means all."""
+
+    checkpoint: CheckpointId | None = None
+    tier: str | None = None
+
+    def covers(self, tier: str, id: CheckpointId | None = None) -> bool:
+        return self.tier in (None, tier) and (id is None or self.checkpoint in (None, id))
+
+
+def planned_bytes(listings: Sequence[Listing], scope: Scope) -> int:
+    """Return how many bytes of images a check will read."""
+    return sum(
+        copy.commit.image_bytes if copy.commit else copy.bytes
+        for listing in listings
+        for copy in listing.copies
+        if scope.covers(listing.tier, copy.id)
+    )
+
+
+def check_run(
+    reader: Reader,
+    listings: Sequence[Listing],
+    scope: Scope,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> RunReport:
+    """Check every copy within ``scope``, in host memory too."""
+    copies: list[CheckedCopy] = []
+    findings: list[Finding] = []
+    unread: list[tuple[str, str]] = []
+    notes: list[str] = []
+    with Verifier(on_bytes) as verifier:
+        for listing in listings:
+            if not scope.covers(listing.tier):
+                continue
+            if listing.error is not None:
+                unread.append((listing.tier, str(listing.error)))
+                continue
+            if listing.tier == reader.host.name:
+                found, more = _check_memory(reader, listing, scope, verifier)
+                findings += more
+            else:
+                store = reader.stores[listing.tier]
+                ids = [c.id for c in listing.copies if scope.covers(listing.tier, c.id)]
+                found = [verifier.check_stored(store, id) for id in ids]
+                if scope.checkpoint is None:
+                    try:
+                        findings += _check_tier(store, listing)
+                    except BackendError as error:
+                        unread.append((listing.tier, str(error)))
+            copies += found
+            notes += _notes(listing, scope)
+    findings += _damage(copies, merge(listings), reader, scope)
+    findings += _contradictions(copies)
+    unread += [(f"{c.tier} {c.id}", str(c.error)) for c in copies if c.error is not None]
+    for copy in copies:
+        notes += _notes_of(copy)
+    return RunReport(
+        copies=tuple(copies), findings=tuple(findings), unread=tuple(unread), notes=tuple(notes)
+    )
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+def _check_memory(
+    reader: Reader, listing: Listing, scope: Scope, verifier: Verifier
+) -> tuple[list[CheckedCopy], list[Finding]]:
+    """Check what is sealed in memory; beside a living trainer what looks damaged is looked at afresh."""
+    found = _look_at_memory(reader, scope, verifier)
+    broken = tuple(listing.damaged)
+    for _ in range(SECOND_LOOKS):
+        if reader.owner() is None or not (broken or any(c.damage for c in found)):
+            break
+        reader.attach_again()
+        again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
+        broken = reader.host.list().damaged
+        found = [again.get(c.id, _dropped(c)) if c.damage else c for c in found]
+    advice = (
+        f"the image in memory is lost, restores take the other tiers; the next start frees its place in "
+        f"{reader.host.path}"
+    )
+    return found, [
+        Finding(tier=listing.tier, id=None, file="", problem=str(error), advice=advice)
+        for error in broken
+        if scope.checkpoint is None
+    ]
+
+
+def _look_at_memory(reader: Reader, scope: Scope, verifier: Verifier) -> list[CheckedCopy]:
+    return [
+        verifier.check_region(reader.host.name, id, image.region)
+        for id, image in sorted(reader.images().items())
+        if scope.covers(reader.host.name, id)
+    ]
+
+
+def _dropped(copy: CheckedCopy) -> CheckedCopy:
+    return CheckedCopy(id=copy.id, tier=copy.tier, gone=True)
+
+
+# A tier as a whole -----------------------------------------------------------------------------------
+
+
+def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
+    """Check what belongs to no single checkpoint: the records of attempts, and the hint for people."""
+    findings = []
+    for number in listing.attempts:
+        key = names.attempt_key("", number).lstrip("/")
+        try:
+            if store.read_attempt(number).number != number:
+                raise IntegrityError("it speaks of another attempt")
+        except (IntegrityError, NotSupportedError) as error:
+            advice = (
+                "copy the file from another tier that has it, they are the same; without it no process can tell "
+                "whether a newer attempt exists"
+            )
+            findings.append(_tier_finding(store, key, error, advice))
+    findings += _check_latest(store)
+    return findings
+
+
+def _check_latest(store: StoredTier) -> list[Finding]:
+    latest = store.read_latest()
+    if latest is None or _is_there(store, latest) or store.read_latest() != latest:
+        return []
+    problem = IntegrityError(f"it names {latest}, which is not there")
+    advice = "it is a hint for people, and no restore reads it; the next commit there writes it anew"
+    return [_tier_finding(store, names.LATEST_NAME, problem, advice)]
+
+
+def _is_there(store: StoredTier, id: CheckpointId) -> bool:
+    try:
+        store.read_commit(id)
+    except KeyNotFoundError:
+        return False
+    except (IntegrityError, NotSupportedError):
+        return True  # it is checked, and reported, with its copy
+    return True
+
+
+def _tier_finding(
+    store: StoredTier, file: str, error: TierfallError, advice: str
+) -> Finding:
+    problem = str(error).rpartition(f"{file}: ")[2]
+    return Finding(tier=store.name, id=None, file=file, problem=problem, advice=advice)
+
+
+# What it means ---------------------------------------------------------------------------------------
+
+
+def _damage(
+    copies: Sequence[CheckedCopy],
+    known: Iterable[KnownCheckpoint],
+    reader: Reader,
+    scope: Scope,
+) -> list[Finding]:
+    everywhere = {c.id: set(c.copies) for c in known}
+    return [
+        Finding(
+            tier=copy.tier,
+            id=copy.id,
+            file=damage.file,
+            chunk=damage.chunk,
+            problem=damage.problem,
+            advice=_advice(copy, damage, copies, everywhere.get(copy.id, set()), reader, scope),
+        )
+        for copy in copies
+        for damage in copy.damage
+    ]
+
+
+def _advice(
+    copy: CheckedCopy,
+    damage: Damage,
+    copies: Sequence[CheckedCopy],
+    holding: set[str],
+    reader: Reader,
+    scope: Scope,
+) -> str:
+    if damage.file.startswith(f"{names.MARKS_FOLDER}/"):
+        leaf = damage.file.removeprefix(f"{names.MARKS_FOLDER}/")
+        if leaf == names.PIN_MARK:
+            return f"it still protects; to write it anew: tierfall unpin {copy.id}, tierfall pin {copy.id}"
+        return "remove that file, or copy it from another tier that has it"
+    good = [c.tier for c in copies if c.id == copy.id and c.good]
+    stored = [tier for tier in good if tier in reader.stores]
+    if stored and copy.tier in reader.stores:
+        source = reader.stores[stored[0]].place
+        folder = f"{reader.run}/{names.step_folder(copy.id)}"
+        return (
+            f"restores take {good[0]} instead; to repair it, copy the same file from {source}/{folder}"
+        )
+    if good:
+        return f"restores take {good[0]} instead"
+    if scope.tier is not None and len(holding) > 1:
+        return f"other tiers hold it too: see whether they are good by tierfall verify {copy.id}"
+    return (
+        f"no good copy of it is left: restores pass it over for an older step; tierfall rm {copy.id}"
+    )
+
+
+def _contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
+    """Two copies of one checkpoint that are each whole, and differ."""
+    first: dict[CheckpointId, CheckedCopy] = {}
+    findings = []
+    for copy in copies:
+        if copy.commit is None or copy.damage:
+            continue
+        other = first.setdefault(copy.id, copy)
+        assert other.commit is not None
+        if (copy.commit.line, copy.commit.files) != (other.commit.line, other.commit.files):
+            findings.append(
+                Finding(
+                    tier=copy.tier,
+                    id=copy.id,
+                    file=names.COMMIT_NAME,
+                    problem=f"it is another checkpoint than the one on {other.tier}",
+                    advice=f"restores take {other.tier}; find out who wrote this one, and move its folder away",
+                )
+            )
+    return findings
+
+
+# Worth knowing ---------------------------------------------------------------------------------------
+
+
+def _notes(listing: Listing, scope: Scope) -> list[str]:
+    return [
+        f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is at work on it, or the next start collects it"
+        for id in sorted(listing.unfinished)
+        if scope.covers(listing.tier, id)
+    ]
+
+
+def _notes_of(copy: CheckedCopy) -> list[str]:
+    if copy.gone:
+        return [f"{copy.tier} {copy.id}: was dropped while it was read"]
+    return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]

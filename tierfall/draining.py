@@ -1,0 +1,165 @@
+"""Draining: finishing the flush of what a trainer that died left in host memory.
+
+It writes on behalf of the attempt that left the images, and so respects the fence: where a newer attempt exists,
+nothing is written. What is planned is worked out before anything moves; memory is given back once all is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierfall.config import Config
+from tierfall.core.errors import FencedError
+from tierfall.core.records import Attempt
+from tierfall.core.units import format_size
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.orders import POLL_S, view_of
+from tierfall.session import Session
+from tierfall.telling import must_keep_memory
+from tierfall.tiers.host import HeldImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owed:
+    """A copy that a tier is to get."""
+
+    checkpoint: CheckpointId
+    tier: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} to {self.tier} ({format_size(self.bytes)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What a drain made durable, what is left and why, and whether images stay in memory."""
+
+    done: tuple[Owed, ...]
+    left: tuple[Owed, ...]
+    problems: tuple[str, ...]
+    memory_kept: bool
+    seconds: float
+
+
+Watch = Callable[[int, int], None]
+
+
+def drain(config: Config, deadline_s: float | None, watch: Watch = lambda done, total: None) -> Drained:
+    """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
+
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives.
+    """
+    began = time.monotonic()
+    session = Session(config, run=config.run, accept_arena=True)
+    try:
+        images = session.host.images()
+        _take_up(session, max(images.values(), key=_order))
+        planned = _plan(session)
+        session.start()
+    except BaseException:
+        session.abandon()
+        raise
+    kept = True
+    try:
+        _wait(session, planned, deadline_s, watch)
+        if session.coordinator.fenced is not None:
+            raise session.coordinator.fenced
+        done = session.ask(lambda: _committed(session, planned))
+        problems = [str(error) for error in session.coordinator.errors]
+        kept = must_keep_memory(session)
+    finally:
+        session.close(keep_memory=kept)
+    problems += [f"{name}: {error}" for name, error in session.errors.items()]
+    return Drained(
+        done=tuple(owed for owed in planned if owed in done),
+        left=tuple(owed for owed in planned if owed not in done),
+        problems=tuple(problems),
+        memory_kept=kept,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _order(image: HeldImage) -> tuple[int, int]:
+    id = image.commit.line.checkpoint
+    return id.attempt, id.step
+
+
+def _take_up(session: Session, newest: HeldImage) -> None:
+    """Write on behalf of the attempt that left the newest image, unless another came after it.
+
+    A later attempt of this node whose process is dead saved nothing here that memory does not hold: it is taken up too.
+    """
+    session.continue_attempt(newest)
+    number = newest.commit.line.checkpoint.attempt
+    numbered = [(max(x.attempts), x.tier) for x in session.listings if x.attempts]
+    if not numbered or max(numbered)[0] <= number:
+        return
+    later, tier = max(numbered)
+    attempt = session.stores[tier].read_attempt(later)
+    if not _is_dead(attempt):
+        raise FencedError(
+            f"drain: attempt {number} of run {session.run!r} was followed by attempt {later} (process {attempt.pid} on "
+            f"{attempt.node}), tier {tier} says: nothing of the older one is written any more. If its images are not "
+            f"needed, remove {session.host.path}"
+        )
+    session.attempt = attempt
+
+
+def _is_dead(attempt: Attempt) -> bool:
+    if attempt.node != socket.gethostname():
+        return False
+    try:
+        os.kill(attempt.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _plan(session: Session) -> tuple[Owed, ...]:
+    """Name every copy that is owed, oldest first, also to a tier that does not answer."""
+    view = view_of(session.config, session.known())
+    return tuple(
+        Owed(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
+        for c in view.checkpoints
+        for tier in sorted(c.owed)
+    )
+
+
+def _wait(
+    session: Session, planned: tuple[Owed, ...], deadline_s: float | None, watch: Watch
+) -> None:
+    total = sum(owed.bytes for owed in planned)
+    ends = None if deadline_s is None else time.monotonic() + deadline_s
+    while True:
+        left = POLL_S if ends is None else min(POLL_S, max(0.0, ends - time.monotonic()))
+        if session.wait_idle(left) or (ends is not None and time.monotonic() >= ends):
+            return
+        watch(session.ask(lambda: _moved(session)), total)
+
+
+def _moved(session: Session) -> int:
+    lanes = session.coordinator.lanes.values()
+    return sum(count for lane in lanes for count in lane.edge_bytes.values())
+
+
+def _committed(session: Session, planned: tuple[Owed, ...]) -> set[Owed]:
+    """Which of the planned copies arrived: retention may have dropped one since, and only a given-up one is missing."""
+    coordinator = session.coordinator
+    left = set(coordinator.left_undone())
+    done = set()
+    for owed in planned:
+        entry = coordinator.ledger.entries.get(owed.checkpoint)
+        there = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
+        settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
+        if there or (settled and not coordinator.counters.given_up_copies):
+            done.add(owed)
+    return done
+
+
