@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from steps import blank, files_below, state_of, step_in, steps_on
 
 import tierfall
+from tests.steps import blank, files_below, state_of, step_in, steps_on
 from tierfall.core.errors import (
     CaptureError,
     ConfigError,

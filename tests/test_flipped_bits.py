@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tierfall
+from tierfall.core.errors import RestoreError
 from tierfall.core.restore.verify import Verifier
 from tierfall.core.values import CheckpointId
-from tierfall.core.errors import RestoreError
 from tierfall.reading import open_place, resolve_path
 
 TRIALS = 1000

@@ -16,7 +16,7 @@ from tierfall.backends.posix import PosixBackend
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.catalog import Listing
-from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.core.errors import ConfigError, TierfallError
 from tierfall.core.lock import Owner, RunLock
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Shard
@@ -35,19 +35,30 @@ class Reader:
         folder = run_folder(config, self.run)
         self._lock_path = folder / lock_name(SLOT)
         self.stores, self.errors = open_stores(config, self.run, read_only=True)
-        self.host = HostTier(
-            name=config.host.name,
+        self._folder = folder
+        self._host_error: TierfallError | None = None
+        self.host = self._attach()
+
+    def _attach(self) -> HostTier:
+        host = HostTier(
+            name=self.config.host.name,
             run=self.run,
-            folder=folder,
+            folder=self._folder,
             slot=SLOT,
             shard=SHARD,
             capacity_bytes=None,
         )
-        self._host_error: TierfallError | None = None
+        self._host_error = None
         try:
-            self.host.attach(writable=False)
-        except (ConfigError, IntegrityError) as error:
+            host.attach(writable=False)
+        except TierfallError as error:
             self._host_error = error
+        return host
+
+    def attach_again(self) -> None:
+        """Look at memory afresh: a living trainer may have given what was sealed there to another image."""
+        self.host.close(keep=True)
+        self.host = self._attach()
 
     def owner(self) -> Owner | None:
         """Say which living process trains this run on this machine."""

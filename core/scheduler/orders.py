@@ -60,9 +60,9 @@ class Orders:
             order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
         elif order.kind is PersonsOrder.DELETE and entry.pinned:
             order.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
-        elif self._is_settling(entry):
-            return
-        elif order.kind is PersonsOrder.DELETE and not self._is_quiet(entry):
+        elif self._is_settling(entry) or (
+            order.kind is PersonsOrder.DELETE and not self._is_quiet(entry)
+        ):
             return
         else:
             self._begin(order, entry)

@@ -1,0 +1,171 @@
+"""What all commands share: options, exit codes, STEP, and how they answer.
+
+A command answers once: a table and sentences for a person, or one JSON document and nothing else on stdout. Whatever
+went wrong goes to stderr, one line each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tierfall.config import Config, load_config
+from tierfall.core.documents import float_to_json
+from tierfall.core.errors import ConfigError
+from tierfall.core.lock import Owner
+from tierfall.core.values import CheckpointId
+
+PIPED_WIDTH = 10_000
+_STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
+
+
+class Exit(IntEnum):
+    """What a command's exit code says."""
+
+    DONE = 0
+    COULD_NOT = 1
+    USAGE = 2
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="TIERFALL_CONFIG",
+        metavar="FILE",
+        help="The YAML file that says where the tiers are.",
+    ),
+]
+RunOption = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run, instead of the one that the file names."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Answer with one JSON document on stdout, and nothing else.")
+]
+StepArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP", help="A step of the live line (400), or of an attempt (400@7)."
+    ),
+]
+
+
+def complain(message: object) -> None:
+    """Say on stderr what went wrong."""
+    typer.echo(f"tierfall: {message}", err=True)
+
+
+def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
+    """Say why a command does not go on, and end it."""
+    complain(message)
+    raise typer.Exit(code)
+
+
+def load_settings(config: Path | None, run: str | None) -> Config:
+    """Read the configuration, with another run's name if one was given; ends the command where it is wrong."""
+    if config is None:
+        refuse("no configuration: name a YAML file by --config, or set TIERFALL_CONFIG", Exit.USAGE)
+    try:
+        return load_config(config, run=run)
+    except ConfigError as error:
+        refuse(error, Exit.USAGE)
+
+
+def parse_step(text: str) -> tuple[int, int | None]:
+    """Read STEP as a step and perhaps an attempt; ends the command where it is neither."""
+    match = _STEP.match(text)
+    if match is None:
+        refuse(f"STEP is {text!r}; expected 400, or 400@7 for attempt 7's", Exit.USAGE)
+    return int(match[1]), int(match[2]) if match[2] else None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a command has to say, for either kind of reader; ``problems`` make it exit with COULD_NOT."""
+
+    as_json: bool
+    document: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _shown: list[Table | str] = field(default_factory=list)
+
+    def show(self, *what: Table | str) -> None:
+        """Add what a person is to read, in order."""
+        self._shown.extend(what)
+
+    def problem(self, message: object) -> None:
+        self.problems.append(str(message))
+
+    def finish(self) -> None:
+        """Print it all, and end the command with the code that fits."""
+        if self.as_json:
+            ok = {"ok": not self.problems, "problems": self.problems}
+            typer.echo(json.dumps(self.document | ok, indent=2, allow_nan=False))
+        else:
+            console = Console(
+                markup=False,
+                highlight=False,
+                emoji=False,
+                soft_wrap=True,
+                width=None if sys.stdout.isatty() else PIPED_WIDTH,
+            )
+            for part in self._shown:
+                console.print(part)
+        for problem in self.problems:
+            complain(problem)
+        if self.problems:
+            raise typer.Exit(Exit.COULD_NOT)
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """Make a table without lines; the columns named in ``right`` hold numbers."""
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def watched(as_json: bool) -> bool:
+    """Say whether a person is watching: then progress is shown."""
+    return not as_json and sys.stdout.isatty()
+
+
+def id_members(id: CheckpointId) -> dict[str, int]:
+    return {"step": id.step, "attempt": id.attempt}
+
+
+def owner_members(owner: Owner | None) -> dict[str, Any] | None:
+    if owner is None:
+        return None
+    return {"pid": owner.pid, "node": owner.node, "since_wall_s": owner.since_wall_s}
+
+
+def metric_members(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON can hold them: what is not finite becomes text."""
+    return {name: float_to_json(value) for name, value in metrics.items()}
+
+
+class _ToStderr(logging.Handler):
+    """Says what the library warns of, as one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(record.getMessage())
+
+
+def listen_to_warnings() -> None:
+    """Let warnings of the library reach the person, once."""
+    logger = logging.getLogger("tierfall")
+    if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
+        logger.addHandler(_ToStderr(level=logging.WARNING))
