@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import logging
 import resource
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +29,12 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
-def synchronize() -> None:
-    """Wait until everything enqueued on the current device is done; return at once where CUDA was never used."""
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until all that is enqueued on a device (default: the current one) is done; at once without CUDA."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 class PageLock:

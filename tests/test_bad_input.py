@@ -1,4 +1,4 @@
-"""What callers get wrong: states, steps, metrics, targets that do not fit, and a Checkpointer used where it cannot be."""
+"""What callers get wrong: states, steps, metrics, targets that do not fit, a Checkpointer where it cannot be used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_a_child(action: Callable[[], None]) -> str:
     if child == 0:
         try:
             action()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent compares it
             os.write(writer, f"{type(error).__name__}: {error}".encode()[:4000])
         finally:
             os._exit(0)
@@ -117,7 +117,7 @@ def test_metrics_that_are_no_numbers(
 @pytest.mark.parametrize("tag", ["../up", "", "a/b", "x" * 300, "-first"])
 def test_tags_that_are_no_names(tag: str, make_config: MakeConfig, tmp_path: Path) -> None:
     with tierfall.open(make_config()) as ckpt:
-        with pytest.raises(ConfigError, match="tag.*not a usable name"):
+        with pytest.raises(ConfigError, match=r"tag.*not a usable name"):
             ckpt.save(1, state_of(1), tags=[tag])
         ckpt.save(1, state_of(1), tags=["first"], block=True)
     assert steps_on(tmp_path / "disk") == [1]

@@ -180,7 +180,9 @@ def _check_latest(store: StoredTier) -> list[Finding]:
     if latest is None or _is_there(store, latest) or store.read_latest() != latest:
         return []
     problem = IntegrityError(f"it names {latest}, which is not there")
-    advice = "it is a hint for people, and no restore reads it; the next commit there writes it anew"
+    advice = (
+        "it is a hint for people, and no restore reads it; the next commit there writes it anew"
+    )
     return [_tier_finding(store, names.LATEST_NAME, problem, advice)]
 
 
@@ -194,9 +196,7 @@ def _is_there(store: StoredTier, id: CheckpointId) -> bool:
     return True
 
 
-def _tier_finding(
-    store: StoredTier, file: str, error: TierfallError, advice: str
-) -> Finding:
+def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: str) -> Finding:
     problem = str(error).rpartition(f"{file}: ")[2]
     return Finding(tier=store.name, id=None, file=file, problem=problem, advice=advice)
 
@@ -243,16 +243,12 @@ def _advice(
     if stored and copy.tier in reader.stores:
         source = reader.stores[stored[0]].place
         folder = f"{reader.run}/{names.step_folder(copy.id)}"
-        return (
-            f"restores take {good[0]} instead; to repair it, copy the same file from {source}/{folder}"
-        )
+        return f"restores take {good[0]} instead; to repair it, copy the same file from {source}/{folder}"
     if good:
         return f"restores take {good[0]} instead"
     if scope.tier is not None and len(holding) > 1:
         return f"other tiers hold it too: see whether they are good by tierfall verify {copy.id}"
-    return (
-        f"no good copy of it is left: restores pass it over for an older step; tierfall rm {copy.id}"
-    )
+    return f"no good copy of it is left: restores pass it over for an older step; tierfall rm {copy.id}"
 
 
 def _contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:

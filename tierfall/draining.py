@@ -49,7 +49,9 @@ class Drained:
 Watch = Callable[[int, int], None]
 
 
-def drain(config: Config, deadline_s: float | None, watch: Watch = lambda done, total: None) -> Drained:
+def drain(
+    config: Config, deadline_s: float | None, watch: Watch = lambda done, total: None
+) -> Drained:
     """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
 
     Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives.
@@ -161,5 +163,3 @@ def _committed(session: Session, planned: tuple[Owed, ...]) -> set[Owed]:
         if there or (settled and not coordinator.counters.given_up_copies):
             done.add(owed)
     return done
-
-

@@ -29,7 +29,6 @@ from tierfall.tiers.stored import StoredTier
 POLL_S = 0.2
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
     """What became of an order: the tiers that did it (or have the mark), and why the others did not."""

@@ -189,9 +189,10 @@ class Saver:
         logger.warning("%s", error)
 
     def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
-        tensors = [source.tensor for source in view.tensors]
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        reason = self._capturer.why_blocking(view.parameters, tensors, first=self.counts.begun == 0)
+        on_host = all(source.tensor.is_cpu for source in view.tensors)
+        reason = self._capturer.why_blocking(
+            view.parameters, on_host=on_host, first=self.counts.begun == 0
+        )
         lazy = reason is None and self._config.capture.mode is CaptureMode.LAZY
         if (
             reason is not None

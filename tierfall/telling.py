@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tierfall.config.sections import OnClose
 from tierfall.core.errors import CaptureError
 from tierfall.core.handle import SaveHandle
@@ -53,7 +55,14 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             raise CaptureError(
                 f"save: metrics[{name!r}] is a {type(value).__name__}, expected a number or a 0-dim tensor"
             )
-    return dict(metrics)
+    return {name: _at_rest(value) for name, value in metrics.items()}
+
+
+def _at_rest(value: Any) -> Any:
+    """Take a metric out of its graph; one on a GPU is read here, in the order of the caller's stream."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if value.is_cpu else float(value)
 
 
 def records_bytes(

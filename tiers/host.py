@@ -86,7 +86,9 @@ class HostTier:
         Raises ConfigError for an arena that is not this run's, and IntegrityError for one that is damaged as a whole.
         """
         try:
-            self._arena = Arena.attach(self.path, run=self._run, writable=writable)
+            self._arena = Arena.attach(
+                self.path, run=self._run, writable=writable, page_lock=writable
+            )
         except KeyNotFoundError:
             return False
         return True

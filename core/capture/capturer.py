@@ -47,17 +47,20 @@ class Capturer:
     def why_blocking(
         self,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        tensors: Sequence[torch.Tensor],
         *,
+        on_host: bool,
         first: bool,
     ) -> str | None:
-        """Say why this save cannot be captured lazily, or return None; the evidence begins anew."""
+        """Say why this save cannot be captured lazily, or return None; the evidence begins anew.
+
+        ``on_host`` says that all sources lie in host memory.
+        """
         missing = self.barrier.missing(parameters)
         seen = self.barrier.seen
         self.barrier.forget()
         if first:
             return "it is the first"
-        if any(tensor.device.type != "cpu" for tensor in tensors):
+        if not on_host:
             return "lazy capture from a GPU is not supported yet"
         if not seen:
             return "no optimizer step, wait_captured() or guard() was seen since the last save"

@@ -17,6 +17,7 @@ import torch
 
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.device import synchronize
 from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.image import Fill
 from tierfall.core.records import Manifest
@@ -112,6 +113,10 @@ def read_fills(
 ) -> None:
     """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped."""
     wanted = _chunks_of(manifest, fills)
+    for device in {t.device for fill in fills for t in fill.targets if not t.is_cpu}:
+        synchronize(
+            device
+        )  # the threads' streams are not the caller's: what it enqueued must have ended
     ends = [fill.end for fill in fills]
     stop = threading.Event()
 

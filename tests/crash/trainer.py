@@ -4,7 +4,8 @@ It imports torch once and starts no thread, so that a trainer costs one fork. A 
 its journal (a pipe) what it is about to do and what was reported to it, and at its point stands still until it is
 killed. Standard error goes to a file of the trainer's own.
 
-    {"journal": PATH, "log": PATH, "folder": PATH, "memory": PATH, "start": N, "steps": N or null, "stop": [POINT, CALL] or null}
+    {"journal": PATH, "log": PATH, "folder": PATH, "memory": PATH, "start": N, "steps": N or null,
+     "stop": [POINT, CALL] or null}
     {"wait": PID}
 """
 

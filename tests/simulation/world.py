@@ -113,6 +113,12 @@ def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
     )
 
 
+def _attempt(number: int) -> Attempt:
+    return Attempt(
+        run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0
+    )
+
+
 class World:
     """One run over several starts. What lies in ``disks`` and ``memory`` survives ``crash``."""
 
@@ -145,17 +151,14 @@ class World:
     def start(self) -> None:
         """Open the run as a new attempt, adopting what memory and disks hold."""
         listings = tuple(store.list() for store in self.stores.values())
-        numbers = [n for x in listings for n in x.attempts] + [
-            c.id.attempt for x in listings for c in x.copies
-        ]
         held = {self._id(r): r for r in self.memory.regions if r.sealed}
-        number = 1 + max((*numbers, *(id.attempt for id in held), 0))
-        self.attempt = Attempt(
-            run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0
-        )
-        for store in self.stores.values():
-            store.take_attempt(self.attempt)
-            store.discard_unfinished()
+        numbers = [n for x in listings for n in x.attempts]
+        numbers += [c.id.attempt for x in listings for c in x.copies]
+        self.attempt = _attempt(1 + max((*numbers, *(id.attempt for id in held), 0)))
+        for listing, store in zip(listings, self.stores.values(), strict=True):
+            if listing.error is None:
+                store.take_attempt(self.attempt)
+                store.discard_unfinished()
         ledger = Ledger(self.rules, "host")
         everything = (self._memory_listing(), *listings)
         ledger.load(merge(everything), everything)
@@ -182,6 +185,12 @@ class World:
             max_wait_s=self.max_wait_s,
         )
         self.coordinator.start()
+
+    def take_new_attempt(self) -> None:
+        """Go on as a line of its own, as a restore after a save does."""
+        self.attempt = _attempt(self.attempt.number + 1)
+        for store in self.stores.values():
+            store.take_attempt(self.attempt)
 
     def crash(self) -> None:
         """End the process: threads, tasks and unsealed memory are gone."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +11,7 @@ import tierfall
 from tierfall.cli import changing, checking, draining, looking
 from tierfall.cli.common import Exit, listen_to_warnings, refuse
 from tierfall.core.errors import TierfallError
+from tierfall.demo.command import demo
 
 LATER = ("export", "copy", "check", "watch")
 
@@ -63,15 +62,7 @@ app.command("unpin")(changing.unpin)
 app.command("rm")(changing.rm)
 app.command("drain")(draining.drain)
 app.command("schema")(looking.schema)
-
-
-def _mount_demo() -> None:
-    """The demo is a package of its own; an installation without it lacks the command."""
-    if importlib.util.find_spec("tierfall.demo") is not None:
-        app.command("demo")(importlib.import_module("tierfall.demo.command").demo)
-
-
-_mount_demo()
+app.command("demo")(demo)
 
 
 def _refuse_for_now(name: str) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from tierfall.core.units import format_duration
@@ -44,11 +43,13 @@ def demo(
     plan = SMALL if small else NORMAL
     with Screen(TIERS) as screen:
         try:
-            with _folder(folder) as place, _chain(place, plan, every=every) as chain:
+            parameters = parameter_count(Gpt(plan.shape))
+            image_bytes = BYTES_A_PARAMETER * parameters
+            with _folder(folder) as place, _chain(place, plan, every, image_bytes) as chain:
                 stage = Stage(
                     screen=screen, chain=chain, steps=every * SAVES, every=every, small=small
                 )
-                _play(stage, plan, kept=folder)
+                _play(stage, parameters, kept=folder)
         except DemoError as error:
             screen.say(f"\n[bold red]The demo failed:[/bold red] {error}")
             raise typer.Exit(1) from error
@@ -69,24 +70,20 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _chain(folder: Path, plan: Plan, *, every: int) -> Iterator[Chain]:
+def _chain(folder: Path, plan: Plan, every: int, image_bytes: int) -> Iterator[Chain]:
     """Write the chain's file; shared memory is left clean, however the demo ends."""
-    with torch.device("meta"):
-        parameters = parameter_count(Gpt(plan.shape))
-    chain = write_chain(folder, plan, every=every, image_bytes=BYTES_A_PARAMETER * parameters)
+    chain = write_chain(folder, plan, every=every, image_bytes=image_bytes)
     try:
         yield chain
     finally:
         chain.remove_memory()
 
 
-def _play(stage: Stage, plan: Plan, *, kept: Path | None) -> None:
+def _play(stage: Stage, parameters: int, *, kept: Path | None) -> None:
     began = time.monotonic()
     screen = stage.screen
-    with torch.device("meta"):
-        millions = parameter_count(Gpt(plan.shape)) / 1e6
     screen.say(
-        f"A GPT of {millions:.1f} million parameters learns Python's help texts in {stage.steps} steps. "
+        f"A GPT of {parameters / 1e6:.1f} million parameters learns Python's help texts in {stage.steps} steps. "
         "Its checkpoints fall through this chain:"
     )
     screen.quote(stage.chain.config_path.read_text())

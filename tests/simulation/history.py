@@ -1,0 +1,519 @@
+"""Histories: what may happen to a run, drawn by a seed, and what must hold after each event whatever happened.
+
+The checks look at disks and memory, with rules of their own: nothing here asks the ledger or the policies what is true.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.world import CHUNK, DATA_START, IMAGE, SHARD, World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.backends.memory import MemoryBackend
+from tierfall.core import names
+from tierfall.core.contracts import Backend
+from tierfall.core.documents import sha256
+from tierfall.core.errors import CaptureError, TierfallError
+from tierfall.core.records import Commit, Mark, read_commit
+from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
+from tierfall.core.snapshot import Snapshot
+from tierfall.core.values import LOSS_CLASSES, CheckpointId, LossClass
+from tierfall.core.view import TierRules
+from tierfall.tiers.stored import StoredTier
+
+RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
+GARBAGE = b"\x55" * IMAGE
+KEYS = "run/step-*"
+MAX_WAIT_S = 5.0
+
+
+class Weather:
+    """A backend that can be switched between its faults and none."""
+
+    def __init__(self, inner: Backend, faulty: Faulty) -> None:
+        self._inner, self._faulty = inner, faulty
+        self.bad = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._faulty if self.bad else self._inner, name)
+
+
+def draw_rules(draw: random.Random) -> list[TierRules]:
+    """One to three tiers, the second or third of them perhaps shared, small or sparing."""
+    rules = []
+    for place, name in enumerate(("nvme", "disk", "pfs")[: draw.choice((1, 2, 2, 3))]):
+        rules.append(
+            file_rules(
+                name,
+                shared=place > 0 and draw.random() < 0.6,
+                flush_every=draw.choice((1, 1, 1, 2, 3)),
+                retain_last=draw.choice((None, 1, 1, 2, 3)),
+                capacity_bytes=draw.choice((None, None, int(2.5 * IMAGE), int(3.5 * IMAGE))),
+            )
+        )
+    return rules
+
+
+def draw_faults(draw: random.Random, inner: Backend, seed: int) -> Faulty:
+    """Calm, a few faults, or many: before and after the fact, torn writes, flipped bits on the way back."""
+    chance = draw.choice((0.0, 0.02, 0.02, 0.15))
+    kinds = (FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER)
+    plan = [
+        Fault(kind=kind, operation=operation, keys=KEYS, chance=chance, times=None)
+        for kind in kinds
+        for operation in Operation
+    ]
+    for kind, operation in (
+        (FaultKind.TORN_WRITE, Operation.WRITE),
+        (FaultKind.LOST_SYNC, Operation.PUBLISH),
+        (FaultKind.BIT_FLIP, Operation.READ),
+    ):
+        plan.append(Fault(kind=kind, operation=operation, keys=KEYS, chance=chance, times=None))
+    return Faulty(inner, seed=seed, plan=plan)
+
+
+@dataclass
+class Asked:
+    """A save that waits for its region."""
+
+    step: int
+    deadline_s: float
+    answer: list[Any]
+
+
+@dataclass
+class Held:
+    """What lies on one disk, or in memory, as a look at the bytes finds it."""
+
+    commits: dict[CheckpointId, Commit] = field(default_factory=dict)
+    marks: dict[CheckpointId, set[str]] = field(default_factory=dict)
+
+
+class History:
+    """One run's life. ``go`` makes events happen; each is followed by ``check``."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(f"history {seed}")
+        self.log: list[str] = []
+        self.weathers: list[Weather] = []
+        self.world = World(
+            draw_rules(self.draw),
+            memory_images=self.draw.choice((1, 2, 2, 3, 4)),
+            seed=seed,
+            max_wait_s=MAX_WAIT_S,
+            wrap=self._wrap,
+        )
+        self.step = 0
+        self.asked: list[Asked] = []
+        self.captures: list[tuple[Snapshot, int]] = []
+        self.pinned: dict[CheckpointId, set[str]] = {}
+        self.deleted: set[CheckpointId] = set()
+        self.ever: dict[CheckpointId, Commit] = {}
+        self._cache: dict[int, tuple[object, Commit]] = {}
+        self._judged: set[int] = set()
+        self.before = self.look()
+
+    def _wrap(self, name: str, inner: Backend) -> Backend:
+        weather = Weather(inner, draw_faults(self.draw, inner, len(self.weathers)))
+        self.weathers.append(weather)
+        return weather  # type: ignore[return-value]
+
+    # Events ------------------------------------------------------------------------------------------
+
+    def go(self, events: int) -> None:
+        actions: list[tuple[int, Callable[[], None]]] = [
+            (8, self.ask),
+            (12, self.capture_on),
+            (24, self.work),
+            (5, self.let_time_pass),
+            (2, self.pin),
+            (1, self.unpin),
+            (1, self.delete),
+            (1, self.mark_from_outside),
+            (1, self.fail_capture),
+            (1, self.crash),
+            (1, self.go_back_in_process),
+        ]
+        weights = [weight for weight, _ in actions]
+        for _ in range(events):
+            action = self.draw.choices(actions, weights)[0][1]
+            self.log.append(action.__name__)
+            action()
+            self.take_answers()
+            self.check()
+
+    def ask(self) -> None:
+        """Want a save, unless one is under way: the loop saves one after another."""
+        if self.asked or self.captures:
+            return
+        self.step += self.draw.choice((1, 1, 5))
+        self.log.append(f"save {self.step}")
+        deadline = self.world.now_s + MAX_WAIT_S
+        self.asked.append(Asked(self.step, deadline, self.world.ask_for_region(self.step)))
+
+    def take_answers(self) -> None:
+        for asked in list(self.asked):
+            if not asked.answer:
+                assert self.world.now_s < asked.deadline_s, "a save waits past max_wait"
+                continue
+            self.asked.remove(asked)
+            region, error = asked.answer
+            if error is None:
+                snapshot = self.world.begin(asked.step, region)
+                region.image[:] = GARBAGE  # above the watermark nothing is what it will be
+                self.captures.append((snapshot, 0))
+                self.world.step()
+
+    def capture_on(self) -> None:
+        """Let the watermark rise, and the capture end at last."""
+        for number, (snapshot, final) in enumerate(self.captures):
+            count = snapshot.geometry.chunk_count
+            final = self.draw.randint(final, count)
+            end = snapshot.geometry.chunk_range(final - 1)[1] if final else 0
+            snapshot.region.image[:end] = self.world.image(snapshot.id)[:end]
+            self.captures[number] = (snapshot, final)
+            if final == count:
+                self.captures.pop(number)
+                self.world.seal(snapshot)
+            else:
+                self.world.advance(snapshot, final)
+            self.world.step()
+            return
+
+    def fail_capture(self) -> None:
+        for snapshot, _ in self.captures:
+            self.captures.clear()
+            self.world.fail_capture(snapshot, CaptureError("on purpose"))
+            self.world.step()
+            return
+
+    def work(self) -> None:
+        self.world.run_one()
+
+    def let_time_pass(self) -> None:
+        self.world.now_s += self.draw.choice((0.1, 1.0, 10.0))
+        self.world.step()
+
+    def _order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
+        self.log.append(f"{kind} {id}")
+        answer: list[dict[str, BaseException]] = []
+
+        def tell(failed: dict[str, BaseException]) -> None:
+            answer.append(failed)
+            if kind is PersonsOrder.PIN and not failed:
+                self.pinned[id] = {t for t, held in self.look().items() if id in held.commits}
+                self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
+
+        self.world.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=tell))
+        self.world.step()
+        return answer
+
+    def _any(self) -> CheckpointId | None:
+        known = sorted({id for held in self.look().values() for id in held.commits})
+        return self.draw.choice(known) if known else None
+
+    def pin(self) -> None:
+        if (id := self._any()) is not None:
+            self._order(PersonsOrder.PIN, id)
+
+    def unpin(self) -> None:
+        id = self.draw.choice(sorted(self.pinned)) if self.pinned else self._any()
+        if id is not None:
+            self.pinned.pop(id, None)
+            self._order(PersonsOrder.UNPIN, id)
+
+    def delete(self) -> None:
+        if (id := self._any()) is not None and id not in self.pinned:
+            self.deleted.add(id)
+            self._order(PersonsOrder.DELETE, id)
+
+    def mark_from_outside(self) -> None:
+        """A command line beside the trainer leaves a mark."""
+        tier = self.draw.choice(sorted(self.world.disks))
+        held = self.look()[tier].commits
+        if not held:
+            return
+        id = self.draw.choice(sorted(held))
+        name = self.draw.choice((names.PIN_MARK, names.TOMBSTONE_MARK))
+        if name == names.TOMBSTONE_MARK:
+            if id in self.pinned:
+                return  # a command line refuses to delete what is pinned
+            self.deleted.add(id)
+        elif id not in self.deleted:
+            self.pinned.setdefault(id, set()).add(tier)
+        self.log.append(f"{name} of {id} on {tier} from outside")
+        self._clean(tier).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
+
+    def crash(self) -> None:
+        """The process dies; the next one restores, mostly what is newest, and goes on."""
+        self.world.crash()
+        self.asked.clear()
+        self.captures.clear()
+        calm = self.draw.random() < 0.7
+        for weather in self.weathers:
+            weather.bad = not calm
+        self.world.start()
+        for weather in self.weathers:
+            weather.bad = True
+        self._go_on_from(self._choose_restore())
+        self.world.step()
+
+    def go_back_in_process(self) -> None:
+        """A restore after a save takes a new attempt."""
+        if self.asked or self.captures or self.draw.random() < 0.5:
+            return
+        chosen = self._choose_restore()
+        if chosen is None:
+            return
+        for weather in self.weathers:
+            weather.bad = False
+        self.world.take_new_attempt()
+        for weather in self.weathers:
+            weather.bad = True
+        self._go_on_from(chosen)
+        self.world.step()
+
+    def _choose_restore(self) -> CheckpointId | None:
+        known = self._known(self.look())
+        fit = sorted(id for id in known if id not in self._tombstoned(self.look()))
+        live = [id for id in fit if id not in self._abandoned(known)]
+        if not live:
+            return None
+        if self.draw.random() < 0.7:
+            return live[-1]
+        return self.draw.choice(fit if self.draw.random() < 0.2 else live)
+
+    def _go_on_from(self, id: CheckpointId | None) -> None:
+        self.log.append(f"attempt {self.world.attempt.number} goes on from {id}")
+        self.world.started_from = id
+        self.world.ordinal = 0 if id is None else self._known(self.look())[id].line.ordinal
+        self.world.coordinator.ledger.restored_from = id
+        self.step = -1 if id is None else id.step
+
+    def settle(self) -> None:
+        """Let storage heal, every capture end, and all work be done."""
+        for weather in self.weathers:
+            weather.bad = False
+        self.world.settle(limit_s=200.0)
+        self.take_answers()
+        while self.captures:
+            self.capture_on()
+        self.world.settle(limit_s=200.0)
+        self.log.append("settled")
+        self.check()
+
+    # Looking -----------------------------------------------------------------------------------------
+
+    def _clean(self, tier: str) -> StoredTier:
+        """A tier as another process sees it, which no fault strikes."""
+        return StoredTier(name=tier, run="run", backend=self.world.disks[tier])
+
+    def look(self) -> dict[str, Held]:
+        """What is committed on every disk and sealed in memory."""
+        found = {tier: self._look_at(disk) for tier, disk in self.world.disks.items()}
+        memory = found.setdefault("host", Held())
+        for region in self.world.memory.regions:
+            if region.sealed:
+                commit = self._read(region.commit())
+                memory.commits[commit.line.checkpoint] = commit
+        return found
+
+    def _look_at(self, disk: MemoryBackend) -> Held:
+        held = Held()
+        for key, data in disk._objects.items():
+            folder, _, rest = key.removeprefix("run/").partition("/")
+            id = names.parse_step_folder(folder)
+            if id is not None and rest == names.COMMIT_NAME:
+                held.commits[id] = self._read(data)
+            elif id is not None and rest.startswith(names.MARKS_FOLDER):
+                held.marks.setdefault(id, set()).add(rest.partition("/")[2])
+        return held
+
+    def _read(self, data: Any) -> Commit:
+        """Read a commit record once: a published object never changes."""
+        if id(data) not in self._cache:
+            self._cache[id(data)] = (data, read_commit(bytes(data), what="a commit record"))
+        return self._cache[id(data)][1]
+
+    def _known(self, now: dict[str, Held]) -> dict[CheckpointId, Commit]:
+        return {id: commit for held in now.values() for id, commit in held.commits.items()}
+
+    def _abandoned(self, known: dict[CheckpointId, Commit]) -> set[CheckpointId]:
+        """The rule in its plainest form: some later attempt started below this step."""
+        left = set()
+        for id in known:
+            for other in known.values():
+                start = other.line.started_from
+                if other.line.checkpoint.attempt > id.attempt and id.step > (
+                    -1 if start is None else start.step
+                ):
+                    left.add(id)
+        return left
+
+    def _tombstoned(self, now: dict[str, Held]) -> set[CheckpointId]:
+        marked = {
+            id
+            for held in now.values()
+            for id, marks in held.marks.items()
+            if names.TOMBSTONE_MARK in marks
+        }
+        return marked | self.deleted
+
+    # What must hold ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        now = self.look()
+        self._check_bytes(now)
+        self._check_pins(now)
+        self._check_newest(now)
+        self._check_drops(now)
+        self._check_handles(now)
+        self.before = now
+
+    def _check_bytes(self, now: dict[str, Held]) -> None:
+        """Invariant 1, and 5: what is committed holds the bytes of that step and attempt, on every tier alone."""
+        for tier, disk in self.world.disks.items():
+            for checkpoint, commit in now[tier].commits.items():
+                prefix = names.step_prefix("run", checkpoint)
+                image = disk._objects.get(prefix + names.shard_name(SHARD))
+                manifest = disk._objects.get(prefix + names.manifest_name(SHARD))
+                assert image is not None, f"{checkpoint} is committed on {tier} without its image"
+                assert manifest is not None, f"{checkpoint} is committed on {tier} without manifest"
+                if id(image) in self._judged:
+                    continue
+                assert bytes(image) == self.world.image(checkpoint), f"wrong bytes on {tier}"
+                named = commit.file(names.manifest_name(SHARD))
+                assert named is not None
+                assert named.digest == sha256(bytes(manifest))
+                assert commit.line.checkpoint == checkpoint
+                self._judged.add(id(image))
+                self._cache[id(image)] = (image, commit)  # keeps the object, and so its id
+        for region in self.world.memory.regions:
+            if region.sealed:
+                sealed = self._read(region.commit()).line.checkpoint
+                assert bytes(region.image) == self.world.image(sealed), "wrong bytes in memory"
+
+    def _check_pins(self, now: dict[str, Held]) -> None:
+        """Invariant 3: what is pinned stays, on each tier where it lay; memory may go where a tier has it."""
+        for id, tiers in self.pinned.items():
+            for tier in tiers - {"host"}:
+                assert id in now[tier].commits, f"{id} was pinned on {tier} and is gone"
+            assert any(id in held.commits for held in now.values()), f"{id} was pinned and is gone"
+
+    def _check_newest(self, now: dict[str, Held]) -> None:
+        """Invariants 2 and 3: per loss class, the newest durable live checkpoint never gets older, unless a person
+        deleted it or the run went back behind it."""
+        left = self._abandoned(self._known(now)) | self._tombstoned(now)
+        for lost in LOSS_CLASSES:
+            there = {
+                id: None
+                for when in (self.before, now)
+                for id in self._durable(when, lost)
+                if id not in left
+            }
+            if there:
+                newest = max(there)
+                assert newest in self._durable(now, lost), (
+                    f"{newest} was the newest that survives the loss of a {lost}, and is gone"
+                )
+
+    def _durable(self, held: dict[str, Held], lost: LossClass) -> set[CheckpointId]:
+        return {
+            id
+            for rules in self.world.rules[1:]
+            if RANK[rules.survives] >= RANK[lost]
+            for id in held[rules.name].commits
+        }
+
+    def _check_drops(self, now: dict[str, Held]) -> None:
+        """A line that was left behind goes by retention only once the new one is as safe."""
+        known = self._known(now)
+        left = self._abandoned(known)
+        for task in self.world.tasks:
+            if not isinstance(task, DropCopy) or "left behind" not in task.reason:
+                continue
+            need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
+            assert any(
+                id.attempt > task.id.attempt and id not in left
+                for rules in self.world.rules[1:]
+                if RANK[rules.survives] >= need
+                for id in now[rules.name].commits
+            ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
+
+    def _check_handles(self, now: dict[str, Held]) -> None:
+        for id, handle in self.world.handles.items():
+            for tier in handle.tiers:
+                if id in now[tier].commits:
+                    self.ever[id] = now[tier].commits[id]
+                elif handle.done(tier):
+                    assert id in self.ever, f"{id} is told to be on {tier} and never was"
+
+    def check_settled(self) -> None:
+        """Invariant 7, and that all comes to an end: nothing half done, nothing owed that could be had, nothing left
+        lying about."""
+        world, coordinator = self.world, self.world.coordinator
+        now = self.look()
+        assert not coordinator.busy(), "the coordinator is still busy"
+        for id, tier in coordinator.left_undone():
+            assert self._is_full(tier, now), f"{id} is still owed to {tier}, which has room"
+        for tier, disk in world.disks.items():
+            for key in disk._objects:
+                folder, _, rest = key.removeprefix("run/").partition("/")
+                id = names.parse_step_folder(folder)
+                assert id is None or id in now[tier].commits, f"{tier}: {key} is a leftover"
+            for id, marks in now[tier].marks.items():
+                if names.TOMBSTONE_MARK in marks:
+                    assert names.PIN_MARK in marks or id in self.pinned, f"{id} should be deleted"
+            latest = self._clean(tier).read_latest()
+            assert latest is None or latest in now[tier].commits, f"{tier}: latest names {latest}"
+        assert all(region.sealed for region in world.memory.regions), "memory is leaked"
+        entries = set(coordinator.ledger.entries)
+        assert entries == set(self._known(now)), "the ledger is not what lies there"
+        for entry in coordinator.ledger.entries.values():
+            assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
+
+    def _is_full(self, tier: str, now: dict[str, Held]) -> bool:
+        capacity = self.world.coordinator.ledger.view().tier(tier).capacity_bytes
+        if capacity is None:
+            return False
+        used = sum(len(data) for data in self.world.disks[tier]._objects.values())
+        return used + IMAGE > capacity
+
+
+def check_restorable(history: History) -> None:
+    """What a look at any single tier calls committed can be read from it, chunk by chunk."""
+    for tier in history.world.disks:
+        store = history._clean(tier)
+        listing = store.list()
+        assert listing.error is None
+        for copy in listing.copies:
+            data = bytearray(IMAGE)
+            for start in range(0, IMAGE, CHUNK):
+                end = min(start + CHUNK, IMAGE)
+                store.read_into(copy.id, SHARD, start, memoryview(data)[start:end])
+            assert bytes(data[:DATA_START]) == history.world.image(copy.id)[:DATA_START]
+            assert bytes(data) == history.world.image(copy.id)
+
+
+def live(history: History) -> str:
+    return "\n".join(history.log[-120:])
+
+
+def run_history(seed: int, events: int) -> History:
+    """Live through one history; what is wrong is said with the seed and what happened."""
+    history = History(seed)
+    try:
+        history.go(events)
+        history.settle()
+        history.check_settled()
+        history.crash()
+        history.settle()
+        history.check_settled()
+        check_restorable(history)
+    except (AssertionError, TierfallError, KeyError) as error:
+        rules = "\n".join(map(str, history.world.rules))
+        raise AssertionError(f"seed {seed}: {error}\n{rules}\n{live(history)}") from error
+    return history

@@ -1,0 +1,194 @@
+"""What ``ls`` and ``show`` know of a run: listings, decisions and manifests, gathered once and asked by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError
+from tierfall.core.lock import Owner
+from tierfall.core.records import Manifest
+from tierfall.core.restore.images import checked_manifest
+from tierfall.core.values import CheckpointId, CopyState, Shard, TierKind
+from tierfall.core.view import Decision, Verdict, View
+from tierfall.orders import view_of
+from tierfall.policies.bundle import plan_retention
+from tierfall.reading import Reader
+
+DAMAGED = "damaged"
+UNFINISHED = "unfinished"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One look at all tiers of a run."""
+
+    listings: tuple[Listing, ...]
+    known: tuple[KnownCheckpoint, ...]
+    view: View
+    owner: Owner | None
+    wall_time_s: float
+
+    @classmethod
+    def gather(cls, reader: Reader) -> Self:
+        listings = reader.list()
+        known = merge(listings)
+        return cls(
+            listings=listings,
+            known=known,
+            view=view_of(reader.config, known),
+            owner=reader.owner(),
+            wall_time_s=time.time(),
+        )
+
+    @property
+    def by_id(self) -> dict[CheckpointId, KnownCheckpoint]:
+        return {c.id: c for c in self.known}
+
+    def rows(self) -> list[CheckpointId]:
+        """Every checkpoint, and what is not one yet."""
+        unfinished = {id for listing in self.listings for id in listing.unfinished}
+        return sorted({*self.by_id, *unfinished})
+
+    def cell(self, id: CheckpointId, tier: str) -> str:
+        """Say in a word what a tier holds of a checkpoint."""
+        listing = next(x for x in self.listings if x.tier == tier)
+        if listing.error is not None:
+            return "?"
+        copy = listing.copy(id)
+        if copy is not None:
+            return self.state(copy)
+        if id in listing.unfinished:
+            return str(CopyState.ARRIVING) if self.owner else UNFINISHED
+        return "-"
+
+    def state(self, copy: FoundCopy) -> str:
+        return DAMAGED if copy.damage is not None else str(copy.state)
+
+    def bytes(self, checkpoint: KnownCheckpoint) -> int:
+        if checkpoint.commit is not None:
+            return checkpoint.commit.image_bytes
+        return max(copy.bytes for copy in checkpoint.copies.values())
+
+    def age_s(self, checkpoint: KnownCheckpoint) -> float | None:
+        if checkpoint.commit is None:
+            return None
+        return max(0.0, self.wall_time_s - checkpoint.commit.wall_time_s)
+
+    def tags(self, checkpoint: KnownCheckpoint) -> tuple[str, ...]:
+        """Tags given at the save and marked since, less those that were taken away."""
+        marks = checkpoint.marks
+        given = set(checkpoint.commit.tags) if checkpoint.commit else set()
+        given |= {mark.removeprefix("tag-") for mark in marks if mark.startswith("tag-")}
+        given -= {mark.removeprefix("untag-") for mark in marks if mark.startswith("untag-")}
+        return tuple(sorted(given))
+
+    def owed(self, id: CheckpointId) -> tuple[str, ...]:
+        seen = next(c for c in self.view.checkpoints if c.id == id)
+        return tuple(tier.name for tier in self.view.tiers if tier.name in seen.owed)
+
+    def decision(self, tier: str, id: CheckpointId) -> Decision:
+        """Say what becomes of a copy by rule, and why."""
+        if self.view.tier(tier).kind is TierKind.HOST:
+            return self._in_memory(tier, id)
+        for decision in plan_retention(self.view, tier):
+            if decision.checkpoint == id:
+                return decision
+        reason = "its commit record is damaged: no rule counts or drops it, 'tierfall rm' does"
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+    def _in_memory(self, tier: str, id: CheckpointId) -> Decision:
+        newest = max((c.id for c in self.view.on(tier) if c.live), default=None)
+        if newest == id:
+            reason = "the newest in memory always stays"
+        else:
+            reason = "until a save needs its room; the oldest go first"
+        return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor, or the piece of it, that an image holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifested:
+    """What a manifest says of its image."""
+
+    shard: str
+    image_bytes: int
+    chunks: int
+    chunk_bytes: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def largest(self, count: int) -> list[Tensor]:
+        return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
+
+    def members(self) -> dict[str, Any]:
+        return {
+            "shard": self.shard,
+            "image_bytes": self.image_bytes,
+            "chunks": self.chunks,
+            "chunk_bytes": self.chunk_bytes,
+            "tensor_bytes": self.tensor_bytes,
+            "tensors": [
+                {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.bytes}
+                for t in self.tensors
+            ],
+        }
+
+
+def manifest_facts(
+    reader: Reader, checkpoint: KnownCheckpoint
+) -> tuple[list[Manifested], list[str]]:
+    """Read each shard's manifest from the fastest copy that has a good one; the second are the bad ones met."""
+    found: list[Manifested] = []
+    problems: list[str] = []
+    if checkpoint.commit is None:
+        return found, problems
+    size = checkpoint.commit.world_size
+    opener = reader.opener()
+    for rank in range(size):
+        shard = Shard(rank, size)
+        for tier, copy in checkpoint.copies.items():
+            if copy.commit is None:
+                continue
+            try:
+                manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
+            except (IntegrityError, NotSupportedError, BackendError) as error:
+                problems.append(f"tier {tier}: {error}")
+                continue
+            found.append(_manifested(manifest))
+            break
+    return found, problems
+
+
+def _manifested(manifest: Manifest) -> Manifested:
+    shard = manifest.shard
+    return Manifested(
+        shard=f"rank {shard.rank} of {shard.world_size}",
+        image_bytes=manifest.image_bytes,
+        chunks=manifest.chunk_count,
+        chunk_bytes=manifest.chunk_bytes,
+        tensors=tuple(
+            Tensor(
+                name=str(piece["name"]),
+                dtype=str(piece["dtype"]),
+                shape=tuple(piece["lengths"]),
+                bytes=int(piece["end"]) - int(piece["start"]),
+            )
+            for piece in json.loads(manifest.pieces)
+        ),
+    )

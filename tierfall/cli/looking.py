@@ -1,0 +1,292 @@
+"""``ls``, ``show`` and ``schema``: commands that only look, beside a living trainer too."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from tierfall.cli.common import (
+    Answer,
+    ConfigOption,
+    JsonOption,
+    RunOption,
+    StepArgument,
+    id_members,
+    load_settings,
+    metric_members,
+    owner_members,
+    parse_step,
+    table,
+)
+from tierfall.cli.facts import Facts, Manifested, manifest_facts
+from tierfall.config import Config
+from tierfall.core.catalog import FoundCopy, KnownCheckpoint
+from tierfall.core.errors import BackendError
+from tierfall.core.units import format_duration, format_size
+from tierfall.core.values import CheckpointId
+from tierfall.orders import find
+from tierfall.reading import Reader
+
+LARGEST_SHOWN = 5
+
+
+def ls(
+    config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False
+) -> None:
+    """List the steps of a run: on which tiers, in what state, how large, how old."""
+    settings = load_settings(config, run)
+    answer = Answer(as_json)
+    with Reader(settings) as reader:
+        facts = Facts.gather(reader)
+        _note_unread(answer, facts)
+        answer.document = {
+            "run": settings.run,
+            "owner": owner_members(facts.owner),
+            "tiers": [_tier_members(reader, listing) for listing in facts.listings],
+            "checkpoints": [_members(facts, c) for c in facts.known],
+        }
+        if facts.rows():
+            answer.show(_steps(facts))
+        answer.show(*_summary(facts, settings))
+    answer.finish()
+
+
+def show(
+    step: StepArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one step in full: its line, its files, its copies and why each stays or goes."""
+    settings = load_settings(config, run)
+    number, attempt = parse_step(step)
+    answer = Answer(as_json)
+    with Reader(settings) as reader:
+        facts = Facts.gather(reader)
+        _note_unread(answer, facts)
+        checkpoint = find(facts.known, number, attempt, doing="show")
+        files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
+        manifests, problems = manifest_facts(reader, checkpoint)
+        for problem in problems:
+            answer.problem(problem)
+        answer.document = {
+            "run": settings.run,
+            **_members(facts, checkpoint),
+            "owed": list(facts.owed(checkpoint.id)),
+            "world_size": checkpoint.commit.world_size if checkpoint.commit else None,
+            "nodes": list(checkpoint.commit.nodes) if checkpoint.commit else [],
+            "manifests": [manifest.members() for manifest in manifests],
+        }
+        for tier, members in answer.document["copies"].items():
+            decision = facts.decision(tier, checkpoint.id)
+            members["decision"] = {"verdict": str(decision.verdict), "reason": decision.reason}
+            members["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
+        answer.show(*_in_full(facts, checkpoint, manifests, files))
+    answer.finish()
+
+
+def schema(as_json: JsonOption = False) -> None:
+    """Print the JSON schema of the YAML file, for editors to complete from."""
+    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+
+
+# For programs ----------------------------------------------------------------------------------------
+
+
+def _tier_members(reader: Reader, listing: Any) -> dict[str, Any]:
+    store = reader.stores.get(listing.tier)
+    kind = next(tier.kind for tier in reader.config.tiers if tier.name == listing.tier)
+    return {
+        "name": listing.tier,
+        "kind": str(kind),
+        "place": store.place if store else str(reader.host.path),
+        "checkpoints": len(listing.copies),
+        "bytes": sum(copy.bytes for copy in listing.copies),
+        "error": None if listing.error is None else str(listing.error),
+        "damaged": [str(error) for error in listing.damaged],
+        "unfinished": [id_members(id) for id in sorted(listing.unfinished)],
+    }
+
+
+def _members(facts: Facts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
+    commit = checkpoint.commit
+    line = commit.line if commit else None
+    start = line.started_from if line else None
+    return {
+        **id_members(checkpoint.id),
+        "ordinal": line.ordinal if line else None,
+        "started_from": id_members(start) if start else None,
+        "bytes": facts.bytes(checkpoint),
+        "wall_time_s": commit.wall_time_s if commit else None,
+        "age_s": facts.age_s(checkpoint),
+        "pinned": checkpoint.pinned,
+        "abandoned": checkpoint.abandoned,
+        "deleted": checkpoint.tombstoned,
+        "tags": list(facts.tags(checkpoint)),
+        "metrics": metric_members(commit.metrics) if commit else {},
+        "copies": {
+            tier: {
+                "state": facts.state(copy),
+                "bytes": copy.bytes,
+                "marks": sorted(copy.marks),
+                "damage": None if copy.damage is None else str(copy.damage),
+            }
+            for tier, copy in checkpoint.copies.items()
+        },
+    }
+
+
+# For people ------------------------------------------------------------------------------------------
+
+
+def _note_unread(answer: Answer, facts: Facts) -> None:
+    for listing in facts.listings:
+        if listing.error is not None:
+            answer.problem(f"tier {listing.tier} could not be read: {listing.error}")
+        for damage in listing.damaged:
+            answer.problem(f"tier {listing.tier} holds something damaged: {damage}")
+        for copy in listing.copies:
+            if copy.damage is not None:
+                answer.problem(f"tier {listing.tier}: {copy.id} is damaged: {copy.damage}")
+
+
+def _steps(facts: Facts) -> Table:
+    tiers = [listing.tier for listing in facts.listings]
+    rows = facts.rows()
+    metrics = sorted({name for c in facts.known if c.commit for name in c.commit.metrics})
+    made = table("STEP", "AGE", "SIZE", *tiers, *metrics, "", right=("STEP", "AGE", "SIZE", *metrics))
+    for id in rows:
+        checkpoint = facts.by_id.get(id)
+        if checkpoint is None:
+            made.add_row(str(id), "", "", *(facts.cell(id, t) for t in tiers), *[""] * len(metrics), "")
+            continue
+        values = checkpoint.commit.metrics if checkpoint.commit else {}
+        made.add_row(
+            str(id),
+            _age(facts, checkpoint),
+            format_size(facts.bytes(checkpoint)),
+            *(facts.cell(id, tier) for tier in tiers),
+            *(f"{values[name]:.6g}" if name in values else "" for name in metrics),
+            ", ".join(_remarks(facts, checkpoint)),
+        )
+    return made
+
+
+def _age(facts: Facts, checkpoint: KnownCheckpoint) -> str:
+    age_s = facts.age_s(checkpoint)
+    return "" if age_s is None else format_duration(round(age_s))
+
+
+def _remarks(facts: Facts, checkpoint: KnownCheckpoint) -> Iterable[str]:
+    yield from (f"#{tag}" for tag in facts.tags(checkpoint))
+    if checkpoint.pinned:
+        yield "pinned"
+    if checkpoint.abandoned:
+        yield "left behind"
+    if checkpoint.tombstoned:
+        yield "to be deleted"
+
+
+def _summary(facts: Facts, settings: Config) -> Iterable[str]:
+    count = len(facts.known)
+    what = "no checkpoint" if count == 0 else f"{count} checkpoint{'s' * (count != 1)}"
+    held = ", ".join(
+        f"{listing.tier} {format_size(sum(copy.bytes for copy in listing.copies))}"
+        for listing in facts.listings
+        if listing.copies
+    )
+    yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
+    if facts.owner is not None:
+        yield f"a trainer owns it: {facts.owner}"
+
+
+def _in_full(
+    facts: Facts,
+    checkpoint: KnownCheckpoint,
+    manifests: Sequence[Manifested],
+    files: dict[str, list[tuple[str, int]]],
+) -> Iterable[Table | str]:
+    yield _head(facts, checkpoint)
+    yield ""
+    copies = table("COPY", "STATE", "SIZE", "MARKS", "STAYS OR GOES", right=("SIZE",))
+    for tier, copy in checkpoint.copies.items():
+        decision = facts.decision(tier, checkpoint.id)
+        copies.add_row(
+            tier,
+            facts.state(copy),
+            format_size(copy.bytes),
+            ", ".join(sorted(copy.marks)),
+            f"{decision.verdict}: {decision.reason}",
+        )
+    yield copies
+    for manifest in manifests:
+        yield ""
+        yield from _manifest_lines(manifest)
+    for tier, found in files.items():
+        if found:
+            yield ""
+            made = table(f"FILE on {tier}", "BYTES", right=("BYTES",))
+            for name, size in found:
+                made.add_row(name, str(size))
+            yield made
+
+
+def _head(facts: Facts, checkpoint: KnownCheckpoint) -> Table:
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    commit = checkpoint.commit
+    made.add_row("step", str(checkpoint.id.step))
+    made.add_row("attempt", str(checkpoint.id.attempt))
+    if commit is not None:
+        start = commit.line.started_from
+        made.add_row("line", f"number {commit.line.ordinal}, {_from(start)}")
+        made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
+        made.add_row("by", f"{', '.join(commit.nodes)} ({commit.world_size} rank)")
+    made.add_row("size", format_size(facts.bytes(checkpoint)))
+    if commit is not None and commit.metrics:
+        made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in commit.metrics.items()))
+    if remarks := list(_remarks(facts, checkpoint)):
+        made.add_row("is", ", ".join(remarks))
+    if owed := facts.owed(checkpoint.id):
+        made.add_row("still owed to", ", ".join(owed))
+    return made
+
+
+def _from(start: CheckpointId | None) -> str:
+    return "begun anew" if start is None else f"continued from {start}"
+
+
+def _wall_time(wall_time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_time_s))
+
+
+def _manifest_lines(manifest: Manifested) -> Iterable[Table | str]:
+    yield (
+        f"{manifest.shard}: {manifest.chunks} chunks of {format_size(manifest.chunk_bytes)}, "
+        f"{len(manifest.tensors)} tensors of {format_size(manifest.tensor_bytes)}, the largest:"
+    )
+    made = table("TENSOR", "DTYPE", "SHAPE", "SIZE", right=("SIZE",))
+    for tensor in manifest.largest(LARGEST_SHOWN):
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        made.add_row(tensor.name, tensor.dtype, shape, format_size(tensor.bytes))
+    yield made
+
+
+def _files(
+    reader: Reader, tier: str, checkpoint: KnownCheckpoint, answer: Answer
+) -> list[tuple[str, int]]:
+    """Name the files of a copy; what lies in memory has none."""
+    store = reader.stores.get(tier)
+    if store is None:
+        return []
+    try:
+        return [(stored.key, stored.bytes) for stored in store.files(checkpoint.id)]
+    except BackendError as error:
+        answer.problem(f"tier {tier}: its files could not be listed: {error}")
+        return []
+
+
