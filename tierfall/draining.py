@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierfall.config import Config
@@ -17,7 +16,7 @@ from tierfall.core.errors import FencedError
 from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
-from tierfall.orders import POLL_S, view_of
+from tierfall.orders import POLL_S, Watch, view_of
 from tierfall.session import Session
 from tierfall.telling import must_keep_memory
 from tierfall.tiers.host import HeldImage
@@ -44,9 +43,6 @@ class Drained:
     problems: tuple[str, ...]
     memory_kept: bool
     seconds: float
-
-
-Watch = Callable[[int, int], None]
 
 
 def drain(

@@ -27,6 +27,8 @@ from tierfall.session import Session, open_stores, tier_rules
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
+Watch = Callable[[int, int], None]
+"""Is told, from time to time, bytes done and bytes in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Pruned:
 
 
 def find(
-    known: Iterable[KnownCheckpoint], step: int, attempt: int | None, *, doing: str
+    known: Sequence[KnownCheckpoint], step: int, attempt: int | None, *, doing: str
 ) -> KnownCheckpoint:
     """Return the checkpoint that a person named: without an attempt, the live line's. Raises StepError."""
     of_step = [c for c in known if c.id.step == step]
@@ -65,7 +67,7 @@ def find(
     if of_step:
         there = ", ".join(_said(c) for c in of_step)
         raise StepError(f"{doing}: {which} is not there, but {there}: name it so")
-    newest = ", ".join(str(c.id) for c in list(known)[-8:]) or "none"
+    newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
     raise StepError(f"{doing}: {which} is not there; the newest that are: {newest}")
 
 
@@ -229,8 +231,8 @@ def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, Ba
     return failed
 
 
-def prune(config: Config, on_left: Callable[[int, int], None] = lambda left, total: None) -> Pruned:
-    """Carry out retention on every stored tier; ``on_left`` is told how many copies are still to go, and of how many."""
+def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
+    """Carry out retention on every stored tier, as a trainer does after each commit."""
     with tending(config) as session:
         coordinator = session.coordinator
 
@@ -249,9 +251,10 @@ def prune(config: Config, on_left: Callable[[int, int], None] = lambda left, tot
 
         decisions = session.ask(plan)
         drops = [d for d in decisions if d.verdict is Verdict.DROP]
+        total = sum(drop.bytes for drop in drops)
         session.ask(coordinator.dropper.survey_all)
         while not session.wait_idle(POLL_S):
-            on_left(len(session.ask(still_there)), len(drops))
+            watch(total - sum(drop.bytes for drop in session.ask(still_there)), total)
         left = session.ask(still_there)
         unread = {x.tier: x.error for x in session.listings if x.error is not None}
     return Pruned(decisions=decisions, left=left, unread=unread)

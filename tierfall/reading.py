@@ -70,6 +70,12 @@ class Reader:
             return listings
         return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
 
+    def memory(self) -> Listing:
+        """Say what lies in host memory, without asking the other tiers."""
+        if self._host_error is not None:
+            return Listing(tier=self.host.name, error=self._host_error)
+        return self.host.list()
+
     def images(self) -> dict[CheckpointId, HeldImage]:
         return self.host.images()
 

@@ -63,12 +63,12 @@ def test_without_cuda_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_synchronize_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waited.append(True))
     device.synchronize()
     assert not waited
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda *_: True)
     device.synchronize()
     assert waited
 

@@ -57,9 +57,7 @@ JsonOption = Annotated[
 ]
 StepArgument = Annotated[
     str,
-    typer.Argument(
-        metavar="STEP", help="A step of the live line (400), or of an attempt (400@7)."
-    ),
+    typer.Argument(metavar="STEP", help="A step of the live line (400), or of an attempt (400@7)."),
 ]
 
 

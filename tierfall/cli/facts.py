@@ -167,28 +167,35 @@ def manifest_facts(
                 continue
             try:
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
+                found.append(_manifested(manifest))
             except (IntegrityError, NotSupportedError, BackendError) as error:
                 problems.append(f"tier {tier}: {error}")
                 continue
-            found.append(_manifested(manifest))
             break
     return found, problems
 
 
 def _manifested(manifest: Manifest) -> Manifested:
     shard = manifest.shard
+    try:
+        tensors = tuple(_tensor(piece) for piece in json.loads(manifest.pieces))
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"manifest of {manifest.line.checkpoint}: its table of tensors is off: {error!r}"
+        ) from error
     return Manifested(
         shard=f"rank {shard.rank} of {shard.world_size}",
         image_bytes=manifest.image_bytes,
         chunks=manifest.chunk_count,
         chunk_bytes=manifest.chunk_bytes,
-        tensors=tuple(
-            Tensor(
-                name=str(piece["name"]),
-                dtype=str(piece["dtype"]),
-                shape=tuple(piece["lengths"]),
-                bytes=int(piece["end"]) - int(piece["start"]),
-            )
-            for piece in json.loads(manifest.pieces)
-        ),
+        tensors=tensors,
+    )
+
+
+def _tensor(piece: dict[str, Any]) -> Tensor:
+    return Tensor(
+        name=str(piece["name"]),
+        dtype=str(piece["dtype"]),
+        shape=tuple(int(length) for length in piece["lengths"]),
+        bytes=int(piece["end"]) - int(piece["start"]),
     )

@@ -25,7 +25,7 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.facts import Facts, Manifested, manifest_facts
 from tierfall.config import Config
-from tierfall.core.catalog import FoundCopy, KnownCheckpoint
+from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import BackendError
 from tierfall.core.units import format_duration, format_size
 from tierfall.core.values import CheckpointId
@@ -35,9 +35,7 @@ from tierfall.reading import Reader
 LARGEST_SHOWN = 5
 
 
-def ls(
-    config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False
-) -> None:
+def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
     """List the steps of a run: on which tiers, in what state, how large, how old."""
     settings = load_settings(config, run)
     answer = Answer(as_json)
@@ -159,11 +157,15 @@ def _steps(facts: Facts) -> Table:
     tiers = [listing.tier for listing in facts.listings]
     rows = facts.rows()
     metrics = sorted({name for c in facts.known if c.commit for name in c.commit.metrics})
-    made = table("STEP", "AGE", "SIZE", *tiers, *metrics, "", right=("STEP", "AGE", "SIZE", *metrics))
+    made = table(
+        "STEP", "AGE", "SIZE", *tiers, *metrics, "", right=("STEP", "AGE", "SIZE", *metrics)
+    )
     for id in rows:
         checkpoint = facts.by_id.get(id)
         if checkpoint is None:
-            made.add_row(str(id), "", "", *(facts.cell(id, t) for t in tiers), *[""] * len(metrics), "")
+            made.add_row(
+                str(id), "", "", *(facts.cell(id, t) for t in tiers), *[""] * len(metrics), ""
+            )
             continue
         values = checkpoint.commit.metrics if checkpoint.commit else {}
         made.add_row(
@@ -288,5 +290,3 @@ def _files(
     except BackendError as error:
         answer.problem(f"tier {tier}: its files could not be listed: {error}")
         return []
-
-

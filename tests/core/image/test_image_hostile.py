@@ -171,8 +171,8 @@ TREE: dict[str, Callable[[dict[str, Any]], object]] = {
     "random state inside": lambda s: swap(s, "c", ["l", [["r", 0]]]),
     "quantized": lambda s: swap(s, "c", ["q", 0, "torch.per_tensor_affine", 0, 0]),
     "quantized scheme": lambda s: swap(s, "c", ["q", 0, "torch.other", 0, 0]),
-    "too deep": lambda s: swap(s, "c", deep(300)),
-    "much too deep": lambda s: swap(s, "c", deep(900)),
+    "too deep": lambda s: swap(s, "c", deep(200)),
+    "much too deep": lambda s: swap(s, "c", deep(400)),
 }
 
 

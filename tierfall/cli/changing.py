@@ -1,0 +1,222 @@
+"""``prune``, ``pin``, ``unpin`` and ``rm``: a person's orders about what stays and what goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tierfall import orders
+from tierfall.cli.common import (
+    Answer,
+    ConfigOption,
+    JsonOption,
+    RunOption,
+    StepArgument,
+    complain,
+    id_members,
+    load_settings,
+    owner_members,
+    parse_step,
+    refuse,
+    table,
+    watched,
+)
+from tierfall.cli.progress import Watch
+from tierfall.config import Config
+from tierfall.core.catalog import KnownCheckpoint, merge
+from tierfall.core.lock import Owner
+from tierfall.core.scheduler.tasks import PersonsOrder
+from tierfall.core.units import format_size
+from tierfall.core.view import Decision, Verdict
+from tierfall.reading import Reader
+
+_DID = {PersonsOrder.PIN: "pinned", PersonsOrder.UNPIN: "unpinned", PersonsOrder.DELETE: "deleted"}
+
+
+def pin(
+    step: StepArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a step on every tier that holds it, whatever the rules say, until it is unpinned."""
+    _order(PersonsOrder.PIN, step, load_settings(config, run), Answer(as_json))
+
+
+def unpin(
+    step: StepArgument,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take the pin off a step, on every tier."""
+    _order(PersonsOrder.UNPIN, step, load_settings(config, run), Answer(as_json))
+
+
+def rm(
+    step: StepArgument,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Delete the newest step, too, without asking.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a step from every tier; a pinned one is refused."""
+    _order(PersonsOrder.DELETE, step, load_settings(config, run), Answer(as_json), yes=yes)
+
+
+def _order(
+    kind: PersonsOrder, step: str, settings: Config, answer: Answer, *, yes: bool = True
+) -> None:
+    """Find what is meant, and carry the order out, or leave it for the trainer that lives."""
+    number, attempt = parse_step(step)
+    verb = "rm" if kind is PersonsOrder.DELETE else str(kind)
+    with Reader(settings) as reader:
+        listings = reader.list()
+        known = merge(listings)
+        checkpoint = orders.find(known, number, attempt, doing=verb)
+        owner = reader.owner()
+        elsewhere = orders.trained_elsewhere(listings, reader.stores)
+    if kind is PersonsOrder.DELETE:
+        _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
+    if owner is not None:
+        carried = orders.leave_mark(settings, kind, checkpoint)
+        failed = {
+            **carried.failed,
+            **{x.tier: x.error for x in listings if x.error is not None},
+        }
+    else:
+        if elsewhere is not None:
+            complain(
+                f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: "
+                "that one cannot be seen from here"
+            )
+        carried = orders.carry_out(settings, kind, checkpoint.id)
+        failed = dict(carried.failed)
+    answer.document = {
+        "run": settings.run,
+        "order": verb,
+        **id_members(checkpoint.id),
+        "done": list(carried.done),
+        "failed": {tier: str(error) for tier, error in failed.items()},
+        "left_to": owner_members(owner),
+    }
+    answer.show(*_said(kind, carried, owner))
+    for tier, error in failed.items():
+        answer.problem(f"{verb} {checkpoint.id}: tier {tier}: {error}")
+    answer.finish()
+
+
+def _said(kind: PersonsOrder, carried: orders.Carried, owner: Owner | None) -> Sequence[str]:
+    if not carried.done:
+        return ()
+    where = ", ".join(carried.done)
+    if owner is None:
+        return (f"{_DID[kind]} {carried.id} on {where}",)
+    if kind is PersonsOrder.DELETE:
+        return (
+            f"marked {carried.id} for deletion on {where}: the trainer (process {owner.pid}) deletes it after its next "
+            "commit there",
+        )
+    return (
+        f"{_DID[kind]} {carried.id} on {where}: the trainer (process {owner.pid}) heeds it after its next commit there",
+    )
+
+
+def _check_deletion(
+    checkpoint: KnownCheckpoint, known: Sequence[KnownCheckpoint], *, yes: bool, ask: bool
+) -> None:
+    """Refuse to delete what is pinned, and without a yes what a restore would take."""
+    id = checkpoint.id
+    if checkpoint.pinned:
+        refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
+    restorable = orders.newest_restorable(known)
+    if yes or not restorable or restorable[0] != id:
+        return
+    after = f"the next is {restorable[1]}" if len(restorable) > 1 else "there is no other"
+    what = f"{id} is the newest step that can be restored; {after}"
+    if not (ask and sys.stdin.isatty() and sys.stdout.isatty()):
+        refuse(f"rm: {what}. Say --yes to delete it all the same")
+    if not typer.confirm(f"{what}. Delete it?"):
+        refuse("rm: nothing was deleted")
+
+
+# prune -----------------------------------------------------------------------------------------------
+
+
+def prune(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done, and why.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Apply the rules of retention now, on every stored tier, and say why each copy stays or goes."""
+    settings = load_settings(config, run)
+    answer = Answer(as_json)
+    with Reader(settings) as reader:
+        owner = reader.owner()
+        listings = reader.list()
+        elsewhere = orders.trained_elsewhere(listings, reader.stores)
+    if owner is not None and not dry_run:
+        refuse(
+            f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
+            "nothing was changed. With --dry-run, see what it will do"
+        )
+    if dry_run:
+        unread = {x.tier: x.error for x in listings if x.error is not None}
+        pruned = orders.Pruned(decisions=orders.plan_prune(settings, listings), unread=unread)
+    else:
+        if elsewhere is not None:
+            complain(
+                f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: "
+                "that one cannot be seen from here"
+            )
+        with Watch("prune", 0, shown=watched(as_json)) as watch:
+            pruned = orders.prune(settings, watch.set)
+    answer.document = {
+        "run": settings.run,
+        "dry_run": dry_run,
+        "decisions": [_decision_members(d, pruned, dry_run) for d in pruned.decisions],
+    }
+    answer.show(*_decided(pruned, dry_run))
+    for tier, error in pruned.unread.items():
+        answer.problem(f"tier {tier} could not be read, nothing is decided there: {error}")
+    for drop in pruned.left:
+        answer.problem(f"prune: {drop.checkpoint} is still on {drop.tier}")
+    answer.finish()
+
+
+def _decision_members(decision: Decision, pruned: orders.Pruned, dry_run: bool) -> dict[str, Any]:
+    gone = decision.verdict is Verdict.DROP and not dry_run and decision not in pruned.left
+    return {
+        **id_members(decision.checkpoint),
+        "tier": decision.tier,
+        "verdict": str(decision.verdict),
+        "reason": decision.reason,
+        "bytes": decision.bytes,
+        "dropped": gone,
+    }
+
+
+def _decided(pruned: orders.Pruned, dry_run: bool) -> Sequence[Table | str]:
+    drops = [d for d in pruned.decisions if d.verdict is Verdict.DROP and d not in pruned.left]
+    made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
+    for decision in pruned.decisions:
+        made.add_row(
+            decision.tier,
+            str(decision.checkpoint),
+            format_size(decision.bytes),
+            str(decision.verdict),
+            decision.reason,
+        )
+    verb = "would be dropped" if dry_run else "dropped"
+    total = format_size(sum(d.bytes for d in drops))
+    summary = f"{len(drops)} of {len(pruned.decisions)} copies {verb}, {total}"
+    return (made, summary) if pruned.decisions else (summary,)

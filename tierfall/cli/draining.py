@@ -1,0 +1,102 @@
+"""``drain``: finish the flush of what a trainer that died left in host memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from tierfall.cli.common import (
+    Answer,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    RunOption,
+    id_members,
+    load_settings,
+    refuse,
+    watched,
+)
+from tierfall.cli.progress import Watch
+from tierfall.config import Config
+from tierfall.core.errors import ConfigError
+from tierfall.core.units import format_duration, format_size, parse_duration
+from tierfall.draining import Drained, Owed
+from tierfall.draining import drain as drain_run
+from tierfall.reading import Reader
+
+
+def drain(
+    deadline: Annotated[
+        str | None,
+        typer.Option("--deadline", metavar="TIME", help="Stop after this long: 30s, 10m."),
+    ] = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Finish the flush of what a dead trainer left in host memory, then give the memory back."""
+    settings = load_settings(config, run)
+    deadline_s = None if deadline is None else _seconds(deadline)
+    answer = Answer(as_json)
+    if not _holds_images(settings, answer):
+        answer.document = {"run": settings.run, "done": [], "left": [], "memory_kept": False}
+        answer.show(f"run {settings.run}: nothing lies in host memory")
+        answer.finish()
+        return
+    with Watch("drain", 0, shown=watched(as_json)) as watch:
+        drained = drain_run(settings, deadline_s, watch.set)
+    answer.document = {
+        "run": settings.run,
+        "done": [_members(owed) for owed in drained.done],
+        "left": [_members(owed) for owed in drained.left],
+        "memory_kept": drained.memory_kept,
+        "seconds": drained.seconds,
+    }
+    _say(answer, settings, drained)
+    answer.finish()
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ConfigError as error:
+        refuse(f"--deadline: {error}", Exit.USAGE)
+
+
+def _holds_images(settings: Config, answer: Answer) -> bool:
+    """Look into memory without owning it; a living trainer is left alone."""
+    with Reader(settings) as reader:
+        owner = reader.owner()
+        if owner is not None:
+            refuse(
+                f"drain: a trainer owns run {settings.run!r} ({owner}) and flushes its memory itself; nothing was done"
+            )
+        memory = reader.memory()
+        if memory.error is not None:
+            refuse(f"drain: host memory cannot be read: {memory.error}")
+        for damage in memory.damaged:
+            answer.problem(f"host memory holds something damaged: {damage}")
+        return bool(memory.copies)
+
+
+def _say(answer: Answer, settings: Config, drained: Drained) -> None:
+    for owed in drained.done:
+        answer.show(f"flushed {owed}")
+    if drained.done or drained.left:
+        total = format_size(sum(owed.bytes for owed in drained.done))
+        count = f"{len(drained.done)} of {len(drained.done) + len(drained.left)} copies"
+        answer.show(
+            f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
+        )
+    else:
+        answer.show(f"run {settings.run}: everything in host memory was durable already")
+    answer.show("host memory is kept" if drained.memory_kept else "host memory is given back")
+    for owed in drained.left:
+        answer.problem(f"drain: not done: {owed}")
+    for problem in drained.problems:
+        answer.problem(problem)
+
+
+def _members(owed: Owed) -> dict[str, Any]:
+    return {**id_members(owed.checkpoint), "tier": owed.tier, "bytes": owed.bytes}
