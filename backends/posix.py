@@ -148,8 +148,10 @@ class PosixBackend:
         check_prefix(prefix)
         self._check_writable("clean up", prefix)
         count, pending = 0, [prefix]
+        walked: list[str] = []
         while pending:
             folder = pending.pop()
+            walked.append(folder.rstrip("/"))
             entries = self._entries(folder)
             pending += [
                 f"{folder}{each.name}/" for each in entries if each.is_folder and is_part(each.name)
@@ -159,6 +161,9 @@ class PosixBackend:
                 # A folder that somebody removes meanwhile took what was dead in it along.
                 with suppress(KeyNotFoundError):
                     count += self._discard(folder, dead)
+        for folder in reversed(walked):
+            # A kill between the last file's end and its folder's leaves the folder.
+            self._folders.remove_empty(folder)
         return count
 
     def close(self) -> None:

@@ -28,7 +28,9 @@ EPILOGUE = (
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__, epilog=EPILOGUE)
-    parser.add_argument("--dir", type=Path, default=Path(), help="on which file system (default: .)")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), help="on which file system (default: .)"
+    )
     parser.add_argument("--size-gib", type=float, default=1.5, help="of the state (default: 1.5)")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")

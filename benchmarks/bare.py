@@ -126,7 +126,11 @@ def read_file(path: Path, view: memoryview, *, direct: bool) -> None:
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
         size = os.fstat(descriptor).st_size
-        _in_pieces(READ_THREADS, view[: in_blocks(size)], lambda part, at: _read(descriptor, part, at, size))
+        _in_pieces(
+            READ_THREADS,
+            view[: in_blocks(size)],
+            lambda part, at: _read(descriptor, part, at, size),
+        )
     finally:
         os.close(descriptor)
 

@@ -36,9 +36,7 @@ def table(results: Results, machine: dict[str, Any]) -> str:
     for name, values in results.samples.items():
         one = spread(values)
         rate = "" if "/" in name else f"{state / one.median / 1e9:9.2f}"
-        lines.append(
-            f"{name:<34}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}"
-        )
+        lines.append(f"{name:<34}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}")
     return "\n".join([*lines, "", _io_line(results)])
 
 

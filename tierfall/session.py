@@ -92,7 +92,7 @@ def open_stores(
         if not isinstance(tier, FileTier):
             continue
         try:
-            backend = PosixBackend(Path(tier.path), **({"read_only": True} if read_only else {}))
+            backend = PosixBackend(Path(tier.path), read_only=read_only)
         except BackendError as error:
             if not read_only and not isinstance(error, UnreachableError):
                 raise type(error)(f"open: tier {tier.name}: {error}") from error

@@ -284,3 +284,14 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     backend.delete("run/0/key")
     assert open_files() == before
     backend.close()
+
+
+def test_folders_that_a_kill_left_empty_go_with_what_was_unfinished(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path)
+    (tmp_path / "run" / "step-1" / "marks").mkdir(parents=True)
+    (tmp_path / "run" / "step-2").mkdir()
+    with backend.create("run/step-2/kept") as writer:
+        writer.publish()
+    assert backend.discard_unfinished("run/") == 0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2"]
+    backend.close()

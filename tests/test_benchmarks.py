@@ -1,0 +1,279 @@
+"""The benchmarks: their arithmetic, the state they measure, and a tiny run. No time is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the package
+
+from benchmarks import bare, figures, machine, memory, report, rounds, workload  # noqa: E402
+from benchmarks.__main__ import parse  # noqa: E402
+from benchmarks.figures import Results  # noqa: E402
+
+SAMPLES = {"a": [3.0, 1.0, 2.0], "b": [1.0, 1.0, 4.0]}
+
+
+# Arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_ratio_divides_medians_and_spreads_over_rounds() -> None:
+    found = figures.ratio("x", SAMPLES, subject="a", reference="b", target=2.0)
+    assert (found.value, found.low, found.high) == (2.0, 0.5, 3.0)
+    assert found.met is True
+
+
+def test_ratio_above_its_target_is_missed() -> None:
+    assert figures.ratio("x", SAMPLES, subject="a", reference="b", target=1.99).met is False
+
+
+def test_ratio_without_target_has_no_verdict() -> None:
+    assert figures.ratio("x", SAMPLES, subject="a", reference="b").met is None
+
+
+def test_ratio_of_series_from_different_rounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 samples over 1"):
+        figures.ratio("x", {"a": [1.0, 2.0, 3.0], "b": [1.0]}, subject="a", reference="b")
+
+
+def test_median_of_an_even_number_lies_between() -> None:
+    assert figures.spread([1.0, 2.0, 4.0, 9.0]) == figures.Spread(median=3.0, low=1.0, high=9.0)
+
+
+def test_spread_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        figures.spread([])
+
+
+def results(*, target: float = 2.0, extra_mib: int = 0, direct: tuple[bool, bool]) -> Results:
+    found = Results(samples=dict(SAMPLES), memory={"extra_bytes": extra_mib << 20})
+    found.ratios.append(figures.ratio("x", SAMPLES, subject="a", reference="b", target=target))
+    found.direct = {"reference": direct[0], "tierfall": direct[1]}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "report_only", "code"),
+    [
+        (results(direct=(True, True)), False, 0),
+        (results(direct=(True, True), extra_mib=200), False, 0),
+        (results(direct=(True, True), extra_mib=201), False, 1),
+        (results(direct=(True, True), target=1.5), False, 1),
+        (results(direct=(True, True), target=1.5), True, 0),
+        (results(direct=(False, False)), False, 0),
+        (results(direct=(False, True)), False, 0),
+        (results(direct=(True, False)), False, 2),
+        (results(direct=(True, False)), True, 2),
+    ],
+)
+def test_exit_code_says_what_was_missed(found: Results, report_only: bool, code: int) -> None:
+    assert figures.exit_code(found, report_only=report_only) == code
+
+
+# Rounds ----------------------------------------------------------------------------------------------
+
+
+def run(calls: list[str], count: int = 4, seed: int = 0) -> dict[str, list[float]]:
+    def contender(name: str) -> rounds.Contender:
+        return rounds.Contender(
+            name=name,
+            before=lambda: calls.append(f"before {name}"),
+            timed=lambda: calls.append(name) or {"part": 7.0},
+            after=lambda: calls.append(f"after {name}"),
+        )
+
+    contenders = [contender(name) for name in "abc"]
+    return rounds.run_rounds(
+        contenders, rounds=count, seed=seed, settle=lambda: calls.append("settle")
+    )
+
+
+def test_every_contender_runs_once_a_round_from_a_settled_state() -> None:
+    calls: list[str] = []
+    samples = run(calls)
+    for number in range(5):  # the first warms up
+        of_round = calls[number * 12 : (number + 1) * 12]
+        for name in "abc":
+            at = of_round.index(f"before {name}")
+            assert of_round[at : at + 4] == [f"before {name}", "settle", name, f"after {name}"]
+    assert {name: len(values) for name, values in samples.items()} == {
+        name: 4 for name in ("a", "b", "c", "a/part", "b/part", "c/part")
+    }
+
+
+def test_order_is_shuffled_and_repeats_with_its_seed() -> None:
+    first, again = [], []
+    run(first, count=8)
+    run(again, count=8)
+    assert first == again
+    order = [call for call in first if call in ("a", "b", "c")]
+    assert len({tuple(order[i : i + 3]) for i in range(0, len(order), 3)}) > 1
+
+
+# The state -------------------------------------------------------------------------------------------
+
+
+def test_full_state_has_its_size_and_about_700_tensors() -> None:
+    shape = workload.shape_for(3 << 29)
+    assert abs(shape.parameters * workload.BYTES_PER_PARAMETER / (3 << 29) - 1) < 0.01
+    assert (shape.width, shape.layers) == (768, 14)
+
+
+def test_state_is_of_real_steps() -> None:
+    shape = workload.shape_for(10 << 20)
+    work = workload.Workload(shape)
+    bare_count = len(work.tensors())
+    work.train(2)
+    tensors = work.tensors()
+    assert (bare_count, len(tensors)) == (172, 688)
+    moments = [state["exp_avg_sq"] for state in work.optimizer.state.values()]
+    assert all(bool((moment > 0).any()) for moment in moments)
+    weights = shape.parameters * workload.BYTES_PER_PARAMETER
+    assert workload.bytes_of(tensors) == weights + 172 * 4  # and a step count each
+
+
+def test_shape_counts_its_parameters() -> None:
+    shape = workload.shape_for(10 << 20)
+    counted = sum(parameter.numel() for parameter in workload.Gpt(shape).parameters())
+    assert shape.parameters == counted
+
+
+# The references --------------------------------------------------------------------------------------
+
+
+def tensors() -> list[torch.Tensor]:
+    return [
+        torch.randn(700, 600),
+        torch.randn(3, dtype=torch.float64),
+        torch.arange(5_000_000).to(torch.bfloat16),
+    ]
+
+
+def test_buffer_takes_compares_and_gives_back() -> None:
+    state = sorted(tensors(), key=lambda tensor: -tensor.element_size())
+    buffer = bare.Buffer(state, touched=True)
+    assert not buffer.holds(state)
+    buffer.take(state)
+    assert buffer.holds(state)
+    kept = [tensor.clone() for tensor in state]
+    for tensor in state:
+        tensor.zero_()
+    assert not buffer.holds(state)
+    buffer.give(state)
+    assert all(torch.equal(a, b) for a, b in zip(state, kept, strict=True))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_reference_file_is_written_whole_and_read_back(tmp_path: Path, wanted: bool) -> None:
+    direct = wanted and bare.direct_works(tmp_path, machine.file_system(tmp_path))
+    if wanted and not direct:
+        pytest.skip(f"no direct I/O in {tmp_path}")
+    state = [torch.randint(0, 255, (40_000_001,), dtype=torch.uint8)]
+    source, target = bare.Buffer(state, touched=True), bare.Buffer(state, touched=True)
+    source.take(state)
+    path = tmp_path / "file"
+    bare.write_file(path, source.view, direct=direct)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    with path.open("ab") as file:
+        file.write(b"not a whole block")
+    bare.drop_cached(path)
+    bare.read_file(path, target.whole, direct=direct)
+    assert target.holds(state)
+    end = target.bytes
+    assert bytes(target.whole[end : end + 17]) == b"not a whole block"
+
+
+def test_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10_000))
+    buffer = bare.Buffer([torch.zeros(10_000, dtype=torch.uint8)], touched=True)
+    with path.open("rb") as file, pytest.raises(OSError, match="ended at 10000"):
+        bare._read(file.fileno(), buffer.whole, 0, 20_000)
+
+
+def test_direct_io_in_memory_is_not_direct(tmp_path: Path) -> None:
+    assert bare.direct_works(tmp_path, "tmpfs") is False
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+def test_peak_of_a_phase_is_kept_after_the_memory_is_gone() -> None:
+    peaks = memory.Peaks()
+    with peaks.phase("small"):
+        before = memory.resident_bytes()
+    with peaks.phase("large"):
+        block = torch.ones(64 << 20, dtype=torch.uint8)
+        peaks.sample()
+        del block
+    assert peaks.bytes["large"] >= before + (60 << 20)
+    assert peaks.bytes["small"] < before + (60 << 20)
+
+
+# A tiny run ------------------------------------------------------------------------------------------
+
+
+def benchmark(folder: Path, *more: str) -> tuple[str, dict[str, Any]]:
+    where = ["--dir", str(folder / "files"), "--json", str(folder / "found.json")]
+    small = ["--size-gib", "0.01", "--rounds", "2", "--report-only"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *where, *small, *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads((folder / "found.json").read_text())
+
+
+def test_tiny_run_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    text, found = benchmark(tmp_path)
+    targets = {each["name"]: each["target"] for each in found["ratios"]}
+    assert {name: target for name, target in targets.items() if target is not None} == {
+        "durable on the file tier": 1.25,
+        "restore from the host tier": 1.3,
+        "cold restore from the file tier": 1.25,
+    }
+    for each in found["ratios"]:
+        assert each["name"] in text
+        assert len(found["samples_s"][each["subject"]]) == 2
+        assert each["value"] > 0
+    assert found["memory"]["extra_bytes"] == max(found["memory"]["phases"].values())
+    assert set(found["direct_io"]) == {"reference", "tierfall"}
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["facts"]["tensors"] == 688
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_one_part_is_measured_alone(tmp_path: Path) -> None:
+    _, found = benchmark(tmp_path, "--only", "cold")
+    assert {each["name"] for each in found["ratios"]} == {
+        "cold restore from the file tier",
+        "first start, from the file tier",
+    }
+    assert found["memory"] is None
+
+
+def test_table_says_plainly_what_is_missed_and_what_cannot_be_compared() -> None:
+    found = results(target=1.5, direct=(True, False))
+    found.facts.update(state_bytes=1, tensors=1, parameters=1, load_before=0.0, load_after=0.0)
+    found.facts.update(first_save_s=1.0, first_save_blocked_s=1.0)
+    about = machine.describe(ROOT, ROOT, "cpu")
+    text = report.table(found, about)
+    assert "MISSED" in text
+    assert "NOT COMPARABLE" in text
+
+
+@pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--size-gib", "0"], ["--only", "warm"]])
+def test_senseless_options_are_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(wrong)
