@@ -40,7 +40,7 @@ def run_rounds(
     settle: Callable[[], None] = quiet,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of every series, one sample a round; a round that came before them warms up and is left out."""
+    """Return the seconds of every series, one sample a round; a first round warms up and is left out."""
     shuffle = random.Random(seed)
     samples: dict[str, list[float]] = {}
     for number in range(-1, rounds):

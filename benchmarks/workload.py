@@ -60,7 +60,8 @@ class _Block(nn.Module):
         rows, length, width = x.shape
         heads = self.attention(self.before_attention(x))
         heads = heads.view(rows, length, 3, -1, HEAD_WIDTH).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = heads.unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).reshape(rows, length, width))
         down: torch.Tensor = self.down(functional.gelu(self.up(self.before_mlp(x))))
         return x + down

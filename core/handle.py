@@ -17,7 +17,10 @@ from tierfall.core.values import CheckpointId, SaveOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStats:
-    """Times of one save in seconds, from the call of ``save``; what has not happened yet is None or not there."""
+    """Times of one save in seconds, from the call of ``save``; what has not happened yet is None or not there.
+
+    ``blocked_s`` is what the training thread gave: in ``save``, and at the barrier before the next update.
+    """
 
     bytes: int
     lazy: bool
@@ -49,6 +52,7 @@ class SaveHandle:
         self._done: set[str] = set()
         self._failed: dict[str, BaseException] = {}
         self._stats = SaveStats(bytes=0, lazy=False, blocked_s=0.0)
+        self._waited_s = 0.0
         self._captured_s: float | None = None
         self._durable_s: dict[str, float] = {}
         self.before_wait: Callable[[], None] | None = None
@@ -80,7 +84,7 @@ class SaveHandle:
             return SaveStats(
                 bytes=self._stats.bytes,
                 lazy=self._stats.lazy,
-                blocked_s=self._stats.blocked_s,
+                blocked_s=self._stats.blocked_s + self._waited_s,
                 captured_s=self._captured_s,
                 durable_s=dict(self._durable_s),
             )
@@ -131,6 +135,11 @@ class SaveHandle:
     def tell_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
         with self._changed:
             self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
+
+    def tell_waited(self, seconds: float) -> None:
+        """The training thread waited outside of ``save`` for this capture to end."""
+        with self._changed:
+            self._waited_s += seconds
 
     def tell_captured(self) -> None:
         with self._changed:

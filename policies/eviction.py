@@ -58,7 +58,7 @@ def _reason_to_leave_memory(
     """An older one goes once no lower tier needs it; the newest sealed one only where memory holds no second image,
     and only once it is durable below: else there could be no further save at all."""
     live = [c for c in held if c.live]
-    if checkpoint.copies[tier.name].leased:
+    if checkpoint.copies[tier.name].leased or _is_the_only_pinned_copy(view, checkpoint, tier):
         return None
     waiting = only_source_for(view, checkpoint, tier)
     if live and checkpoint.id == live[-1].id:
@@ -66,10 +66,13 @@ def _reason_to_leave_memory(
         alone = len(held) == 1
         return "it is durable below, and memory has room for one image only" if durable and alone else None
     if checkpoint.tombstoned or not waiting:
-        pinned_only_here = checkpoint.pinned and not any(
-            checkpoint.readable_on(t.name) for t in view.tiers if t.name != tier.name
-        )
-        return None if pinned_only_here else "oldest in memory that no lower tier still needs"
+        return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):
         return f"memory is full, and {', '.join(waiting)} does not take copies at present"
     return None
+
+
+def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+    return checkpoint.pinned and not any(
+        checkpoint.readable_on(other.name) for other in view.tiers if other.name != tier.name
+    )

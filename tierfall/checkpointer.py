@@ -127,7 +127,7 @@ class Checkpointer:
         """
         self._check_usable()
         self._capturer.barrier.bracketed_by_hand()
-        self._capturer.wait_copied(self._config.max_wait_s if timeout is None else timeout)
+        self._capturer.wait_barrier(self._config.max_wait_s if timeout is None else timeout)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -135,12 +135,21 @@ class Capturer:
         if ready:
             self._queue.put(snapshot)
 
+    def wait_barrier(self, timeout: float | None) -> None:
+        """As ``wait_copied``, outside of a save: the handle counts the time as blocked."""
+        snapshot = self._current
+        if snapshot is None:
+            return
+        began = time.monotonic()
+        try:
+            self.wait_copied(timeout)
+        finally:
+            snapshot.handle.tell_waited(time.monotonic() - began)
+
     def _at_barrier(self) -> None:
         """What the step hook does; it never raises, since the capture thread reports what failed."""
-        if self._current is None:
-            return
         try:
-            self.wait_copied(self._max_wait_s)
+            self.wait_barrier(self._max_wait_s)
         except BaseException:
             logger.debug("the capture failed at the barrier", exc_info=True)
 

@@ -5,6 +5,7 @@ Every tensor of a step is a pure function of (start, step), so whoever finds a c
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -63,7 +64,8 @@ def config(folder: Path, memory: Path) -> dict[str, Any]:
     }
 
 
-def tensors_of(start: int, step: int) -> dict[str, torch.Tensor]:
+@functools.lru_cache(maxsize=32)
+def tensors_of(start: int, step: int) -> Mapping[str, torch.Tensor]:
     """What start number ``start`` saves as ``step``, any bit pattern being as likely as any other."""
     made = {"who": torch.tensor([start, step])}
     for number, (name, (dtype, shape)) in enumerate(_SHAPES.items()):
@@ -188,6 +190,7 @@ COMMIT = {
     "commit-done": Point(
         owner=StoredTier, method="commit", after=True, fits=_on("nvme"), calls=(1, 5)
     ),
+    "commit-first": Point(owner=StoredTier, method="commit", after=True, fits=_on("nvme")),
     "commit-latest": Point(
         owner=StoredTier, method="name_latest", after=True, fits=_on("slow"), calls=(1, 3)
     ),

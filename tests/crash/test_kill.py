@@ -64,6 +64,14 @@ def test_a_kill_of_a_start_that_finishes_an_earlier_ones_flush(
     live(Life(trainers, tmp_path, memory, seed), stops=["flush-slow", point], random_kills=1)
 
 
+def test_latest_is_moved_on_by_whoever_drops_what_it_names(
+    trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    """Three starts in a row die before they write the hint; what it names has then been dropped."""
+    stops = ["commit-done", "commit-first", "commit-first", "commit-first"]
+    live(Life(trainers, tmp_path, memory, seed), stops=stops, random_kills=0)
+
+
 @pytest.mark.torture
 @pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
 def test_lives_of_many_deaths(

@@ -84,6 +84,7 @@ def train(journal: Journal, config: dict[str, Any], start: int, steps: int | Non
         for step in count(first) if steps is None else range(first, first + steps):
             with ckpt.guard():
                 doomed.fill_state(state, start, step)
+            doomed.tensors_of(start, step + 1)  # so that the next update follows the save at once
             journal.tell("begun", step=step)
             handle = ckpt.save(step, state)
             for reporter in reporters:

@@ -53,16 +53,19 @@ def _prepare(
     listen_to_warnings()
 
 
-app.command("ls")(looking.ls)
-app.command("show")(looking.show)
-app.command("verify")(checking.verify)
-app.command("prune")(changing.prune)
-app.command("pin")(changing.pin)
-app.command("unpin")(changing.unpin)
-app.command("rm")(changing.rm)
-app.command("drain")(draining.drain)
-app.command("schema")(looking.schema)
-app.command("demo")(demo)
+for _function, _summary in (
+    (looking.ls, "List the steps of a run, tier by tier."),
+    (looking.show, "Show one step in full."),
+    (checking.verify, "Read back and check every file of every copy."),
+    (changing.prune, "Apply the rules of retention now."),
+    (changing.pin, "Keep a step, whatever the rules say."),
+    (changing.unpin, "Take the pin off a step."),
+    (changing.rm, "Delete a step from every tier."),
+    (draining.drain, "Finish the flush of what a dead trainer left in memory."),
+    (looking.schema, "Print the JSON schema of the YAML file."),
+    (demo, "Train, kill and restore a small model, and show the timeline."),
+):
+    app.command(short_help=_summary)(_function)
 
 
 def _refuse_for_now(name: str) -> None:

@@ -29,6 +29,7 @@ from tierfall.cli.progress import Watch
 from tierfall.config import Config
 from tierfall.core.catalog import KnownCheckpoint, merge
 from tierfall.core.lock import Owner
+from tierfall.core.records import Attempt
 from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.units import format_size
 from tierfall.core.view import Decision, Verdict
@@ -91,11 +92,7 @@ def _order(
             **{x.tier: x.error for x in listings if x.error is not None},
         }
     else:
-        if elsewhere is not None:
-            complain(
-                f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: "
-                "that one cannot be seen from here"
-            )
+        _warn_of(elsewhere)
         carried = orders.carry_out(settings, kind, checkpoint.id)
         failed = dict(carried.failed)
     answer.document = {
@@ -140,10 +137,22 @@ def _check_deletion(
         return
     after = f"the next is {restorable[1]}" if len(restorable) > 1 else "there is no other"
     what = f"{id} is the newest step that can be restored; {after}"
-    if not (ask and sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (ask and at_terminal()):
         refuse(f"rm: {what}. Say --yes to delete it all the same")
     if not typer.confirm(f"{what}. Delete it?"):
         refuse("rm: nothing was deleted")
+
+
+def _warn_of(elsewhere: Attempt | None) -> None:
+    if elsewhere is not None:
+        complain(
+            f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: it "
+            "cannot be seen from here"
+        )
+
+
+def at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 # prune -----------------------------------------------------------------------------------------------
@@ -173,11 +182,7 @@ def prune(
         unread = {x.tier: x.error for x in listings if x.error is not None}
         pruned = orders.Pruned(decisions=orders.plan_prune(settings, listings), unread=unread)
     else:
-        if elsewhere is not None:
-            complain(
-                f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: "
-                "that one cannot be seen from here"
-            )
+        _warn_of(elsewhere)
         with Watch("prune", 0, shown=watched(as_json)) as watch:
             pruned = orders.prune(settings, watch.set)
     answer.document = {

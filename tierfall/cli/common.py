@@ -112,19 +112,28 @@ class Answer:
             ok = {"ok": not self.problems, "problems": self.problems}
             typer.echo(json.dumps(self.document | ok, indent=2, allow_nan=False))
         else:
-            console = Console(
-                markup=False,
-                highlight=False,
-                emoji=False,
-                soft_wrap=True,
-                width=None if sys.stdout.isatty() else PIPED_WIDTH,
-            )
-            for part in self._shown:
-                console.print(part)
+            _print(self._shown)
         for problem in self.problems:
             complain(problem)
         if self.problems:
             raise typer.Exit(Exit.COULD_NOT)
+
+
+def _print(parts: Iterable[Table | str]) -> None:
+    """Print for a person; what goes to a file or a pipe has no width, and no spaces at the ends of lines."""
+    watched = sys.stdout.isatty()
+    console = Console(
+        markup=False,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+        width=None if watched else PIPED_WIDTH,
+    )
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    text = capture.get()
+    typer.echo(text if watched else re.sub(r" +$", "", text, flags=re.MULTILINE), nl=False)
 
 
 def table(*columns: str, right: Iterable[str] = ()) -> Table:

@@ -252,7 +252,7 @@ def _head(facts: Facts, checkpoint: KnownCheckpoint) -> Table:
     if commit is not None and commit.metrics:
         made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in commit.metrics.items()))
     if remarks := list(_remarks(facts, checkpoint)):
-        made.add_row("is", ", ".join(remarks))
+        made.add_row("remarks", ", ".join(remarks))
     if owed := facts.owed(checkpoint.id):
         made.add_row("still owed to", ", ".join(owed))
     return made

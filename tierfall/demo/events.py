@@ -133,5 +133,5 @@ def _tier(fields: dict[str, Any]) -> TierNow:
 
 def _restored(fields: dict[str, Any]) -> Restored:
     lists = ("sources", "fallbacks", "owed")
-    tuples = {name: tuple(tuple(one) for one in fields.pop(name)) for name in lists}
+    tuples: dict[str, Any] = {name: tuple(tuple(one) for one in fields.pop(name)) for name in lists}
     return Restored(**tuples, **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attend(self.before_attention(x)))
-        return x + self.dropout(self.feed(self.before_feed(x)))
+        x = x + self.dropout(self.feed(self.before_feed(x)))
+        return x
 
     def attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
@@ -89,10 +91,9 @@ def parameter_count(model: nn.Module) -> int:
 
 def fingerprint(state: dict[str, Tensor]) -> str:
     """Return a digest of every tensor's bytes: two models of one digest are equal to the last bit."""
-    import hashlib
-
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode())
-        digest.update(state[name].detach().contiguous().view(-1).view(torch.uint8).numpy())
+        data = state[name].detach().contiguous().view(-1).view(torch.uint8)
+        digest.update(data.numpy().data)
     return digest.hexdigest()

@@ -14,8 +14,6 @@ from typing import Self
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from tierfall.core.units import format_rate, format_size
@@ -75,12 +73,10 @@ class Screen:
         return (now - then) / (now_s - then_s) if now_s > then_s else 0.0
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(box=None, pad_edge=False, padding=(0, 4, 0, 0), header_style="bold")
-        for column in columns:
-            table.add_column(column, no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        self._console.print(Padding(table, (0, 0, 0, 2)), soft_wrap=True)
+        widths = [max(map(len, cells)) + 3 for cells in zip(columns, *rows, strict=True)]
+        for number, row in enumerate((columns, *rows)):
+            line = "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.say("  " + (f"[bold]{line.rstrip()}[/bold]" if number == 0 else line.rstrip()))
 
     def __enter__(self) -> Self:
         self._live.__enter__()

@@ -65,9 +65,10 @@ class Stage:
         )
 
     def show(self, event: Event) -> None:
-        """Show a step; between two saves one line is left standing."""
+        """Show a step; between two saves one line is left standing, of a run without saves every fourth."""
         if isinstance(event, StepDone):
-            self.screen.step(event, keep=event.step % self.every == self.every // 2)
+            apart = self.every if event.totals else 4 * self.every
+            self.screen.step(event, keep=event.step % apart == apart // 2)
 
 
 # 1 and 2: train, and kill -----------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
             if cut is not None:
                 for late in trainer.kill():
                     act.add(late)
-                _tell_kill(stage, trainer.pid, cut, act.steps[-1])
+                _tell_kill(stage, trainer.pid, cut, event)
                 return act, cut
             trainer.thaw()
     raise DemoError(
@@ -115,11 +116,12 @@ def _in_flight(stage: Stage, event: StepDone) -> CheckpointId | None:
     return cut if not committed and chains.half_there(stage.chain, SLOW, cut) else None
 
 
-def _tell_kill(stage: Stage, pid: int, cut: CheckpointId, last: StepDone) -> None:
-    screen = stage.screen
-    screen.head(2, "Kill it in the middle of a flush")
-    screen.say(
-        f"  step {last.step}: {SLOW} has bytes of checkpoint {cut.step} but no commit record. "
+def _tell_kill(stage: Stage, pid: int, cut: CheckpointId, event: StepDone) -> None:
+    assert event.totals is not None
+    share = event.tiers[SLOW].arrived_bytes / event.totals.image_bytes
+    stage.screen.head(2, "Kill it in the middle of a flush")
+    stage.screen.say(
+        f"  step {event.step}: {share:.0%} of checkpoint {cut.step} has arrived on {SLOW}. "
         f"[bold red]SIGKILL[/bold red] to process {pid}"
     )
 
@@ -133,6 +135,9 @@ def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, Listing]:
     if listings[SLOW].copy(cut) is not None:
         raise DemoError(f"checkpoint {cut} is committed on {SLOW} although its copy was cut off")
     show_tiers(stage, listings, cut)
+    stage.screen.say(
+        f"  {SLOW} has no commit record of checkpoint {cut.step}: what arrived counts for nothing"
+    )
     return listings
 
 
@@ -157,34 +162,34 @@ def show_tiers(stage: Stage, listings: dict[str, Listing], cut: CheckpointId | N
 def go_on(stage: Stage, left: dict[str, Listing]) -> Act:
     """Start the trainer again: it restores, finishes what was owed, and trains to the end."""
     act = Act()
-    newest = merge(left.values())[-1].id
+    owed: set[tuple[str, str]] = set()
     stage.screen.begin_training()
     with stage.trainer("again") as trainer:
         for event in trainer.follow():
             act.add(event)
             if isinstance(event, Started):
-                _check_restored(event, newest)
-                _tell_restored(stage, event)
-            else:
-                _tell_adopted(stage, act)
-                stage.show(event)
-    if act.ended is None:
-        raise DemoError("the second start ended without saying so; see logs/again.log")
+                restored = _check_restored(event, merge(left.values())[-1].id)
+                _tell_restored(stage, restored)
+                owed.update(restored.owed)
+                continue
+            owed -= _tell_adopted(stage, event, owed)
+            stage.show(event)
+    if owed:
+        raise DemoError(f"what the dead process owed was never finished: {sorted(owed)}")
     return act
 
 
-def _check_restored(event: Started, newest: CheckpointId) -> None:
+def _check_restored(event: Started, newest: CheckpointId) -> Restored:
     if event.restored is None:
         raise DemoError(f"the second start restored nothing, though checkpoint {newest} was there")
     if event.restored.step != newest.step:
         raise DemoError(
             f"the second start restored step {event.restored.step}, not {newest.step}, the newest there was"
         )
+    return event.restored
 
 
-def _tell_restored(stage: Stage, event: Started) -> None:
-    restored = event.restored
-    assert restored is not None
+def _tell_restored(stage: Stage, restored: Restored) -> None:
     stage.screen.say(
         f"  restored step [bold]{restored.step}[/bold] (attempt {restored.attempt}) "
         f"in {format_duration(restored.seconds)}"
@@ -199,21 +204,20 @@ def _tell_sources(stage: Stage, restored: Restored) -> None:
         stage.screen.say(f"  {shard}: {format_size(count)} from [bold green]{tier}[/bold green]")
 
 
-def _tell_adopted(stage: Stage, act: Act) -> None:
-    """Say it once when a copy that the dead process owed is there."""
-    assert act.started is not None
-    assert act.started.restored is not None
-    now = act.last.tiers
-    before = act.steps[-2].tiers if len(act.steps) > 1 and act.ended is None else None
-    if act.ended is not None and act.steps:
-        before = act.steps[-1].tiers
-    for checkpoint, tier in act.started.restored.owed:
-        there = tier in now and checkpoint in now[tier].whole
-        known = before is not None and tier in before and checkpoint in before[tier].whole
-        if there and not known:
-            stage.screen.say(
-                f"  [green]finished by adoption: checkpoint {checkpoint} is committed on {tier}[/green]"
-            )
+def _tell_adopted(
+    stage: Stage, event: StepDone | Ended, owed: set[tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Say, and return, which copies that the dead process owed have arrived by now."""
+    done = {
+        (checkpoint, tier)
+        for checkpoint, tier in owed
+        if tier in event.tiers and checkpoint in event.tiers[tier].whole
+    }
+    for checkpoint, tier in sorted(done):
+        stage.screen.say(
+            f"  [green]finished by adoption: checkpoint {checkpoint} is committed on {tier}[/green]"
+        )
+    return done
 
 
 # 5: compare -------------------------------------------------------------------------------------------

@@ -33,10 +33,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a much smaller model")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    make_deterministic()
-    training = Training(SMALL if options.small else NORMAL, english_text(), steps=options.steps)
     opened = tierfall.open(options.config) if options.config else nullcontext()
     with EventWriter(options.log) as log, opened as ckpt:
+        make_deterministic()
+        plan = SMALL if options.small else NORMAL
+        training = Training(plan, english_text(), steps=options.steps)
         run(training, steps=options.steps, ckpt=ckpt, log=log)
 
 

@@ -18,7 +18,7 @@ from tierfall.demo.data import ShuffledLoader
 from tierfall.demo.model import Gpt, Shape, next_byte_loss
 
 SEED = 1234
-THREADS = 2
+THREADS = 1
 LEARNING_RATE = 1e-3
 
 Listener = Callable[[int, float, float], None]
@@ -36,9 +36,9 @@ class Plan:
 
 
 NORMAL = Plan(
-    shape=Shape(width=256, layers=4, heads=4, context=128),
+    shape=Shape(width=256, layers=4, heads=4, context=64),
     batch=4,
-    slow_bandwidth="24MB/s",
+    slow_bandwidth="30MB/s",
     chunk="1MiB",
 )
 SMALL = Plan(
@@ -62,7 +62,9 @@ class Training:
     def __init__(self, plan: Plan, text: bytes, *, steps: int) -> None:
         self.model = Gpt(plan.shape)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, LEARNING_RATE, total_steps=steps + 1, cycle_momentum=False
+        )
         self.loader = ShuffledLoader(text, context=plan.shape.context, batch=plan.batch, seed=SEED)
         self.state: dict[str, Any] = {
             "model": self.model,

@@ -1,0 +1,187 @@
+"""What every command promises: exit codes, where things are said, one JSON document, and nothing that is secret."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import Cli, run, run_process
+from typer.testing import CliRunner
+
+import tierfall
+from tierfall.cli import app, looking
+
+MakeCli = Callable[..., Cli]
+Saved = Callable[..., None]
+READING = (["ls"], ["show", "1"], ["verify"], ["prune", "--dry-run"])
+
+
+def test_no_configuration_is_a_usage_error() -> None:
+    answer = run(["ls"])
+    assert (answer.code, answer.out) == (2, "")
+    assert "--config" in answer.err
+    assert "TIERFALL_CONFIG" in answer.err
+
+
+def test_a_wrong_configuration_says_where_and_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_SECRET", "hunter2!")
+    path = tmp_path / "tiers.yaml"
+    path.write_text("run: x\ntiers: ./here\nmax_wait: ${env:SOME_SECRET}\n")
+    answer = run(["ls", "--config", str(path)])
+    assert answer.code == 2
+    assert f"{path}:3: max_wait" in answer.err
+    assert "hunter2" not in answer.out + answer.err
+
+
+def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    answer = run(["verify", "-c", str(tmp_path / "none.yaml")])
+    assert answer.code == 2
+    assert "none.yaml" in answer.err
+
+
+def test_another_run_may_be_named(make_cli: MakeCli, saved: Saved) -> None:
+    cli = make_cli()
+    saved(cli, [1])
+    cli.configure({**cli.config, "run": "other"})
+    assert cli.json("ls")["checkpoints"] == []
+    found = cli.json("ls", "--run", "run")
+    assert found["run"] == "run"
+    assert [c["step"] for c in found["checkpoints"]] == [1]
+
+
+@pytest.mark.parametrize("step", ["x", "-1", "1@", "@7", "1@2@3", "1.5", "", "٣"])
+def test_a_step_that_is_none_is_a_usage_error(make_cli: MakeCli, step: str) -> None:
+    answer = make_cli()("show", "--", step, code=2)
+    assert "400@7" in answer.err
+
+
+def test_a_step_that_is_not_there_names_those_that_are(make_cli: MakeCli, saved: Saved) -> None:
+    cli = make_cli()
+    saved(cli, [1, 2])
+    for command in ("show", "verify", "pin", "unpin", "rm"):
+        answer = cli(command, "7", code=1)
+        assert "step 7 is not there" in answer.err
+        assert "1@1, 2@1" in answer.err
+        assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["export", "copy", "check", "watch"])
+@pytest.mark.parametrize("rest", [[], ["400", "--to", "x"], ["--help"]])
+def test_a_command_of_a_later_version_says_so(name: str, rest: list[str]) -> None:
+    answer = run([name, *rest])
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err == f"tierfall: {name}: not supported yet\n"
+
+
+def test_repairing_is_for_a_later_version(make_cli: MakeCli) -> None:
+    assert "not supported yet" in make_cli()("verify", "--repair", code=2).err
+
+
+def test_help_lists_the_commands_that_work_and_no_others() -> None:
+    text = run(["--help"]).out
+    listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line]
+    commands = ("ls", "show", "verify", "prune", "pin", "unpin", "rm", "drain", "schema", "demo")
+    assert listed == [*commands, "Exit", "configuration."]
+
+
+def test_version() -> None:
+    assert run(["--version"]).out == f"tierfall {tierfall.__version__}\n"
+
+
+def test_the_schema_is_that_of_the_model() -> None:
+    for words in (["schema"], ["schema", "--json"]):
+        assert json.loads(run(words).out) == tierfall.Config.model_json_schema()
+
+
+def test_an_error_of_ours_is_one_line_and_a_bug_is_a_traceback(
+    make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = make_cli()
+
+    def refuse(error: Exception) -> Any:
+        def raise_it(*args: object, **words: object) -> None:
+            raise error
+
+        return raise_it
+
+    monkeypatch.setattr(looking, "Reader", refuse(tierfall.errors.BackendError("no such luck")))
+    answer = cli("ls", code=1)
+    assert (answer.out, answer.err) == ("", "tierfall: no such luck\n")
+    monkeypatch.setattr(looking, "Reader", refuse(RuntimeError("a bug")))
+    result = CliRunner().invoke(app, ["ls", "--config", str(cli.path)])
+    assert isinstance(result.exception, RuntimeError)
+
+
+@pytest.mark.parametrize("words", READING, ids=" ".join)
+def test_json_is_all_that_is_on_stdout_and_says_whether_it_went_well(
+    make_cli: MakeCli, saved: Saved, words: list[str]
+) -> None:
+    cli = make_cli()
+    saved(cli, [1])
+    document = cli.json(*words)
+    assert (document["ok"], document["problems"], document["run"]) == (True, [], "run")
+
+
+def test_a_process_answers_as_the_function_does(make_cli: MakeCli, saved: Saved) -> None:
+    """The configuration may come from the environment."""
+    cli = make_cli()
+    saved(cli, [1])
+    answer = run_process("verify", TIERFALL_CONFIG=str(cli.path))
+    assert (answer.code, answer.out, answer.err) == (0, cli("verify").out, "")
+    failed = run_process("show", "9", "--config", str(cli.path))
+    assert (failed.code, failed.out, failed.err.count("\n")) == (1, "", 1)
+
+
+def test_what_is_piped_has_no_colours_no_bars_and_no_trailing_spaces(
+    make_cli: MakeCli, saved: Saved
+) -> None:
+    cli = make_cli(disk={}, slow={"flush": {"every": 2}})
+    saved(cli, [1, 2])
+    for words in READING:
+        text = cli(*words).out
+        assert "\x1b" not in text
+        assert "\r" not in text
+        assert "━" not in text
+        assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+def test_progress_is_shown_to_whoever_watches(
+    make_cli: MakeCli, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierfall.cli import checking
+
+    cli = make_cli()
+    saved(cli, [1])
+    asked: list[tuple[int, bool]] = []
+
+    class Seen(checking.Watch):
+        def __init__(self, label: str, total: int, *, shown: bool) -> None:
+            asked.append((total, shown))
+            super().__init__(label, total, shown=False)
+
+        def add(self, count: int) -> None:
+            asked.append((-count, True))
+
+    monkeypatch.setattr(checking, "Watch", Seen)
+    cli("verify")
+    (total, shown), *read = asked
+    assert not shown
+    assert total + sum(count for count, _ in read) == 0
+    assert total > 80_000
+
+
+def test_a_person_at_a_terminal_is_watching_unless_json_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tierfall.cli.common import watched
+
+    for at_terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda at_terminal=at_terminal: at_terminal)
+        assert watched(False) is at_terminal
+        assert watched(True) is False

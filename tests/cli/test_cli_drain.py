@@ -1,0 +1,150 @@
+"""``drain``: what a dead trainer left in memory becomes durable, or stays in memory and is said; and the fence holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_kit import Cli, Trainer
+
+import tierfall
+from tests.steps import blank, files_below, step_in, steps_on
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.records import Attempt
+from tierfall.tiers.stored import StoredTier
+
+MakeCli = Callable[..., Cli]
+Train = Callable[[Cli], Trainer]
+CRAWL = "1kB/s"
+
+
+def crawling(make_cli: MakeCli, crawl: str | None = CRAWL) -> Cli:
+    """A chain whose far tier takes copies so slowly that none arrives before the trainer dies."""
+    return make_cli(disk={"flush": {"every": 2}}, far={"bandwidth": crawl}, max_wait="5s")
+
+
+def die(trainer: Trainer, *steps: int) -> None:
+    """Let a trainer die with these steps in memory."""
+    for step in steps:
+        trainer.tell(f"capture {step}")
+    trainer.kill()
+
+
+def newer_attempt(root: Path, *, number: int, node: str, pid: int) -> None:
+    store = StoredTier(name=root.name, run="run", backend=PosixBackend(root))
+    store.take_attempt(
+        Attempt(run="run", number=number, id="f" * 32, node=node, pid=pid, wall_time_s=1.0)
+    )
+    store.close()
+
+
+def arenas(memory: Path) -> list[Path]:
+    return list(memory.rglob("*.arena"))
+
+
+def test_what_a_dead_trainer_left_is_made_durable_and_memory_is_given_back(
+    make_cli: MakeCli, train: Train, tmp_path: Path, memory: Path
+) -> None:
+    cli = crawling(make_cli)
+    die(train(cli), 1, 2)
+    assert {step: copies["host"] for step, copies in cli.steps().items()} == {
+        "1@1": "sealed",
+        "2@1": "sealed",
+    }
+    slow = cli.json("drain", "--deadline", "1s", code=1)
+    assert {(one["step"], one["tier"]) for one in slow["left"]} >= {(2, "far")}
+    assert slow["memory_kept"]
+    assert arenas(memory)
+    cli.configure(crawling(make_cli, None).config)
+    document = cli.json("drain")
+    moved = {(one["step"], one["tier"]) for part in (slow, document) for one in part["done"]}
+    assert moved == {(1, "far"), (2, "far"), (2, "disk")}
+    assert (document["left"], document["memory_kept"]) == ([], False)
+    assert arenas(memory) == []
+    assert (steps_on(tmp_path / "disk"), steps_on(tmp_path / "far")) == ([2], [1, 2])
+    assert cli("drain").out == "run run: nothing lies in host memory\n"
+    with tierfall.open(cli.config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.attempt, step_in(state)) == (1, 2)
+
+
+def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
+    cli = crawling(make_cli)
+    die(train(cli), 1)
+    answer = cli("drain", "--deadline", "500ms", code=1)
+    assert answer.out.splitlines()[-1] == "host memory is kept"
+    assert "drain: not done: 1@1 to far (" in answer.err
+    cli.configure(crawling(make_cli, None).config)
+    first, summary, memory = cli("drain").out.splitlines()
+    assert first.startswith("flushed 1@1 to far (")
+    assert summary.startswith("run run: 1 of 1 copies made durable, ")
+    assert memory == "host memory is given back"
+
+
+def test_nothing_is_written_where_a_newer_attempt_exists_elsewhere(
+    make_cli: MakeCli, train: Train, tmp_path: Path, memory: Path
+) -> None:
+    cli = crawling(make_cli)
+    die(train(cli), 1)
+    newer_attempt(tmp_path / "disk", number=2, node="another-node", pid=1)
+    cli.configure(crawling(make_cli, None).config)
+    before = files_below(tmp_path), files_below(memory)
+    answer = cli("drain", code=1)
+    assert (
+        "attempt 1 of run 'run' was followed by attempt 2 (process 1 on another-node)" in answer.err
+    )
+    after = files_below(tmp_path), files_below(memory)
+    assert after[0] == before[0]
+    assert [name for name in before[1] if name.endswith(".arena")] == [
+        name for name in after[1] if name.endswith(".arena")
+    ]
+
+
+def test_a_newer_attempt_of_a_living_process_here_is_a_fence_too(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    """It may train by another folder for its memory, as in another container."""
+    from socket import gethostname
+
+    cli = crawling(make_cli)
+    die(train(cli), 1)
+    newer_attempt(tmp_path / "far", number=2, node=gethostname(), pid=os.getpid())
+    before = files_below(tmp_path)
+    assert "followed by attempt 2" in cli("drain", code=1).err
+    assert files_below(tmp_path) == before
+
+
+def test_what_survived_two_deaths_is_drained(
+    make_cli: MakeCli, train: Train, tmp_path: Path, memory: Path
+) -> None:
+    """The second trainer took a new attempt, adopted what it found, and died before it had saved anything."""
+    cli = crawling(make_cli)
+    die(train(cli), 1)
+    again = train(cli)
+    assert again.restored == 1
+    again.kill()
+    cli.configure(crawling(make_cli, None).config)
+    assert cli.json("drain")["left"] == []
+    assert steps_on(tmp_path / "far") == [1]
+    assert arenas(memory) == []
+
+
+def test_a_run_without_anything_in_memory_has_nothing_to_drain(
+    make_cli: MakeCli, tmp_path: Path, memory: Path
+) -> None:
+    cli = make_cli()
+    assert cli.json("drain") == {
+        **{"run": "run", "done": [], "left": [], "memory_kept": False},
+        **{"ok": True, "problems": []},
+    }
+    assert files_below(memory) == {}
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize("deadline", ["soon", "10x", ""])
+def test_a_deadline_that_is_none_is_a_usage_error(make_cli: MakeCli, deadline: str) -> None:
+    assert "--deadline: " in make_cli()("drain", "--deadline", deadline, code=2).err

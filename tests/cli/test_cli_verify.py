@@ -1,0 +1,308 @@
+"""``verify``: what is wrong with a copy is found and named, with what helps; what is good is never called damaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import Cli, Trainer, flip
+
+import tierfall
+from tests.steps import state_of, steps_on
+from tierfall.core.restore.verify import Verifier
+from tierfall.core.values import CheckpointId
+from tierfall.reading import open_place, resolve_path
+from tierfall.tiers.arena_layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
+
+MakeCli = Callable[..., Cli]
+Saved = Callable[..., None]
+IMAGE = "rank-00000-of-00001.safetensors"
+MANIFEST = "rank-00000-of-00001.json"
+
+
+def folder(root: Path, step: int = 1) -> Path:
+    return root / "run" / f"step-{step:08d}-a0001"
+
+
+def damage(cli: Cli, *words: str) -> list[dict[str, Any]]:
+    """What ``verify`` finds damaged; the text for people names the same files."""
+    document = cli.json("verify", *words, code=1)
+    found: list[dict[str, Any]] = document["damage"]
+    text = cli("verify", *words, code=1).err
+    assert found
+    for one in found:
+        assert one["file"] in text
+        assert one["advice"] in text
+    return found
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, saved: Saved) -> Cli:
+    """Two pinned steps on two tiers, two chunks and a header each."""
+    cli = make_cli(disk={}, far={})
+    with tierfall.open(cli.config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+            ckpt.pin(step)
+    return cli
+
+
+def test_a_good_run_is_good_and_everything_was_read(cli: Cli, tmp_path: Path) -> None:
+    document = cli.json("verify")
+    assert [(c["step"], c["tier"], c["good"], c["chunks"]) for c in document["copies"]] == [
+        *((step, "disk", True, 3) for step in (1, 2)),
+        *((step, "far", True, 3) for step in (1, 2)),
+    ]
+    images = [path.stat().st_size for path in tmp_path.rglob(IMAGE)]
+    assert document["bytes"] == sum(images) > 4 * 80_000
+    assert (document["damage"], document["unread"], document["notes"]) == ([], [], [])
+    assert "4 of 4 copies are good" in cli("verify").out
+
+
+@pytest.mark.parametrize(
+    ("file", "offset", "chunk"),
+    [
+        ("commit.json", 40, None),
+        ("commit.json", -2, None),
+        (MANIFEST, 40, None),
+        (IMAGE, 20, 0),
+        (IMAGE, 66_000, 1),
+        (IMAGE, -1, 2),
+        ("marks/pin", 30, None),
+    ],
+)
+def test_one_flipped_bit_is_found_in_every_kind_of_file(
+    cli: Cli, tmp_path: Path, file: str, offset: int, chunk: int | None
+) -> None:
+    flip(folder(tmp_path / "disk") / file, offset)
+    (found,) = damage(cli)
+    assert (found["tier"], found["step"], found["attempt"]) == ("disk", 1, 1)
+    assert (found["file"], found["chunk"]) == (file, chunk)
+    good = {(c["step"], c["tier"]): c["good"] for c in cli.json("verify", code=1)["copies"]}
+    assert good == {(1, "disk"): False, (2, "disk"): True, (1, "far"): True, (2, "far"): True}
+
+
+def test_what_is_advised_repairs(cli: Cli, tmp_path: Path) -> None:
+    for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000)):
+        flip(folder(tmp_path / "disk") / file, offset)
+        (found,) = damage(cli)
+        source = folder(tmp_path / "far")
+        assert f"copy the same file from {source}" in found["advice"]
+        shutil.copy(source / file, folder(tmp_path / "disk") / file)
+        cli("verify")
+    assert steps_on(tmp_path / "disk") == [1, 2]
+
+
+def test_damage_in_every_copy_is_said_to_be_past_repair(cli: Cli, tmp_path: Path) -> None:
+    for tier in ("disk", "far"):
+        flip(folder(tmp_path / tier) / IMAGE, -1)
+    found = damage(cli)
+    assert [one["tier"] for one in found] == ["disk", "far"]
+    assert all("no good copy of it is left" in one["advice"] for one in found)
+    (alone,) = damage(cli, "--tier", "disk")
+    assert "other tiers hold it too" in alone["advice"]
+
+
+@pytest.mark.parametrize("file", [MANIFEST, IMAGE])
+def test_a_missing_file_is_found(cli: Cli, tmp_path: Path, file: str) -> None:
+    (folder(tmp_path / "far") / file).unlink()
+    (found,) = damage(cli)
+    assert (found["file"], found["problem"]) == (file, "it is missing")
+
+
+@pytest.mark.parametrize("change", [-1, -70_000, 1, 4096])
+def test_an_image_of_another_length_is_found(cli: Cli, tmp_path: Path, change: int) -> None:
+    path = folder(tmp_path / "far") / IMAGE
+    data = path.read_bytes()
+    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    found = damage(cli)
+    assert {one["file"] for one in found} == {IMAGE}
+    assert f"it has {len(data) + change} bytes" in found[0]["problem"]
+
+
+def test_a_longer_image_is_found_even_where_the_commit_record_is_damaged(
+    cli: Cli, tmp_path: Path
+) -> None:
+    far = folder(tmp_path / "far")
+    flip(far / "commit.json", 40)
+    flip(far / IMAGE, 66_000)
+    (far / IMAGE).write_bytes((far / IMAGE).read_bytes() + b"x")
+    found = {(one["file"], one["chunk"]) for one in damage(cli)}
+    assert found == {("commit.json", None), (IMAGE, None), (IMAGE, 1)}
+
+
+def test_a_record_that_was_moved_here_from_another_step_is_found(cli: Cli, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    for file in ("commit.json", "marks/pin"):
+        shutil.copy(folder(disk, 2) / file, folder(disk, 1) / file)
+    found = {one["file"]: one["problem"] for one in damage(cli)}
+    assert set(found) == {"commit.json", "marks/pin"}
+    assert "2@1" in found["marks/pin"]
+
+
+def test_two_whole_copies_of_one_step_that_differ_are_found(
+    cli: Cli, make_cli: MakeCli, tmp_path: Path
+) -> None:
+    """Another life of the run, by the same name and number, was put together with this one."""
+    other = make_cli(other={})
+    with tierfall.open(other.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    shutil.rmtree(folder(tmp_path / "far"))
+    shutil.copytree(folder(tmp_path / "other"), folder(tmp_path / "far"))
+    cli = Cli(tmp_path, cli.config)
+    (found,) = damage(cli)
+    assert (found["tier"], found["step"]) == ("far", 1)
+    assert "another checkpoint than the one on disk" in found["problem"]
+
+
+def test_the_record_of_an_attempt_is_checked_and_so_is_latest(cli: Cli, tmp_path: Path) -> None:
+    flip(tmp_path / "disk" / "run" / "attempts" / "a0001.json", 40)
+    (tmp_path / "far" / "run" / "latest").write_text("step-00000009-a0001\n")
+    found = {one["tier"]: one for one in damage(cli)}
+    assert found["disk"]["file"] == "attempts/a0001.json"
+    assert (found["far"]["file"], found["far"]["step"]) == ("latest", None)
+    assert "9@1" in found["far"]["problem"]
+    assert cli.json("verify", "2")["ok"], "it belongs to no step"
+
+
+def test_only_what_was_asked_for_is_read(cli: Cli, tmp_path: Path) -> None:
+    flip(folder(tmp_path / "disk", 1) / IMAGE, -1)
+    for words, count in (
+        (["2"], 2),
+        (["2@1"], 2),
+        (["--tier", "far"], 2),
+        (["1", "--tier", "far"], 1),
+    ):
+        assert len(cli.json("verify", *words)["copies"]) == count
+    assert len(damage(cli, "1")) == 1
+    assert "disk, far" in cli("verify", "--tier", "nvme", code=2).err
+    assert "is not there" in cli("verify", "1", "--tier", "host", code=1).err
+
+
+def test_a_tier_that_could_not_be_read_is_no_damage_and_no_success(
+    cli: Cli, tmp_path: Path
+) -> None:
+    shutil.move(tmp_path / "far", tmp_path / "unmounted")
+    document = cli.json("verify", code=1)
+    assert [one["place"] for one in document["unread"]] == ["far"]
+    assert document["damage"] == []
+    assert len(document["copies"]) == 2
+    cli("verify", "--tier", "disk")
+
+
+def test_files_of_others_and_unfinished_copies_are_noted_and_no_damage(
+    cli: Cli, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    (folder(disk) / "README").write_text("mine")
+    shutil.copytree(folder(disk), folder(disk, 3))
+    (folder(disk, 3) / "commit.json").unlink()
+    notes = cli.json("verify")["notes"]
+    assert len(notes) == 2
+    assert any("README" in note for note in notes)
+    assert any("3@1: unfinished" in note for note in notes)
+
+
+def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(cli: Cli, tmp_path: Path) -> None:
+    """A drop takes the commit record first: here, after the verifier has listed the files."""
+    store, _ = open_place(resolve_path(folder(tmp_path / "disk")))
+
+    class Dropping(type(store)):  # type: ignore[misc]
+        def files(self, checkpoint: CheckpointId) -> Any:
+            found = super().files(checkpoint)
+            self.drop(checkpoint, by_person=True)
+            return found
+
+    writable = Dropping(name="disk", run="run", backend=_writable(tmp_path / "disk"))
+    with Verifier() as verifier:
+        found = verifier.check_stored(writable, CheckpointId(1, 1))
+    assert (found.gone, found.damage, found.good) == (True, (), False)
+    writable.close()
+    store.close()
+
+
+def _writable(root: Path) -> Any:
+    from tierfall.backends.posix import PosixBackend
+
+    return PosixBackend(root)
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(make_cli: MakeCli) -> Cli:
+    """A step whose image, pinned, stays in memory."""
+    cli = make_cli(disk={}, host={"on_close": "keep"})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.pin(1)
+    return cli
+
+
+def arena(memory: Path) -> Path:
+    return memory / "run" / "slot-0.arena"
+
+
+def record_offset(memory: Path, start: bytes) -> int:
+    """Where a record of that kind begins in the arena's extents."""
+    return arena(memory).read_bytes().index(start, EXTENTS_START + 70_000)
+
+
+def test_memory_is_checked_too(kept: Cli, memory: Path) -> None:
+    copies = kept.json("verify")["copies"]
+    assert [(c["tier"], c["good"], c["chunks"]) for c in copies] == [
+        ("host", True, 3),
+        ("disk", True, 3),
+    ]
+    assert len(kept.json("verify", "1", "--tier", "host")["copies"]) == 1
+    flip(arena(memory), EXTENTS_START + 66_000)
+    (found,) = damage(kept)
+    assert (found["tier"], found["file"], found["chunk"]) == ("host", IMAGE, 1)
+    assert found["advice"] == "restores take disk instead"
+
+
+def test_a_damaged_manifest_in_memory_is_found(kept: Cli, memory: Path) -> None:
+    flip(arena(memory), record_offset(memory, b'{"format":1') + 40)
+    (found,) = damage(kept)
+    assert (found["tier"], found["file"]) == ("host", MANIFEST)
+
+
+@pytest.mark.parametrize("what", ["commit record", "seal", "marks"])
+def test_damage_that_hides_an_image_in_memory_is_found(kept: Cli, memory: Path, what: str) -> None:
+    places = {
+        "commit record": record_offset(memory, b'"wall_time_s"') + 20,
+        "seal": BLOCK_BYTES + 100,
+        "marks": BLOCK_BYTES + PAGE_BYTES + 40,
+    }
+    flip(arena(memory), places[what])
+    (found,) = damage(kept)
+    assert (found["tier"], found["step"]) == ("host", None)
+    assert found["problem"]
+
+
+def test_an_arena_without_a_usable_header_could_not_be_read(kept: Cli, memory: Path) -> None:
+    flip(arena(memory), 40)
+    document = kept.json("verify", code=1)
+    assert [one["place"] for one in document["unread"]] == ["host"]
+    assert [c["tier"] for c in document["copies"]] == ["disk"]
+
+
+def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
+    make_cli: MakeCli, train: Callable[[Cli], Trainer]
+) -> None:
+    """Steps come and go on the tier and in memory, which has room for a few images, while they are read."""
+    cli = make_cli(disk={"retain": {"last": 2}}, host={"capacity": "384KiB"})
+    trainer = train(cli)
+    trainer.tell("save 1")
+    assert trainer.tell("loop") == "looping"
+    seen: set[tuple[int, str]] = set()
+    for _ in range(12):
+        document = cli.json("verify")
+        assert document["damage"] == []
+        seen |= {(c["step"], c["tier"]) for c in document["copies"]}
+    assert {tier for _, tier in seen} == {"host", "disk"}
+    assert len({step for step, _ in seen}) > 3, "nothing came and went: this test has seen nothing"
