@@ -7,6 +7,7 @@ import gc
 import json
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ def say(line: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and clean up
     options.dir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tierfall-bench-", dir=options.dir)).resolve()
     shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from tierfall.core.device import lock_pages
 PIECE_BYTES = 16 << 20
 BLOCK_BYTES = 4096
 SPARE_BYTES = 4 << 20
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 WRITE_THREADS = 2
 READ_THREADS = 4
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -30,13 +32,20 @@ IN_MEMORY = ("tmpfs", "ramfs")
 class Buffer:
     """Page-aligned memory with a tensor view for each tensor of a state, laid out one after the other.
 
-    ``whole`` has some room more, so that an image with its header can be read into it. It lives as long as the process.
+    ``whole`` has some room more, so that an image with its header can be read into it. ``huge`` asks for huge pages,
+    where the kernel gives them on request. It lives as long as the process.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, touched: bool) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], *, touched: bool, huge: bool = False
+    ) -> None:
         size = sum(tensor.nbytes for tensor in tensors)
         self.bytes = in_blocks(size)
-        self.whole = memoryview(mmap.mmap(-1, self.bytes + SPARE_BYTES))
+        memory = mmap.mmap(-1, self.bytes + SPARE_BYTES, flags=PRIVATE)
+        if huge:
+            with suppress(OSError):  # a kernel that knows none
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self.whole = memoryview(memory)
         flat = torch.frombuffer(self.whole, dtype=torch.uint8)
         if touched:
             flat.fill_(1)

@@ -208,11 +208,18 @@ class Suite:
         image = next((self._plan.folder / "tier" / "bench").glob("step-*/*.safetensors"))
         start = _Start(self._plan, image)
         into = Buffer(self._tensors, touched=True)
+        into_huge = Buffer(self._tensors, touched=True, huge=True)
         fresh = _Fresh(self._shape, self._plan.device, self._buffer)
 
-        def read(view: memoryview) -> Figures:
-            bare.read_file(image, view, direct=self._direct)
-            return {}
+        def read(name: str, into: Callable[[], Buffer]) -> Contender:
+            held: list[Buffer] = []  # giving memory back takes time, which is not a read's
+
+            def timed() -> Figures:
+                held.append(into())
+                bare.read_file(image, held[0].whole, direct=self._direct)
+                return {}
+
+            return Contender(name=name, before=start.drop_cached, timed=timed, after=held.clear)
 
         def restore(work: Workload) -> Figures:
             self._restore(start.ckpt, work, FILE)
@@ -232,21 +239,17 @@ class Suite:
         self._rounds(
             "cold: restore from the file tier, and a read",
             [
-                Contender(
-                    name="cold.reference", before=start.drop_cached, timed=lambda: read(into.whole)
-                ),
+                read("cold.reference", lambda: into),
+                read("cold.reference.huge", lambda: into_huge),
                 Contender(
                     name="cold.tierfall", before=begin, timed=lambda: restore(self._work), after=end
                 ),
-                Contender(
-                    name="cold.fresh.reference",
-                    before=start.drop_cached,
-                    timed=lambda: read(Buffer(self._tensors, touched=False).whole),
-                ),
+                read("cold.fresh.reference", lambda: Buffer(self._tensors, touched=False)),
                 fresh_restore,
             ],
         )
         self._ratio("cold restore from the file tier", *_pair("cold"), COLD_TARGET)
+        self._ratio("the same, over huge pages", "cold.tierfall", "cold.reference.huge")
         self._ratio("first start, from the file tier", *_pair("cold.fresh"))
 
 

@@ -263,6 +263,7 @@ def test_one_part_is_measured_alone(tmp_path: Path) -> None:
     _, found = benchmark(tmp_path, "--only", "cold")
     assert {each["name"] for each in found["ratios"]} == {
         "cold restore from the file tier",
+        "the same, over huge pages",
         "first start, from the file tier",
     }
     assert found["memory"] is None

@@ -167,6 +167,7 @@ def test_demo_kills_restores_compares_and_falls_to_the_next_tier(tmp_path: Path)
     assert 0 < share < 100
     assert re.search(rf"^  {cut} .* cut off$", done.stdout, re.MULTILINE)
     assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", done.stdout)
+    assert f"the dead process still owes checkpoint {cut}@1 to slow" in done.stdout
     assert f"finished by adoption: checkpoint {cut}@1 is committed on slow" in done.stdout
     assert "equal to the last bit" in done.stdout
     fall = done.stdout.partition("is flipped")[2]
@@ -273,10 +274,9 @@ def test_event_reader_leaves_half_a_line_until_it_is_whole(tmp_path: Path) -> No
 
 
 def test_trainer_that_ends_badly_is_quoted(tmp_path: Path) -> None:
-    missing = tmp_path / "missing.yaml"
     with (
-        Trainer("it", folder=tmp_path, config=missing, steps=1, small=True) as trainer,
-        pytest.raises(DemoError, match=r"(?s)'it' ended with code 1.*missing\.yaml"),
+        Trainer("it", folder=tmp_path, config=None, steps=-1, small=True) as trainer,
+        pytest.raises(DemoError, match=r"(?s)'it' ended with code 2.*--steps is -1"),
     ):
         list(trainer.follow())
 

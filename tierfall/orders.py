@@ -7,12 +7,12 @@ does. It takes no attempt, so it can commit nothing. What could not be done is r
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from socket import gethostname
 
 from tierfall.config import Config
 from tierfall.core import names
@@ -121,7 +121,7 @@ def trained_elsewhere(
         attempt = stores[tier].read_attempt(number)
     except TierfallError:
         return None
-    return None if attempt.node == gethostname() else attempt
+    return None if attempt.node == socket.gethostname() else attempt
 
 
 # Beside a living trainer -----------------------------------------------------------------------------

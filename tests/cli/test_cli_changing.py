@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,12 +296,10 @@ def test_a_tier_that_could_not_be_read_is_left_out_of_the_plan_and_said(
 def test_a_run_of_another_node_is_warned_about(
     make_cli: MakeCli, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierfall import orders
-
     cli = make_cli()
     saved(cli, [1, 2])
     assert cli("pin", "1").err == ""
-    monkeypatch.setattr(orders, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     for words in (["pin", "1"], ["prune"]):
         assert "its trainer may live" in cli(*words).err
 

@@ -1,4 +1,4 @@
-"""``drain``: what a dead trainer left in memory becomes durable, or stays in memory and is said; and the fence holds."""
+"""``drain``: what a dead trainer left in memory becomes durable, or stays there and is said; and the fence holds."""
 
 from __future__ import annotations
 

@@ -11,10 +11,12 @@ import os
 import random
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from safetensors.torch import load_file
 import tierfall
 
 PATIENCE_S = 60.0
+ENTRIES_MAX = 2000
 TIERS = ("nvme", "slow")
 FOREIGN = "belongs-to-somebody-else.txt"
 _STEP = re.compile(r"step-([0-9]{8})-a([0-9]{4})\Z")
@@ -152,23 +155,27 @@ class Life:
         self._kill(stop=None, lines=lines, delay_s=delay_s)
 
     def _kill(self, *, stop: tuple[str, int] | None, lines: int | None, delay_s: float) -> None:
-        journal = Journal(self.folder / "journal")
-        pid = self._start(journal, steps=None, stop=stop)
         entries: list[Entry] = []
-        for entry in journal.entries():
-            entries.append(entry)
-            if entry["event"] == "stopped" or len(entries) - 1 == lines:
-                break
-        entries += journal.entries(until_s=time.monotonic() + delay_s)
-        os.kill(pid, 9)
-        entries += journal.entries()
-        journal.close()
+        with self._running(steps=None, stop=stop) as (journal, pid):
+            for entry in journal.entries():
+                entries.append(entry)
+                if entry["event"] == "stopped" or len(entries) - 1 == lines:
+                    break
+                assert len(entries) < ENTRIES_MAX, f"the trainer never came to {stop}"
+            entries += journal.entries(until_s=time.monotonic() + delay_s)
+            os.kill(pid, signal.SIGKILL)
+            entries += journal.entries()
         self._learn(entries)
-        assert self._trainers.ask(wait=pid) == -9, entries[-1:]
+        assert self._trainers.ask(wait=pid) == -signal.SIGKILL, entries[-1:]
         self._check_log()
 
-    def _start(self, journal: Journal, *, steps: int | None, stop: tuple[str, int] | None) -> int:
-        return self._trainers.ask(
+    @contextmanager
+    def _running(
+        self, *, steps: int | None, stop: tuple[str, int] | None
+    ) -> Iterator[tuple[Journal, int]]:
+        """Start a trainer; whatever happens here, it does not live on."""
+        journal = Journal(self.folder / "journal")
+        pid = self._trainers.ask(
             journal=str(journal.path),
             log=str(self.log),
             folder=str(self.folder),
@@ -177,6 +184,11 @@ class Life:
             steps=steps,
             stop=stop,
         )
+        try:
+            yield journal, pid
+        finally:
+            os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is still its own
+            journal.close()
 
     @property
     def log(self) -> Path:
@@ -257,10 +269,8 @@ class Life:
 
     def end(self) -> None:
         """Run once to a clean end, and see that nothing but what was asked for is left."""
-        journal = Journal(self.folder / "journal")
-        pid = self._start(journal, steps=2 * doomed.SLOW_EVERY * doomed.KEEP, stop=None)
-        entries = list(journal.entries())
-        journal.close()
+        with self._running(steps=2 * doomed.SLOW_EVERY * doomed.KEEP, stop=None) as (journal, pid):
+            entries = list(journal.entries())
         self._learn(entries)
         assert self._trainers.ask(wait=pid) == 0, entries[-1:]
         self._check_log()

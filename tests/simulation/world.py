@@ -114,9 +114,7 @@ def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
 
 
 def _attempt(number: int) -> Attempt:
-    return Attempt(
-        run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0
-    )
+    return Attempt(run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0)
 
 
 class World:

@@ -97,7 +97,9 @@ def _answer(answer: Answer, settings: Config, report: RunReport) -> None:
     answer.show(*(f"note: {note}" for note in report.notes))
     total = format_size(sum(copy.bytes for copy in report.copies))
     damage = len(report.findings)
-    what = "nothing is damaged" if damage == 0 else f"{damage} damaged"
+    what = "nothing is damaged"
+    if damage:
+        what = f"{damage} {'place is' if damage == 1 else 'places are'} damaged"
     answer.show(
         f"run {settings.run}: {len(good)} of {len(report.copies)} copies are good, {total} read; {what}"
     )

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from tierfall.config import Config, load_config
 from tierfall.core import names
-from tierfall.core.catalog import Listing
+from tierfall.core.catalog import Listing, merge, to_view
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.demo.training import Plan
+from tierfall.policies import flush
 from tierfall.reading import Reader
+from tierfall.session import tier_rules
 
 HOST, FAST, SLOW = "host", "fast", "slow"
 TIERS = (HOST, FAST, SLOW)
@@ -85,6 +87,16 @@ def look(chain: Chain) -> dict[str, Listing]:
     """List what each tier holds, from outside; the tiers' names in the chain's order."""
     with Reader(chain.config) as reader:
         return {listing.tier: listing for listing in reader.list()}
+
+
+def still_owed(chain: Chain, listings: dict[str, Listing]) -> set[tuple[str, str]]:
+    """Name the copies, as (``step@attempt``, tier), that the next start is to finish."""
+    view = to_view(tier_rules(chain.config), merge(listings.values()))
+    return {
+        (str(checkpoint.id), tier)
+        for checkpoint in view.checkpoints
+        for tier in flush.still_owed(view, checkpoint)
+    }
 
 
 def half_there(chain: Chain, tier: str, checkpoint: CheckpointId) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from tierfall.core.units import format_duration
 from tierfall.demo import story
@@ -41,18 +42,16 @@ def demo(
     """Train a small real model through a chain of tiers, kill it, restore it, and show that nothing was lost."""
     every = -(-steps // SAVES)
     plan = SMALL if small else NORMAL
-    with Screen(TIERS) as screen:
-        try:
-            parameters = parameter_count(Gpt(plan.shape))
-            image_bytes = BYTES_A_PARAMETER * parameters
-            with _folder(folder) as place, _chain(place, plan, every, image_bytes) as chain:
-                stage = Stage(
-                    screen=screen, chain=chain, steps=every * SAVES, every=every, small=small
-                )
-                _play(stage, parameters, kept=folder)
-        except DemoError as error:
-            screen.say(f"\n[bold red]The demo failed:[/bold red] {error}")
-            raise typer.Exit(1) from error
+    screen = Screen(TIERS)
+    try:
+        parameters = parameter_count(Gpt(plan.shape))
+        image_bytes = BYTES_A_PARAMETER * parameters
+        with _folder(folder) as place, _chain(place, plan, every, image_bytes) as chain:
+            stage = Stage(screen=screen, chain=chain, steps=every * SAVES, every=every, small=small)
+            _play(stage, parameters, kept=folder)
+    except DemoError as error:
+        screen.say(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}")
+        raise typer.Exit(1) from error
 
 
 @contextmanager

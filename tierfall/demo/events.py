@@ -45,7 +45,6 @@ class Restored:
     seconds: float
     sources: tuple[tuple[str, str, int], ...]
     fallbacks: tuple[tuple[str, str], ...]
-    owed: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +131,6 @@ def _tier(fields: dict[str, Any]) -> TierNow:
 
 
 def _restored(fields: dict[str, Any]) -> Restored:
-    lists = ("sources", "fallbacks", "owed")
+    lists = ("sources", "fallbacks")
     tuples: dict[str, Any] = {name: tuple(tuple(one) for one in fields.pop(name)) for name in lists}
     return Restored(**tuples, **fields)

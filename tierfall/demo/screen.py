@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
@@ -23,12 +22,12 @@ RATE_WINDOW_S = 1.0
 
 
 class Screen:
-    """Prints to standard output; a context manager because of the changing line."""
+    """Prints to standard output."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
         self._tiers = tiers
         self._console = Console(file=sys.stdout, highlight=False)
-        self._live = Live(console=self._console, transient=True, auto_refresh=False)
+        self._live: Live | None = None
         self._moved: dict[str, deque[tuple[float, int]]] = {}
 
     def say(self, text: str = "") -> None:
@@ -44,16 +43,22 @@ class Screen:
         self.say()
         self.say(f"[bold]{number}. {text}[/bold]")
 
-    def begin_training(self) -> None:
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Bracket the steps of one trainer: on a terminal, the changing line stands for as long."""
         self._moved = {name: deque() for name in self._tiers}
+        with Live(console=self._console, transient=True, auto_refresh=False) as self._live:
+            yield
 
     def step(self, event: StepDone, *, keep: bool) -> None:
         """Show where a step's bytes are; ``keep`` leaves the line standing."""
         line = self._line(event)
         if keep:
             self.say(line)
-        elif self._console.is_terminal:
-            self._live.update(Text.from_markup(line), refresh=True)
+        elif self._live is not None and self._console.is_terminal:
+            text = Text.from_markup(line)
+            text.no_wrap, text.overflow = True, "ellipsis"
+            self._live.update(text, refresh=True)
 
     def _line(self, event: StepDone) -> str:
         loss = float.fromhex(event.loss)
@@ -77,18 +82,6 @@ class Screen:
         for number, row in enumerate((columns, *rows)):
             line = "".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             self.say("  " + (f"[bold]{line.rstrip()}[/bold]" if number == 0 else line.rstrip()))
-
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, traceback)
 
 
 _NOTHING = TierNow(whole=(), arriving=None, arrived_bytes=0, moved_bytes=0)

@@ -77,8 +77,7 @@ class Stage:
 def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
     """Train until a copy is on its way to the slow tier, and kill the trainer there; return what was cut off."""
     act = Act()
-    stage.screen.begin_training()
-    with stage.trainer("first") as trainer:
+    with stage.screen.training(), stage.trainer("first") as trainer:
         for event in trainer.follow():
             act.add(event)
             stage.show(event)
@@ -162,15 +161,14 @@ def show_tiers(stage: Stage, listings: dict[str, Listing], cut: CheckpointId | N
 def go_on(stage: Stage, left: dict[str, Listing]) -> Act:
     """Start the trainer again: it restores, finishes what was owed, and trains to the end."""
     act = Act()
-    owed: set[tuple[str, str]] = set()
-    stage.screen.begin_training()
-    with stage.trainer("again") as trainer:
+    owed = chains.still_owed(stage.chain, left)
+    for checkpoint, tier in sorted(owed):
+        stage.screen.say(f"  the dead process still owes checkpoint {checkpoint} to {tier}")
+    with stage.screen.training(), stage.trainer("again") as trainer:
         for event in trainer.follow():
             act.add(event)
             if isinstance(event, Started):
-                restored = _check_restored(event, merge(left.values())[-1].id)
-                _tell_restored(stage, restored)
-                owed.update(restored.owed)
+                _tell_restored(stage, _check_restored(event, merge(left.values())[-1].id))
                 continue
             owed -= _tell_adopted(stage, event, owed)
             stage.show(event)
@@ -195,8 +193,6 @@ def _tell_restored(stage: Stage, restored: Restored) -> None:
         f"in {format_duration(restored.seconds)}"
     )
     _tell_sources(stage, restored)
-    for checkpoint, tier in restored.owed:
-        stage.screen.say(f"  still owed by the dead process: checkpoint {checkpoint} to {tier}")
 
 
 def _tell_sources(stage: Stage, restored: Restored) -> None:
@@ -226,8 +222,7 @@ def _tell_adopted(
 def train_undisturbed(stage: Stage) -> Act:
     """Train the same without tierfall and without a kill."""
     act = Act()
-    stage.screen.begin_training()
-    with stage.trainer("undisturbed", saves=False) as trainer:
+    with stage.screen.training(), stage.trainer("undisturbed", saves=False) as trainer:
         for event in trainer.follow():
             act.add(event)
             stage.show(event)
@@ -281,7 +276,7 @@ def damage_and_restore(stage: Stage, again: Act) -> None:
     path, offset = chains.flip_byte(stage.chain, FAST, newest)
     stage.screen.say(f"  byte {offset} of {path.relative_to(stage.chain.folder)} is flipped")
     act = Act()
-    with stage.trainer("damaged") as trainer:
+    with stage.screen.training(), stage.trainer("damaged") as trainer:
         for event in trainer.follow():
             act.add(event)
     restored = act.started.restored if act.started else None

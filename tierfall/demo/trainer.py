@@ -32,12 +32,13 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True, help="the event file to write")
     parser.add_argument("--small", action="store_true", help="a much smaller model")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps is {options.steps}; expected 1 or more")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    make_deterministic()
+    training = Training(SMALL if options.small else NORMAL, english_text(), steps=options.steps)
     opened = tierfall.open(options.config) if options.config else nullcontext()
     with EventWriter(options.log) as log, opened as ckpt:
-        make_deterministic()
-        plan = SMALL if options.small else NORMAL
-        training = Training(plan, english_text(), steps=options.steps)
         run(training, steps=options.steps, ckpt=ckpt, log=log)
 
 
@@ -72,7 +73,7 @@ def run(
 
 
 def restore(training: Training, ckpt: tierfall.Checkpointer) -> Restored | None:
-    """Restore the newest step; say where it came from, and which copies an earlier start still owes."""
+    """Restore the newest step, and say where it came from."""
     report = ckpt.restore(training.state)
     if report is None:
         return None
@@ -82,11 +83,6 @@ def restore(training: Training, ckpt: tierfall.Checkpointer) -> Restored | None:
         seconds=report.seconds,
         sources=tuple((source.shard, source.tier, source.bytes) for source in report.sources),
         fallbacks=tuple((fallback.what, fallback.reason) for fallback in report.fallbacks),
-        owed=tuple(
-            (f"{info.step}@{info.attempt}", tier)
-            for info in ckpt.checkpoints()
-            for tier in info.owed
-        ),
     )
 
 
