@@ -103,19 +103,20 @@ class Verifier:
     def check_stored(self, store: CheckableStore, id: CheckpointId) -> CheckedCopy:
         """Check a copy on a stored tier."""
         check = _Check(self, store.name, id)
+        error: BackendError | None = None
         try:
             check.stored(store)
-        except BackendError as error:
-            return check.result(error=error)
-        if check.damage and _is_gone(store, id):
+        except BackendError as failure:
+            error = failure
+        if (check.damage or isinstance(error, KeyNotFoundError)) and _is_gone(store, id):
             return CheckedCopy(id=id, tier=store.name, gone=True)
-        return check.result()
+        return check.result(error=error)
 
     def check_region(self, tier: str, id: CheckpointId, region: HostRegion) -> CheckedCopy:
         """Check a sealed image in host memory. Beside a living trainer a region that it reuses reads as damaged."""
         check = _Check(self, tier, id)
         check.region(region)
-        return check.result()
+        return check.result(error=None)
 
     def pool_for(self, manifest: Manifest) -> BufferPool:
         """Return buffers that hold this image's chunks, as many as memory allows."""
@@ -175,7 +176,7 @@ class _Check:
         self._foreign: tuple[str, ...] = ()
         self.damage: list[Damage] = []
 
-    def result(self, *, error: TierfallError | None = None) -> CheckedCopy:
+    def result(self, *, error: TierfallError | None) -> CheckedCopy:
         found = sorted(self.damage, key=lambda d: (d.file, -1 if d.chunk is None else d.chunk))
         return CheckedCopy(
             id=self._id,

@@ -148,10 +148,6 @@ class Coordinator:
     def start(self) -> None:
         """Work out, from what was found at open, which copies are owed and what is to be collected."""
         self._note_owed()
-        for tier, id in list(self.ledger.unfinished):
-            found = self.ledger.entries.get(id)
-            if tier in self.lanes and (found is None or tier not in found.owed):
-                self.dropper.collect(tier, id, "left unfinished by an earlier start")
         self.dropper.survey_all()
 
     def start_tending(self) -> None:
@@ -161,6 +157,13 @@ class Coordinator:
         """
         self._tending = True
         self._note_owed()
+
+    def _collect_unfinished(self) -> None:
+        """Remove what is left of copies that were never committed and are not owed any more."""
+        for tier, id in list(self.ledger.unfinished) if not self._tending else ():
+            found = self.ledger.entries.get(id)
+            if tier in self.lanes and (found is None or tier not in found.owed):
+                self.dropper.collect(tier, id, "it was left unfinished")
 
     def _note_owed(self) -> None:
         view = self.ledger.view()
@@ -184,6 +187,8 @@ class Coordinator:
                 self._drive(lane, now_s)
             self._admissions.admit(now_s, self.fenced)
         if self.fenced is None:
+            self.dropper.retry(now_s)
+            self._collect_unfinished()
             self.dropper.dispatch_surveys()
         return self._next_s(now_s)
 
@@ -263,7 +268,7 @@ class Coordinator:
     def _took(self, outcome: Outcome, now_s: float) -> None:
         match outcome.task:
             case DropCopy() as task:
-                if self.dropper.take_dropped(task, outcome):
+                if self.dropper.take_dropped(task, outcome, now_s):
                     self._room_was_made(self.lanes[task.tier], now_s)
                 self._orders.done(task.tier, task.id, outcome.error)
             case ReadMarks() as task:
@@ -292,6 +297,8 @@ class Coordinator:
             if lane.active is None:
                 return
             entry = lane.active.entry
+            # a save waits for room: read from storage what lies there too, so that memory becomes free
+            lane.spare_memory = self._admissions.busy()
             lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
             transfer = lane.aborted()
             if transfer is None:
@@ -378,10 +385,12 @@ class Coordinator:
             entry.handle.tell_committed(lane.tier)
 
     def _copy_failed(self, lane: Lane, transfer: Transfer, now_s: float) -> None:
-        """A copy ended in an error and nothing of it is left on the tier; it stays owed unless that is hopeless."""
+        """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
         entry.set_state(lane.tier, CopyState.ABSENT)
+        if transfer.published:
+            self.ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
         if isinstance(error, FencedError):
             self._fence(error)
         if lane.tier not in entry.owed:
@@ -464,7 +473,8 @@ class Coordinator:
             for lane in self.lanes.values()
             if lane.active is None and lane.not_before_s > now_s
         ]
-        return min(waits, default=None)
+        retry_s = self.dropper.next_s()
+        return min([*waits, *([] if retry_s is None else [retry_s])], default=None)
 
 
 def _image_bytes(entry: Entry) -> int:

@@ -17,6 +17,7 @@ from tierfall.core.view import Decision, Verdict, View
 
 logger = logging.getLogger("tierfall")
 
+RETRY_S = 30.0
 PlanRetention = Callable[[View, str], tuple[Decision, ...]]
 
 
@@ -37,6 +38,8 @@ class Dropper:
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
+        self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
+        self.reserved: set[CheckpointId] = set()
         self.dropped = 0
         self.paused = False
 
@@ -48,9 +51,23 @@ class Dropper:
         self._due.update(self._leaving)
 
     def busy(self, tier: str | None = None) -> bool:
+        """Say whether something is on its way out (of one tier); what failed to go is not waited for."""
+        under_way = {
+            (name, id) for name, ids in self._leaving.items() for id in ids
+        } - self._failed.keys()
         if tier is not None:
-            return bool(self._leaving[tier])
-        return bool(self._due or self._surveying or any(self._leaving.values()))
+            return any(name == tier for name, _ in under_way)
+        return bool(self._due or self._surveying or under_way)
+
+    def retry(self, now_s: float) -> None:
+        """Try again what could not be dropped, once its pause is over."""
+        for key, (task, not_before_s) in list(self._failed.items()):
+            if now_s >= not_before_s and not self.paused:
+                del self._failed[key]
+                self._dispatch(task)
+
+    def next_s(self) -> float | None:
+        return min((when for _, when in self._failed.values()), default=None)
 
     def leaving(self, id: CheckpointId) -> bool:
         return any(id in ids for ids in self._leaving.values())
@@ -71,6 +88,7 @@ class Dropper:
     def cancel(self) -> None:
         """Nothing more may be dropped by this process."""
         self._due.clear()
+        self._failed.clear()
 
     def take_marks(self, task: ReadMarks, outcome: Outcome) -> None:
         """Learn a tier's marks, then carry out its retention."""
@@ -101,11 +119,14 @@ class Dropper:
         return [
             decision
             for decision in self._plan_retention(self._ledger.view(), tier)
-            if decision.verdict is Verdict.DROP and decision.checkpoint not in self._leaving[tier]
+            if decision.verdict is Verdict.DROP
+            and decision.checkpoint not in self._leaving[tier] | self.reserved
         ]
 
     def drop(self, tier: str, id: CheckpointId, reason: str, *, by_person: bool = False) -> None:
-        """Let a committed copy go."""
+        """Let a committed copy go, unless a person's order about it is being carried out."""
+        if id in self.reserved and not by_person:
+            return
         entry = self._ledger.entries[id]
         entry.set_state(tier, CopyState.LEAVING)
         self._leave(
@@ -129,18 +150,21 @@ class Dropper:
         logger.info("%s: %s is dropped: %s", task.tier, task.id, task.reason)
         self._dispatch(task)
 
-    def take_dropped(self, task: DropCopy, outcome: Outcome) -> bool:
-        """Take what became of a deletion; True when there is more room now."""
-        self._leaving[task.tier].discard(task.id)
+    def take_dropped(self, task: DropCopy, outcome: Outcome, now_s: float) -> bool:
+        """Take what became of a deletion; True when there is more room now.
+
+        One that failed half-way counts as leaving until it succeeds: its commit record may be gone.
+        """
         entry = self._ledger.entries.get(task.id)
         if outcome.error is not None:
             logger.warning("%s: could not drop %s: %s", task.tier, task.id, outcome.error)
-            if entry is not None and not task.unfinished:
-                # what is left of it is for the next survey, or for the next start
-                entry.set_state(task.tier, CopyState.COMMITTED)
+            self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
             return False
+        self._leaving[task.tier].discard(task.id)
         if task.unfinished:
             self._ledger.unfinished.pop((task.tier, task.id), None)
+            if outcome.value is CopyState.COMMITTED and entry is not None:
+                entry.set_state(task.tier, CopyState.COMMITTED, entry.bytes.get(task.tier))
             return True
         return entry is not None and self._gone(entry, task, outcome)
 

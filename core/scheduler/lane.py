@@ -8,7 +8,7 @@ source between two chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,7 +42,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Transfer:
-    """One copy on its way."""
+    """One copy on its way. ``published`` says that something of it may be visible on the tier, not committed."""
 
     entry: Entry
     phase: Phase = Phase.OPENING
@@ -53,10 +53,11 @@ class Transfer:
     in_flight_bytes: int = 0
     done: int = 0
     error: BaseException | None = None
+    published: bool = False
 
 
 class Lane:
-    """What is under way to one stored tier."""
+    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is."""
 
     def __init__(
         self,
@@ -80,6 +81,7 @@ class Lane:
         self.failing_since_s: float | None = None
         self.not_before_s = 0.0
         self.full = False
+        self.spare_memory = False
         self.edge_bytes: dict[str, int] = {}
         self._bad_sources: dict[CheckpointId, set[str]] = {}
 
@@ -158,6 +160,7 @@ class Lane:
                     self.active = None
                     return True
                 transfer.error = outcome.error
+                transfer.published = True
             case AbortShard():
                 if outcome.error is not None and transfer.error is None:
                     transfer.error = outcome.error
@@ -261,12 +264,20 @@ class Lane:
             if tier == self.tier or tier in bad:
                 continue
             if tier == self._host:
+                if self.spare_memory and self._stored_elsewhere(entry, bad):
+                    continue
                 final = chunk is not None and chunk < entry.final_chunks
                 if entry.region is not None and (final or entry.readable_on(tier)):
                     return Source(tier=tier, region=entry.region)
             elif entry.state(tier) is CopyState.COMMITTED:
                 return Source(tier=tier)
         return None
+
+    def _stored_elsewhere(self, entry: Entry, bad: Collection[str]) -> bool:
+        return any(
+            entry.state(tier) is CopyState.COMMITTED and tier not in bad and tier != self.tier
+            for tier in self._order
+        )
 
     def _all_copied(self, transfer: Transfer) -> bool:
         entry = transfer.entry

@@ -52,12 +52,18 @@ class Orders:
                 self._try_to_begin(order)
             if order.begun and not order.waiting:
                 self._open.remove(order)
+                if order.reserving:
+                    self._dropper.reserved.discard(order.id)
                 order.answer(order.failed)
 
     def _try_to_begin(self, order: Order) -> None:
         entry = self._ledger.entries.get(order.id)
         if entry is None:
             order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
+        elif order.id in self._dropper.reserved:
+            return  # one order about a checkpoint after the other
+        elif order.kind is PersonsOrder.PIN and entry.tombstoned:
+            order.failed["tierfall"] = StepError(f"pin: {entry.id} was deleted by a person")
         elif order.kind is PersonsOrder.DELETE and entry.pinned:
             order.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
         elif self._is_settling(entry) or (
@@ -88,6 +94,8 @@ class Orders:
         return not (busy or arriving or self._dropper.leaving(entry.id))
 
     def _begin(self, order: Order, entry: Entry) -> None:
+        order.reserving = True
+        self._dropper.reserved.add(order.id)
         name = names.TOMBSTONE_MARK if order.kind is PersonsOrder.DELETE else names.PIN_MARK
         mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
         removing = order.kind is PersonsOrder.UNPIN
@@ -127,7 +135,7 @@ class Orders:
     def done(self, tier: str, id: CheckpointId, error: BaseException | None) -> None:
         """Note that one tier has carried out whatever was ordered for this checkpoint."""
         for order in self._open:
-            if order.id == id and tier in order.waiting:
+            if order.id == id and order.begun and tier in order.waiting:
                 order.waiting.discard(tier)
                 if error is not None:
                     order.failed[tier] = error

@@ -174,6 +174,7 @@ class Order:
     wall_time_s: float
     answer: Callable[[dict[str, BaseException]], None]
     begun: bool = False
+    reserving: bool = False
     waiting: set[str] = field(default_factory=set)
     failed: dict[str, BaseException] = field(default_factory=dict)
 

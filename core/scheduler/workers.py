@@ -33,7 +33,7 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.snapshot import Geometry, geometry
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, CopyState, Shard
 
 logger = logging.getLogger("tierfall")
 
@@ -119,16 +119,21 @@ class TaskRunner:
                 return self._finish(task, store)
             case AbortShard():
                 return task.writer.abort()
-            case DropCopy(unfinished=True):
-                return store.discard(task.id)
             case DropCopy():
-                return store.drop(task.id, by_person=task.by_person, next_latest=task.next_latest)
+                return self._drop(task, store)
             case ReadMarks():
                 return {id: store.marks(id) for id in task.ids}
             case ChangeMark(remove=True):
                 return store.remove_mark(task.mark.checkpoint, task.mark.name)
             case ChangeMark():
                 return store.add_mark(task.mark)
+
+    def _drop(self, task: DropCopy, store: Store) -> Any:
+        if not task.unfinished:
+            return store.drop(task.id, by_person=task.by_person, next_latest=task.next_latest)
+        if store.holds(task.id):
+            return CopyState.COMMITTED  # the answer to its commit was lost
+        return store.discard(task.id)
 
     def _open(self, task: OpenShard, store: Store) -> tuple[Writer | None, Manifest | None]:
         """Begin an image; without a writer the copy is there already, committed by a call whose answer was lost."""
