@@ -64,7 +64,11 @@ def _reason_to_leave_memory(
     if live and checkpoint.id == live[-1].id:
         durable = any(checkpoint.state(t.name) is CopyState.COMMITTED for t in view.tiers)
         alone = len(held) == 1
-        return "it is durable below, and memory has room for one image only" if durable and alone else None
+        return (
+            "it is durable below, and memory has room for one image only"
+            if durable and alone
+            else None
+        )
     if checkpoint.tombstoned or not waiting:
         return "oldest in memory that no lower tier still needs"
     if all(name in view.failing for name in waiting):

@@ -18,7 +18,7 @@ def reason_to_keep(
 ) -> str | None:
     """Say why this copy must stay, or return None; ``gone`` are checkpoints already to be dropped from this tier."""
     copy = checkpoint.copies[tier.name]
-    if checkpoint.pinned and not checkpoint.tombstoned:
+    if checkpoint.pinned:
         return "pinned"
     if copy.leased:
         return "being read or written"
@@ -28,7 +28,7 @@ def reason_to_keep(
         return None
     if owed := only_source_for(view, checkpoint, tier):
         return f"the only source of the copy that {', '.join(owed)} is still owed"
-    if view.restored_from == checkpoint.id and not _newer_durable(view, checkpoint):
+    if view.restored_from == checkpoint.id and not _continued(view, checkpoint):
         return "this run was restored from it, and nothing newer is durable yet"
     if lost := newest_of(view, checkpoint, tier, gone):
         return f"the newest that survives the loss of a {lost}"
@@ -81,22 +81,25 @@ def _held(
     return False
 
 
-def _newer_durable(view: View, checkpoint: CheckpointView) -> bool:
+def _continued(view: View, checkpoint: CheckpointView) -> bool:
+    """Say whether the line that began at this checkpoint has a durable one of its own. A newer one of the line that is
+    being left says nothing: it is abandoned as soon as the new line has anything."""
     return any(
         other.live
-        and other.id > checkpoint.id
-        and any(other.state(tier.name) is CopyState.COMMITTED for tier in view.tiers)
+        and other.started_from == checkpoint.id
+        and any(other.state(tier.name) is DURABLE for tier in view.tiers)
         for other in view.checkpoints
     )
 
 
 def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
-    """Say whether the line that left this checkpoint behind has a copy that survives as much as this one."""
+    """Say whether the line that left this checkpoint behind has a copy that survives as much as this one. What lies
+    in memory alone does not: files outlive the machine's restart."""
     return any(
         other.live
         and other.id.attempt > checkpoint.id.attempt
         and any(
-            _RANK[t.survives] >= _RANK[tier.survives] and other.readable_on(t.name)
+            _RANK[t.survives] >= _RANK[tier.survives] and other.state(t.name) is DURABLE
             for t in view.tiers
         )
         for other in view.checkpoints

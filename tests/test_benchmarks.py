@@ -131,11 +131,11 @@ def test_full_state_has_its_size_and_about_700_tensors() -> None:
     assert (shape.width, shape.layers) == (768, 14)
 
 
-def test_state_is_of_real_steps() -> None:
+def test_state_holds_moments_of_real_steps() -> None:
     shape = workload.shape_for(10 << 20)
     work = workload.Workload(shape)
     bare_count = len(work.tensors())
-    work.train(2)
+    work.train(1)
     tensors = work.tensors()
     assert (bare_count, len(tensors)) == (172, 688)
     moments = [state["exp_avg_sq"] for state in work.optimizer.state.values()]
@@ -260,7 +260,7 @@ def test_tiny_run_measures_everything_and_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_one_part_is_measured_alone(tmp_path: Path) -> None:
-    _, found = benchmark(tmp_path, "--only", "cold")
+    _, found = benchmark(tmp_path, "--only", "cold", "--rounds", "1")
     assert {each["name"] for each in found["ratios"]} == {
         "cold restore from the file tier",
         "the same, over huge pages",

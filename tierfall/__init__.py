@@ -7,10 +7,10 @@ with tierfall.open("tiers.yaml") as ckpt:
         ckpt.maybe_save(step, state)
 """
 
+from tierfall import errors
 from tierfall.api import load, open
 from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
-from tierfall.core import errors
 from tierfall.core.handle import SaveHandle, SaveStats
 from tierfall.core.image import item, register_codec
 from tierfall.reports import (

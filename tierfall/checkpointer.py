@@ -107,6 +107,7 @@ class Checkpointer:
         block: bool = False,
     ) -> SaveHandle | None:
         """Save if the cadence (``interval``) asks for this step, else return None; see ``save``."""
+        self._check_usable()
         interval = self._config.interval
         if interval is None or interval.every is None:
             raise ConfigError(

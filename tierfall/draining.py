@@ -56,6 +56,9 @@ def drain(
     session = Session(config, run=config.run, accept_arena=True)
     try:
         images = session.host.images()
+        if not images:  # whoever owned the run a moment ago has flushed them
+            session.abandon()
+            return Drained(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         _take_up(session, max(images.values(), key=_order))
         planned = _plan(session)
         session.start()

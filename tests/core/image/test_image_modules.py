@@ -178,6 +178,17 @@ def test_extra_state_without_a_codec_is_refused_with_its_path() -> None:
         describe({"m": nn.Sequential(Extra({"f": lambda: 1}))})
 
 
+def test_extra_state_that_only_one_side_has_is_named() -> None:
+    image, _ = make_image({"m": nn.Sequential(nn.Linear(1, 1)), "rng": None})
+    target = nn.Sequential(Extra("kept"))
+    with pytest.raises(
+        RestoreError, match=r"m\.0\._extra_state: in the state, not in the checkpoint"
+    ):
+        restore({"m": target, "rng": None}, image)
+    restore({"m": target, "rng": None}, image, strict=False)
+    assert target[0].note == "kept"
+
+
 class Halved(nn.Linear):
     """Saves a copy in half the size, by hooks, and reads it back by them."""
 

@@ -250,7 +250,6 @@ def test_object_gets_its_state_back_whatever_its_shapes_are_now() -> None:
 
 def test_objects_are_loaded_last_in_the_order_of_the_state() -> None:
     calls: list[str] = []
-    weight = torch.zeros(2)
 
     class Told:
         def __init__(self, name: str) -> None:
@@ -260,11 +259,14 @@ def test_objects_are_loaded_last_in_the_order_of_the_state() -> None:
             return 1
 
         def load_state_dict(self, state: int) -> None:
-            calls.append(f"{self.name}{weight.tolist()}")
+            calls.append(f"{self.name}{weight.tolist()}{note}")
 
-    image, _ = make_image({"a": Told("a"), "b": Told("b"), "w": torch.ones(2), "rng": None})
-    restore({"b": Told("b"), "a": Told("a"), "w": weight, "rng": None}, image)
-    assert calls == ["b[1.0, 1.0]", "a[1.0, 1.0]"]
+    saved = {"a": Told("a"), "b": Told("b"), "w": torch.ones(4)[::2], "n": {"x": 1}, "rng": None}
+    image, _ = make_image(saved)
+    # Both the strided tensor and the dict get their contents in finish, and before any object.
+    weight, note = torch.zeros(4)[::2], {"x": 0}
+    restore({"b": Told("b"), "a": Told("a"), "w": weight, "n": note, "rng": None}, image)
+    assert calls == ["b[1.0, 1.0]{'x': 1}", "a[1.0, 1.0]{'x': 1}"]
 
 
 def test_refusal_of_an_object_names_it() -> None:

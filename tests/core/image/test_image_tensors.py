@@ -292,6 +292,13 @@ def test_overlapping_views_are_each_stored_whole() -> None:
     assert all(torch.equal(loaded[k], state[k]) for k in "xyzs")
 
 
+def test_a_square_and_its_transpose_are_no_aliases() -> None:
+    square = torch.arange(4.0).view(2, 2)
+    loaded = saved_and_loaded({"x": square, "t": square.t()})
+    assert loaded["x"].tolist() == [[0, 1], [2, 3]]
+    assert loaded["t"].tolist() == [[0, 2], [1, 3]]
+
+
 def test_empty_tensors_are_not_taken_for_aliases() -> None:
     loaded = saved_and_loaded(
         {"a": torch.empty(0, 2), "b": torch.empty(0, 3), "c": torch.empty(0, 2)}

@@ -1,0 +1,43 @@
+"""Every error that tierfall raises; see the tree in ``tierfall.core.errors``."""
+
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    CapacityError,
+    CaptureError,
+    ConfigError,
+    FencedError,
+    FlushError,
+    IntegrityError,
+    KeyExistsError,
+    KeyInvalidError,
+    KeyNotFoundError,
+    LockError,
+    NotSupportedError,
+    RestoreError,
+    StepError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
+
+__all__ = [
+    "AccessDeniedError",
+    "BackendError",
+    "CapacityError",
+    "CaptureError",
+    "ConfigError",
+    "FencedError",
+    "FlushError",
+    "IntegrityError",
+    "KeyExistsError",
+    "KeyInvalidError",
+    "KeyNotFoundError",
+    "LockError",
+    "NotSupportedError",
+    "RestoreError",
+    "StepError",
+    "StorageFullError",
+    "TierfallError",
+    "UnreachableError",
+]
