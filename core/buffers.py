@@ -5,10 +5,13 @@ Anonymous mappings, so that direct I/O takes them as they are; nothing large is 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+HUGE_PAGE_BYTES = 2 << 20
 
 
 class BufferPool:
@@ -27,7 +30,7 @@ class BufferPool:
         What is larger than the pool's buffers is allocated for this once.
         """
         if bytes > self.bytes:
-            yield memoryview(mmap.mmap(-1, -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE))
+            yield _allocate(bytes)
             return
         buffer = self._take()
         try:
@@ -44,4 +47,17 @@ class BufferPool:
             if self._free:
                 return self._free.pop()
             self._left -= 1
-        return memoryview(mmap.mmap(-1, self.bytes))
+        return _allocate(self.bytes)
+
+
+def _allocate(bytes: int) -> memoryview:
+    """Map anonymous memory, on huge pages where the system gives them: direct I/O pins every page that it fills."""
+    mapping = mmap.mmap(-1, bytes + HUGE_PAGE_BYTES)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):  # a system without them: the same memory, in small pages
+        return memoryview(mapping)[:bytes]
+    view = memoryview(mapping)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    start = -address % HUGE_PAGE_BYTES
+    return view[start : start + bytes]

@@ -298,9 +298,10 @@ def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
     trainer.tell("save 1")
     assert trainer.tell("loop") == "looping"
     seen: set[tuple[int, str]] = set()
-    for _ in range(12):
+    looks = 0
+    while looks < 10 or len({step for step, _ in seen}) < 6:  # until enough has come and gone
         document = cli.json("verify")
         assert document["damage"] == []
         seen |= {(c["step"], c["tier"]) for c in document["copies"]}
+        looks += 1
     assert {tier for _, tier in seen} == {"host", "disk"}
-    assert len({step for step, _ in seen}) > 3, "nothing came and went: this test has seen nothing"

@@ -429,7 +429,7 @@ class History:
     def _check_newest(self, now: dict[str, Held]) -> None:
         """Invariants 2 and 3: per loss class, the newest durable live checkpoint never gets older, unless a person
         deleted it or the run went back behind it."""
-        left = self._abandoned(self._known(now))
+        left = self._abandoned(self._known(self.before) | self._known(now))
         deleted = self._tombstoned(now)
         for lost in LOSS_CLASSES:
             had = self._durable(self.before, lost) - left - deleted
