@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 HUGE_PAGE_BYTES = 2 << 20
+# Linux 4.14; the mmap module does not name it.
+_MADV_WIPEONFORK = 18
 
 
 class BufferPool:
@@ -51,8 +53,14 @@ class BufferPool:
 
 
 def _allocate(bytes: int) -> memoryview:
-    """Map anonymous memory, on huge pages where the system gives them: direct I/O pins every page that it fills."""
-    mapping = mmap.mmap(-1, bytes + HUGE_PAGE_BYTES)
+    """Map anonymous memory, on huge pages where the system gives them: direct I/O pins every page that it fills.
+
+    The mapping is private, since the kernel gives shared ones no huge pages by default. A forked child finds zeros
+    there: no page is shared with it, which could lead a direct read under way into the wrong one (open(2), O_DIRECT).
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = mmap.mmap(-1, bytes + HUGE_PAGE_BYTES, flags=flags)
+    mapping.madvise(_MADV_WIPEONFORK)
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError):  # a system without them: the same memory, in small pages

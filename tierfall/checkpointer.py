@@ -219,6 +219,7 @@ class Checkpointer:
                 open_image=session.open_image(regions),
                 make_plan=make_plan,
                 shard=SHARD,
+                pool=session.pool,
             )
         finally:
             session.ask(lambda: setattr(dropper, "paused", False))

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
 from tierfall.config import Config, FileTier
-from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
@@ -34,6 +33,7 @@ from tierfall.core.errors import (
 from tierfall.core.lock import RunLock
 from tierfall.core.records import Attempt, read_manifest
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
+from tierfall.core.restore.reader import read_pool
 from tierfall.core.scheduler.coordinator import Coordinator, LaneLimits
 from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.tasks import Ask
@@ -275,12 +275,9 @@ class Session:
             name: max(1, min(store.backend.traits.max_parallel, os.cpu_count() or 1, 4))
             for name, store in self.stores.items()
         }
-        pools = {
-            name: BufferPool(bytes=self._largest_chunk(), count=count)
-            for name, count in parallel.items()
-        }
+        self.pool = read_pool(self.config.chunk_bytes)
         self.workers = Workers(
-            TaskRunner(self.stores, pools, self._writer), parallel, name=self.run
+            TaskRunner(self.stores, self.pool, self._writer), parallel, name=self.run
         )
         if self.attempt is not None:
             self._discard_leftovers()
@@ -320,9 +317,6 @@ class Session:
             )
             entry.geometry = geometry(entry.manifest)
             logger.info("open: %s in memory is adopted", id)
-
-    def _largest_chunk(self) -> int:
-        return max(self.config.chunk_bytes, 16 << 20)
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised."""

@@ -95,13 +95,19 @@ class ChunkReader:
             )
 
 
-def threads_and_pool(manifest: Manifest, images: Sequence[Image]) -> tuple[int, BufferPool]:
+def read_pool(chunk_bytes: int) -> BufferPool:
+    """Make the buffers that chunks of that size are read through; keep them: first touches cost more than reads."""
+    return BufferPool(
+        bytes=chunk_bytes, count=max(1, min(READ_THREADS, BUFFER_BYTES // chunk_bytes))
+    )
+
+
+def count_threads(manifest: Manifest, images: Sequence[Image]) -> int:
     """Choose how many chunks are read at once, so that the buffers stay within BUFFER_BYTES."""
-    largest = max(manifest.data_start, manifest.chunk_bytes)
-    threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
     if all(image.in_memory for image in images):
-        threads = max(1, min(READ_THREADS, os.cpu_count() or 1))
-    return threads, BufferPool(bytes=largest, count=threads)
+        return max(1, min(READ_THREADS, os.cpu_count() or 1))
+    largest = max(manifest.data_start, manifest.chunk_bytes)
+    return max(1, min(READ_THREADS, BUFFER_BYTES // largest))
 
 
 def read_fills(

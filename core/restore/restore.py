@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
@@ -22,7 +23,7 @@ from tierfall.core.errors import (
 from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.records import Manifest
 from tierfall.core.restore.images import Image, checked_manifest
-from tierfall.core.restore.reader import ChunkReader, Tally, read_fills, threads_and_pool
+from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills, read_pool
 from tierfall.core.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
@@ -65,8 +66,11 @@ def restore(
     open_image: OpenImage,
     make_plan: MakePlan,
     shard: Shard,
+    pool: BufferPool | None = None,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
+
+    Stored chunks are read through ``pool``, or through buffers of their own.
 
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
     was tried; its text says when targets are half filled.
@@ -80,7 +84,7 @@ def restore(
     touched = False
     for checkpoint in candidates:
         try:
-            job = _prepare(checkpoint, request, listings, open_image, shard, tally)
+            job = _prepare(checkpoint, request, listings, open_image, shard, tally, pool)
             plan = make_plan(job.header)
             touched = True
             job.fill(plan)
@@ -177,10 +181,17 @@ def _check_nothing(request: Request, tally: Tally) -> None:
 class _Job:
     """One checkpoint, ready to be read: its good copies, its manifest, its header."""
 
-    def __init__(self, images: Sequence[Image], manifest: Manifest, tally: Tally) -> None:
+    def __init__(
+        self,
+        images: Sequence[Image],
+        manifest: Manifest,
+        tally: Tally,
+        pool: BufferPool | None,
+    ) -> None:
         self._manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
-        self._threads, self._pool = threads_and_pool(manifest, images)
+        self._threads = count_threads(manifest, images)
+        self._pool = pool or read_pool(manifest.chunk_bytes)
         self.header = self._read_header()
 
     def _read_header(self) -> ImageHeader:
@@ -203,6 +214,7 @@ def _prepare(
     open_image: OpenImage,
     shard: Shard,
     tally: Tally,
+    pool: BufferPool | None,
 ) -> _Job:
     images: list[Image] = []
     manifest: Manifest | None = None
@@ -231,4 +243,4 @@ def _prepare(
             f"no copy of {checkpoint.id} has a good manifest: "
             + "; ".join(str(error) for error in failures)
         )
-    return _Job(images, manifest, tally)
+    return _Job(images, manifest, tally, pool)

@@ -90,11 +90,11 @@ class TaskRunner:
     def __init__(
         self,
         stores: Mapping[str, Store],
-        pools: Mapping[str, BufferPool],
+        pool: BufferPool,
         attempt: Callable[[], Attempt],
     ) -> None:
         self._stores = stores
-        self._pools = pools
+        self._pool = pool
         self._attempt = attempt
 
     def run(self, task: Task) -> Outcome:
@@ -165,7 +165,7 @@ class TaskRunner:
             self._check(task, view)
             task.writer.write(task.start, view)
             return
-        with self._pools[task.tier].take(length) as buffer:
+        with self._pool.take(length) as buffer:
             view = buffer[:length]
             try:
                 self._stores[task.source.tier].read_into(task.id, task.shard, task.start, view)

@@ -113,6 +113,7 @@ class History:
         self.captures: list[tuple[Snapshot, int]] = []
         self.pinned: dict[CheckpointId, set[str]] = {}
         self.unpins: Counter[CheckpointId] = Counter()
+        self.unpinning: Counter[CheckpointId] = Counter()
         self.deleted: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self._cache: dict[int, tuple[object, Commit]] = {}
@@ -207,8 +208,9 @@ class History:
 
         def tell(failed: dict[str, BaseException]) -> None:
             answer.append(failed)
+            self.unpinning[id] -= kind is PersonsOrder.UNPIN
             if kind is PersonsOrder.PIN and not failed and number == self.unpins[id]:
-                self.pinned[id] = {t for t, held in self.look().items() if id in held.commits}
+                self.pinned[id] = self._marked(names.PIN_MARK, id)
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
         self.world.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=tell))
@@ -228,6 +230,7 @@ class History:
         if id is not None:
             self.pinned.pop(id, None)
             self.unpins[id] += 1
+            self.unpinning[id] += 1
             self._order(PersonsOrder.UNPIN, id)
 
     def delete(self) -> None:
@@ -247,7 +250,7 @@ class History:
             if id in self.pinned:
                 return  # a command line refuses to delete what is pinned
             self.deleted.add(id)
-        elif id not in self.deleted:
+        elif id not in self.deleted and not self.unpinning[id]:
             self.pinned.setdefault(id, set()).add(tier)
         self.log.append(f"{name} of {id} on {tier} from outside")
         self._clean(tier).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
@@ -260,6 +263,7 @@ class History:
         self.world.crash()
         self.asked.clear()
         self.captures.clear()
+        self.unpinning.clear()
         for weather in self.weathers:
             weather.bad = not calm
         self.world.start()
@@ -322,7 +326,7 @@ class History:
             if self.world.run_one():
                 continue
             next_s = self.world.step()
-            if self.world.tasks or self.asked and self.asked[0].answer:
+            if self.world.tasks or (self.asked and self.asked[0].answer):
                 continue
             if next_s is None or next_s > until:
                 return
@@ -342,12 +346,14 @@ class History:
             if region.sealed:
                 commit = self._read(region.commit())
                 memory.commits[commit.line.checkpoint] = commit
+        for copy in self.world._memory_listing().copies:
+            memory.marks[copy.id] = set(copy.marks)
         return found
 
     def _look_at(self, disk: MemoryBackend) -> Held:
         held = Held()
         for key, data in disk._objects.items():
-            folder, _, rest = key.removeprefix("run/").partition("/")
+            folder, _, _rest = key.removeprefix("run/").partition("/")
             id = names.parse_step_folder(folder)
             if id is not None and rest == names.COMMIT_NAME:
                 held.commits[id] = self._read(data)
@@ -375,6 +381,13 @@ class History:
                 ):
                     left.add(id)
         return left
+
+    def _marked(self, mark: str, id: CheckpointId) -> set[str]:
+        return {
+            tier
+            for tier, held in self.look().items()
+            if id in held.commits and mark in held.marks.get(id, ())
+        }
 
     def _tombstoned(self, now: dict[str, Held]) -> set[CheckpointId]:
         marked = {
@@ -433,10 +446,14 @@ class History:
         deleted = self._tombstoned(now)
         for lost in LOSS_CLASSES:
             had = self._durable(self.before, lost) - left - deleted
-            has = self._durable(now, lost) - left  # what is to be deleted counts for as long as it is there
+            has = (
+                self._durable(now, lost) - left
+            )  # what is to be deleted counts for as long as it is there
             if had:
                 assert has, f"nothing survives the loss of a {lost} any more: {max(had)} did"
-                assert max(had) <= max(has), f"{max(had)} survived the loss of a {lost}, and is gone"
+                assert max(had) <= max(has), (
+                    f"{max(had)} survived the loss of a {lost}, and is gone"
+                )
 
     def _durable(self, held: dict[str, Held], lost: LossClass) -> set[CheckpointId]:
         return {
@@ -475,21 +492,29 @@ class History:
         world, coordinator = self.world, self.world.coordinator
         now = self.look()
         assert not coordinator.busy(), "the coordinator is still busy"
+        pinned = {
+            id
+            for held in now.values()
+            for id, marks in held.marks.items()
+            if names.PIN_MARK in marks
+        }
         for id, tier in coordinator.left_undone():
             assert self._is_full(tier, now), f"{id} is still owed to {tier}, which has room"
         for tier, disk in world.disks.items():
             for key in disk._objects:
-                folder, _, rest = key.removeprefix("run/").partition("/")
+                folder, _, _rest = key.removeprefix("run/").partition("/")
                 id = names.parse_step_folder(folder)
                 assert id is None or id in now[tier].commits, f"{tier}: {key} is a leftover"
             for id, marks in now[tier].marks.items():
                 if names.TOMBSTONE_MARK in marks:
-                    assert names.PIN_MARK in marks or id in self.pinned, f"{id} should be deleted"
+                    assert id in pinned | set(self.pinned), f"{id} should be deleted"
             latest = self._clean(tier).read_latest()
             assert latest is None or latest in now[tier].commits, f"{tier}: latest names {latest}"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
-        assert set(coordinator.ledger.entries) <= set(self._known(now)), "what is not there is known"
+        assert set(coordinator.ledger.entries) <= set(self._known(now)), (
+            "what is not there is known"
+        )
         for entry in coordinator.ledger.entries.values():
             assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
 

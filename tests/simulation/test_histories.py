@@ -1,4 +1,4 @@
-"""Hundreds of lives of a run, drawn by seeds: whatever happens, nothing that was promised is lost, and all ends well."""
+"""Hundreds of lives of a run, drawn by seeds: whatever happens, what was promised is not lost, and all ends well."""
 
 from __future__ import annotations
 

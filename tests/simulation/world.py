@@ -172,7 +172,7 @@ class World:
         self.tasks: list[Task] = []
         self.runner = TaskRunner(
             self.stores,
-            {name: BufferPool(bytes=CHUNK, count=4) for name in self.stores},
+            BufferPool(bytes=CHUNK, count=4),
             lambda: self.attempt,
         )
         self.coordinator = Coordinator(
