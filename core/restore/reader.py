@@ -6,6 +6,7 @@ buffer, from host memory it is taken where it lies.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from bisect import bisect_right
@@ -23,7 +24,8 @@ from tierfall.core.image import Fill
 from tierfall.core.records import Manifest
 from tierfall.core.restore.images import Image
 
-READ_THREADS = 4
+READ_THREADS = 3
+MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
 
 
@@ -105,7 +107,7 @@ def read_pool(chunk_bytes: int) -> BufferPool:
 def count_threads(manifest: Manifest, images: Sequence[Image]) -> int:
     """Choose how many chunks are read at once, so that the buffers stay within BUFFER_BYTES."""
     if all(image.in_memory for image in images):
-        return max(1, min(READ_THREADS, os.cpu_count() or 1))
+        return max(1, min(MEMORY_THREADS, os.cpu_count() or 1))
     largest = max(manifest.data_start, manifest.chunk_bytes)
     return max(1, min(READ_THREADS, BUFFER_BYTES // largest))
 
@@ -159,17 +161,18 @@ def _scatter(view: memoryview, start: int, fills: Sequence[Fill], ends: Sequence
     """Copy a chunk, which begins at ``start`` from the data start, to all targets in it."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     end = start + len(view)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
     at = bisect_right(ends, start)
     while at < len(fills) and fills[at].start < end:
         fill = fills[at]
         low, high = max(fill.start, start), min(fill.end, end)
         for target in fill.targets if high > low else ():
-            targets.append(target[low - fill.start : high - fill.start])
-            sources.append(source[low - start : high - start])
+            _copy(target[low - fill.start : high - fill.start], source[low - start : high - start])
         at += 1
-    if len(targets) == 1:
-        targets[0].copy_(sources[0])
-    elif targets:
-        torch._foreach_copy_(targets, sources)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy flat bytes on this thread alone: each reading thread starting torch's own threads would crowd the cores."""
+    if target.is_cpu:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+    else:
+        target.copy_(source)

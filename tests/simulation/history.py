@@ -353,7 +353,7 @@ class History:
     def _look_at(self, disk: MemoryBackend) -> Held:
         held = Held()
         for key, data in disk._objects.items():
-            folder, _, _rest = key.removeprefix("run/").partition("/")
+            folder, _, rest = key.removeprefix("run/").partition("/")
             id = names.parse_step_folder(folder)
             if id is not None and rest == names.COMMIT_NAME:
                 held.commits[id] = self._read(data)
