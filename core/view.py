@@ -63,13 +63,15 @@ class CheckpointView:
 class View:
     """Every tier, fastest first, and every checkpoint, oldest step first.
 
-    ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from.
+    ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
+    as number ``attempt``.
     """
 
     tiers: tuple[TierRules, ...]
     checkpoints: tuple[CheckpointView, ...]
     failing: frozenset[str] = frozenset()
     restored_from: CheckpointId | None = None
+    attempt: int | None = None
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)

@@ -87,6 +87,7 @@ def _continued(view: View, checkpoint: CheckpointView) -> bool:
     return any(
         other.live
         and other.started_from == checkpoint.id
+        and (view.attempt is None or other.id.attempt >= view.attempt)
         and any(other.state(tier.name) is DURABLE for tier in view.tiers)
         for other in view.checkpoints
     )

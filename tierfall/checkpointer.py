@@ -234,7 +234,7 @@ class Checkpointer:
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
         ledger = self._session.coordinator.ledger
-        self._session.ask(lambda: setattr(ledger, "restored_from", id))
+        self._session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
 
     def _knows_of_nothing(self) -> bool:
         """Say whether every tier answered and none holds a checkpoint of this run."""

@@ -162,7 +162,8 @@ class Coordinator:
         """Remove what is left of copies that were never committed and are not owed any more."""
         for tier, id in list(self.ledger.unfinished) if not self._tending else ():
             found = self.ledger.entries.get(id)
-            if tier in self.lanes and (found is None or tier not in found.owed):
+            wanted = found is not None and tier in found.owed
+            if tier in self.lanes and not wanted and not self.lanes[tier].is_at(id):
                 self.dropper.collect(tier, id, "it was left unfinished")
 
     def _note_owed(self) -> None:
@@ -321,7 +322,6 @@ class Coordinator:
                 self._give_up_copy(entry, lane.tier, error)
             else:
                 if self._make_room(lane, entry, now_s):
-                    self.ledger.unfinished.pop((lane.tier, entry.id), None)
                     lane.begin(entry)
                 return
 
@@ -332,6 +332,7 @@ class Coordinator:
         capacity = next(r.capacity_bytes for r in self.ledger.rules if r.name == lane.tier)
         need = _image_bytes(entry)
         free = need if capacity is None else capacity - self.ledger.used_bytes(lane.tier)
+        free += self.ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
             free = min(free, 0)
         if free >= need:
@@ -377,6 +378,7 @@ class Coordinator:
         entry.set_state(lane.tier, CopyState.COMMITTED, entry.commit.stored_bytes)
         entry.marks[lane.tier] = frozenset(mark.name for mark in self._marks_of(entry))
         entry.owed.discard(lane.tier)
+        self.ledger.unfinished.pop((lane.tier, id), None)
         lane.succeeded(entry)
         self.ledger.failing.discard(lane.tier)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1

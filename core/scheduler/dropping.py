@@ -40,6 +40,7 @@ class Dropper:
         self._surveying: set[str] = set()
         self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
         self.reserved: set[CheckpointId] = set()
+        self._changed: set[CheckpointId] = set()
         self.dropped = 0
         self.paused = False
 
@@ -69,6 +70,12 @@ class Dropper:
     def next_s(self) -> float | None:
         return min((when for _, when in self._failed.values()), default=None)
 
+    def reserve(self, id: CheckpointId) -> None:
+        """A person's order begins to change this checkpoint's marks: what a survey has read of them is old."""
+        self.reserved.add(id)
+        if self._surveying:
+            self._changed.add(id)
+
     def leaving(self, id: CheckpointId) -> bool:
         return any(id in ids for ids in self._leaving.values())
 
@@ -93,6 +100,9 @@ class Dropper:
     def take_marks(self, task: ReadMarks, outcome: Outcome) -> None:
         """Learn a tier's marks, then carry out its retention."""
         self._surveying.discard(task.tier)
+        outdated = self.reserved | self._changed
+        if not self._surveying:
+            self._changed.clear()
         if outcome.error is not None:
             logger.warning(
                 "%s: nothing is dropped there, its marks could not be read: %s",
@@ -100,12 +110,7 @@ class Dropper:
                 outcome.error,
             )
             return
-        for id, marks in outcome.value.items():
-            entry = self._ledger.entries.get(id)
-            if entry is not None and entry.state(task.tier) is CopyState.COMMITTED:
-                entry.marks[task.tier] = marks
-                if entry.tombstoned:
-                    entry.owed.clear()
+        self._learn(task.tier, {id: m for id, m in outcome.value.items() if id not in outdated})
         if self.paused:
             self._due.add(task.tier)
             return
@@ -114,6 +119,14 @@ class Dropper:
         for other in self._leaving:
             if other != task.tier and self._plan(other):
                 self._due.add(other)
+
+    def _learn(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
+        for id, marks in found.items():
+            entry = self._ledger.entries.get(id)
+            if entry is not None and entry.state(tier) is CopyState.COMMITTED:
+                entry.marks[tier] = marks
+                if entry.tombstoned:
+                    entry.owed.clear()
 
     def _plan(self, tier: str) -> list[Decision]:
         return [

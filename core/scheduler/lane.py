@@ -121,6 +121,9 @@ class Lane:
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
 
+    def is_at(self, id: CheckpointId) -> bool:
+        return self.active is not None and self.active.entry.id == id
+
     def give_up(self, error: BaseException) -> None:
         """Abort the active copy once its workers are back."""
         if self.active is not None and self.active.error is None:

@@ -90,6 +90,7 @@ class Ledger:
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.failing: set[str] = set()
         self.restored_from: CheckpointId | None = None
+        self.attempt: int | None = None
 
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
@@ -113,6 +114,10 @@ class Ledger:
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
+
+    def go_on_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
+        """Note what was restored, and as which attempt the line goes on."""
+        self.restored_from, self.attempt = checkpoint, attempt
 
     def ordered(self) -> list[Entry]:
         """Entries in the order in which they came to be."""
@@ -141,6 +146,7 @@ class Ledger:
             ),
             failing=frozenset(self.failing),
             restored_from=self.restored_from,
+            attempt=self.attempt,
         )
 
     def _view(self, entry: Entry, left: bool) -> CheckpointView:

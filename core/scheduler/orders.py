@@ -95,7 +95,7 @@ class Orders:
 
     def _begin(self, order: Order, entry: Entry) -> None:
         order.reserving = True
-        self._dropper.reserved.add(order.id)
+        self._dropper.reserve(order.id)
         name = names.TOMBSTONE_MARK if order.kind is PersonsOrder.DELETE else names.PIN_MARK
         mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
         removing = order.kind is PersonsOrder.UNPIN
