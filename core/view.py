@@ -61,7 +61,7 @@ class CheckpointView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Every tier, fastest first, and every checkpoint, oldest step first.
+    """Every tier, fastest first, and every checkpoint.
 
     ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
     as number ``attempt``.
@@ -78,7 +78,8 @@ class View:
 
     def on(self, tier: str) -> tuple[CheckpointView, ...]:
         """Checkpoints with a whole copy on that tier, oldest first."""
-        return tuple(c for c in self.checkpoints if c.readable_on(tier))
+        held = (c for c in self.checkpoints if c.readable_on(tier))
+        return tuple(sorted(held, key=lambda c: c.id))
 
     def used_bytes(self, tier: str) -> int:
         return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +26,12 @@ from tierfall.core.handle import SaveHandle
 from tierfall.core.image import plan_fill
 from tierfall.core.restore.restore import Request, Restored, restore
 from tierfall.core.scheduler.tasks import (
-    Order,
     PersonsOrder,
 )
 from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision, Verdict
 from tierfall.line import SavingLine
+from tierfall.orders import give
 from tierfall.policies.bundle import plan_retention
 from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
@@ -266,17 +265,7 @@ class Checkpointer:
         self._check_usable()
         self._finish_capture()
         id = self._find(kind, step, attempt)
-        done = threading.Event()
-        failed: dict[str, BaseException] = {}
-
-        def tell(failures: dict[str, BaseException]) -> None:
-            failed.update(failures)
-            done.set()
-
-        self._session.coordinator.post(
-            Order(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
-        )
-        self._session.wait(done)
+        failed = give(self._session, kind, id)
         for tier, error in failed.items():
             if isinstance(error, StepError):
                 raise error

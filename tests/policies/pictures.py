@@ -1,0 +1,191 @@
+"""Views as text: how golden files say what lies where, what is asked, and what is answered.
+
+    ## title of the case
+    tier NAME KIND [shared] [last=N] [every=N]
+    failing NAME ...
+    restored STEP@ATTEMPT [attempt=N]
+    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [owed=TIER,TIER] TIER=STATE[:leased] ...
+    ask retention TIER | eviction TIER need=N free=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
+        | save STEP every=N
+    -> an answer, one line each, with its reason
+
+Every copy has 100 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind, survives
+from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+from tierfall.policies.cadence import should_save
+from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import still_owed, tiers_owed
+from tierfall.policies.guard import reason_to_keep
+from tierfall.policies.retention import plan_retention
+
+COPY_BYTES = 100
+
+
+@dataclass
+class Picture:
+    """A view that grows line by line."""
+
+    tiers: list[TierRules] = field(default_factory=list)
+    checkpoints: list[CheckpointView] = field(default_factory=list)
+    failing: frozenset[str] = frozenset()
+    restored_from: CheckpointId | None = None
+    attempt: int | None = None
+
+    def view(self) -> View:
+        return View(
+            tiers=tuple(self.tiers),
+            checkpoints=tuple(sorted(self.checkpoints, key=lambda c: c.id)),
+            failing=self.failing,
+            restored_from=self.restored_from,
+            attempt=self.attempt,
+        )
+
+    def checkpoint(self, id: CheckpointId) -> CheckpointView:
+        return next(c for c in self.checkpoints if c.id == id)
+
+
+def answered(text: str) -> str:
+    """Return a golden file as it would be if its answers were today's."""
+    return "\n".join(_lines(text)) + "\n"
+
+
+def _lines(text: str) -> Iterator[str]:
+    picture = Picture()
+    for line in text.splitlines():
+        if line.startswith("->"):
+            continue
+        yield line
+        words = line.split()
+        if line.startswith("## "):
+            picture = Picture()
+        elif words and not line.startswith("#"):
+            for answer in _take(picture, words[0], words[1:]):
+                yield f"-> {answer}"
+
+
+def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
+    match verb:
+        case "tier":
+            picture.tiers.append(_tier(words))
+        case "have":
+            picture.checkpoints.append(_checkpoint(words))
+        case "failing":
+            picture.failing = frozenset(words)
+        case "restored":
+            picture.restored_from = _id(words[0])
+            picture.attempt = int(_options(words[1:]).get("attempt", 0)) or None
+        case "ask":
+            return _ask(picture, words[0], words[1:]) or ["nothing"]
+        case _:
+            raise ValueError(f"no such line: {verb}")
+    return []
+
+
+def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
+    view, options = picture.view(), _options(words)
+    match what:
+        case "retention":
+            plan = plan_retention(view, words[0])
+            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan]
+        case "eviction":
+            made = plan_eviction(
+                view,
+                words[0],
+                need_bytes=int(options["need"]),
+                free_bytes=int(options["free"]),
+            )
+            drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
+            return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
+        case "guard":
+            tier, checkpoint = view.tier(words[0]), picture.checkpoint(_id(words[1]))
+            return [reason_to_keep(view, checkpoint, tier, frozenset()) or "may go"]
+        case "owed":
+            return list(tiers_owed(view.tiers, int(words[0])))
+        case "still-owed":
+            return list(still_owed(view, picture.checkpoint(_id(words[0]))))
+        case "save":
+            every = int(options["every"])
+            return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
+    raise ValueError(f"no such question: {what}")
+
+
+def _tier(words: list[str]) -> TierRules:
+    name, kind = words[0], TierKind(words[1])
+    options = _options(words)
+    last = options.get("last")
+    return TierRules(
+        name=name,
+        kind=kind,
+        survives=survives(kind, shared="shared" in words),
+        flush_every=int(options.get("every", 1)),
+        retain_last=None if last is None else int(last),
+    )
+
+
+def _checkpoint(words: list[str]) -> CheckpointView:
+    options = _options(words)
+    copies = {}
+    for name, value in options.items():
+        if name not in ("ordinal", "from", "owed"):
+            state, _, leased = value.partition(":")
+            copies[name] = CopyView(
+                state=CopyState(state), bytes=COPY_BYTES, leased=leased == "leased"
+            )
+    id = _id(words[0])
+    return CheckpointView(
+        id=id,
+        ordinal=int(options.get("ordinal", id.step)),
+        started_from=_id(options["from"]) if "from" in options else None,
+        abandoned="abandoned" in words,
+        pinned="pinned" in words,
+        tombstoned="tombstoned" in words,
+        copies=copies,
+        owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
+    )
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _id(text: str) -> CheckpointId:
+    step, _, attempt = text.partition("@")
+    return CheckpointId(int(step), int(attempt))
+
+
+def survivors(view: View, lost: LossClass) -> set[CheckpointId]:
+    """Live checkpoints of which a durable copy outlives such a loss: a rule of the tests' own."""
+    order = [LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE]
+    return {
+        checkpoint.id
+        for checkpoint in view.checkpoints
+        for tier in view.tiers
+        if checkpoint.live
+        and order.index(tier.survives) >= order.index(lost)
+        and checkpoint.state(tier.name) is CopyState.COMMITTED
+    }
+
+
+def without(view: View, drops: set[tuple[str, CheckpointId]]) -> View:
+    """The view once these copies, as (tier, checkpoint), are gone."""
+    return replace(
+        view,
+        checkpoints=tuple(
+            replace(
+                checkpoint,
+                copies={
+                    tier: copy
+                    for tier, copy in checkpoint.copies.items()
+                    if (tier, checkpoint.id) not in drops
+                },
+            )
+            for checkpoint in view.checkpoints
+        ),
+    )

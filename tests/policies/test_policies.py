@@ -1,0 +1,238 @@
+"""What no plan may do, whatever lies where: views drawn at random, and plans carried out as the coordinator does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.pictures import COPY_BYTES, survivors, without
+from tierfall.core.lines import abandoned
+from tierfall.core.values import (
+    LOSS_CLASSES,
+    CheckpointId,
+    CopyState,
+    LossClass,
+    TierKind,
+    survives,
+)
+from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import still_owed, tiers_owed
+from tierfall.policies.retention import plan_retention
+
+RANK = [LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE]
+WHOLE = (CopyState.SEALED, CopyState.COMMITTED)
+EXAMPLES = settings(max_examples=100, deadline=None)
+
+Drop = tuple[str, CheckpointId]
+
+
+@st.composite
+def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
+    kinds = draw(
+        st.lists(
+            st.sampled_from([(TierKind.FILE, False), (TierKind.FILE, True), (TierKind.OBJECT, True)]),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    stored = [
+        TierRules(
+            name=f"t{number}",
+            kind=kind,
+            survives=survives(kind, shared=shared),
+            flush_every=draw(st.sampled_from([1, 1, 2, 3])),
+            retain_last=draw(st.sampled_from([None, 1, 2])),
+        )
+        for number, (kind, shared) in enumerate(kinds)
+    ]
+    host = TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS)
+    return (host, *stored)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    rules = draw(tiers())
+    ids = draw(st.sets(st.tuples(st.integers(1, 6), st.integers(1, 3)), max_size=7))
+    starts = {n: draw(st.sampled_from([None, *range(1, 7)])) for n in (1, 2, 3)}
+    checkpoints = []
+    for step, attempt in sorted(ids):
+        start = starts[attempt]
+        checkpoints.append(
+            CheckpointView(
+                id=CheckpointId(step, attempt),
+                ordinal=step,
+                started_from=None if start is None else CheckpointId(start, attempt - 1),
+                pinned=draw(st.booleans()) and draw(st.booleans()),
+                tombstoned=draw(st.integers(0, 7)) == 0,
+                copies=draw(copies(rules)),
+                owed=frozenset(draw(st.sets(st.sampled_from([r.name for r in rules[1:]])))),
+            )
+        )
+    whole = [c for c in checkpoints if any(copy.state in WHOLE for copy in c.copies.values())]
+    left = abandoned((c.id, c.started_from) for c in whole)
+    return View(
+        tiers=rules,
+        checkpoints=tuple(replace(c, abandoned=c.id in left) for c in checkpoints),
+        failing=frozenset(draw(st.sets(st.sampled_from([r.name for r in rules[1:]])))),
+        restored_from=draw(st.sampled_from([None, *(c.id for c in checkpoints)])),
+        attempt=draw(st.sampled_from([None, 1, 2, 3])),
+    )
+
+
+@st.composite
+def copies(draw: st.DrawFn, rules: tuple[TierRules, ...]) -> dict[str, CopyView]:
+    found = {}
+    for tier in rules:
+        whole = CopyState.SEALED if tier.kind is TierKind.HOST else CopyState.COMMITTED
+        state = draw(
+            st.sampled_from([None, None, whole, whole, whole, CopyState.ARRIVING, CopyState.LEAVING])
+        )
+        if state is not None:
+            leased = draw(st.integers(0, 4)) == 0
+            found[tier.name] = CopyView(state=state, bytes=COPY_BYTES, leased=leased)
+    return found
+
+
+def carried_out(view: View, draw: Callable[[int], int]) -> set[Drop]:
+    """Plan and carry out, tier by tier in a drawn order, retention and then an eviction that wants everything."""
+    dropped: set[Drop] = set()
+    names = [rules.name for rules in view.tiers]
+    for name in sorted(names, key=lambda name: draw(len(names) * 7 + len(name))):
+        if name != "host":
+            dropped |= {
+                (name, d.checkpoint)
+                for d in plan_retention(without(view, dropped), name)
+                if d.verdict is Verdict.DROP
+            }
+        plan = plan_eviction(without(view, dropped), name, need_bytes=10_000, free_bytes=0)
+        dropped |= {(name, d.checkpoint) for d in plan.drops}
+    return dropped
+
+
+def of(view: View, drop: Drop) -> tuple[CheckpointView, CopyView]:
+    checkpoint = next(c for c in view.checkpoints if c.id == drop[1])
+    return checkpoint, checkpoint.copies[drop[0]]
+
+
+@EXAMPLES
+@given(views(), st.randoms(use_true_random=False))
+def test_no_plan_takes_what_somebody_reads_or_what_is_not_whole(view: View, random: object) -> None:
+    for drop in carried_out(view, random.randrange):  # type: ignore[attr-defined]
+        _, copy = of(view, drop)
+        assert not copy.leased
+        assert copy.state in WHOLE
+
+
+@EXAMPLES
+@given(views(), st.randoms(use_true_random=False))
+def test_a_pinned_checkpoint_is_never_lost(view: View, random: object) -> None:
+    dropped = carried_out(view, random.randrange)  # type: ignore[attr-defined]
+    for drop in dropped:
+        assert drop[0] == "host" or not of(view, drop)[0].pinned
+    after = {c.id: c for c in without(view, dropped).checkpoints}
+    for checkpoint in view.checkpoints:
+        if checkpoint.pinned and any(c.state in WHOLE for c in checkpoint.copies.values()):
+            assert any(c.state in WHOLE for c in after[checkpoint.id].copies.values())
+
+
+@EXAMPLES
+@given(views(), st.randoms(use_true_random=False))
+def test_the_newest_that_survives_each_loss_is_never_lost(view: View, random: object) -> None:
+    after = without(view, carried_out(view, random.randrange))  # type: ignore[attr-defined]
+    for lost in LOSS_CLASSES:
+        before = survivors(view, lost)
+        if before:
+            assert max(before) in survivors(after, lost)
+
+
+@EXAMPLES
+@given(views())
+def test_retention_takes_an_abandoned_one_only_where_the_new_line_is_as_safe(view: View) -> None:
+    for tier in view.tiers[1:]:
+        for decision in plan_retention(view, tier.name):
+            checkpoint, _ = of(view, (tier.name, decision.checkpoint))
+            if decision.verdict is Verdict.KEEP or not checkpoint.abandoned:
+                continue
+            lost = LOSS_CLASSES[RANK.index(tier.survives) - 1]
+            newer = {id for id in survivors(view, lost) if id.attempt > checkpoint.id.attempt}
+            assert newer or checkpoint.tombstoned
+
+
+@EXAMPLES
+@given(views(), st.randoms(use_true_random=False))
+def test_the_only_source_of_what_a_tier_waits_for_stays(view: View, random: object) -> None:
+    after = without(view, carried_out(view, random.randrange))  # type: ignore[attr-defined]
+    for before, then in zip(view.checkpoints, after.checkpoints, strict=True):
+        waiting = before.owed - view.failing
+        had = any(c.state in WHOLE for c in before.copies.values())
+        if waiting and had and not before.tombstoned:
+            assert any(c.state in WHOLE for c in then.copies.values())
+
+
+@EXAMPLES
+@given(views())
+def test_the_newest_in_memory_leaves_only_when_it_is_alone_and_durable(view: View) -> None:
+    plan = plan_eviction(view, "host", need_bytes=10_000, free_bytes=0)
+    held = [c for c in view.checkpoints if c.state("host") is CopyState.SEALED]
+    live = [c for c in held if c.live]
+    if live and live[-1].id in {d.checkpoint for d in plan.drops}:
+        assert len(held) == 1
+        assert CopyState.COMMITTED in [copy.state for copy in live[-1].copies.values()]
+
+
+@EXAMPLES
+@given(views(), st.integers(0, 900), st.integers(0, 500))
+def test_eviction_takes_no_more_than_is_needed_and_says_what_is_missing(
+    view: View, need: int, free: int
+) -> None:
+    for tier in view.tiers:
+        plan = plan_eviction(view, tier.name, need_bytes=need, free_bytes=free)
+        made = free + sum(d.bytes for d in plan.drops)
+        assert plan.missing_bytes == max(0, need - made)
+        if plan.drops:
+            assert made - plan.drops[-1].bytes < need
+        ages = [(of(view, (tier.name, d.checkpoint))[0].live, d.checkpoint) for d in plan.drops]
+        assert ages == sorted(ages)
+
+
+@EXAMPLES
+@given(views(), st.randoms(use_true_random=False))
+def test_plans_do_not_depend_on_the_order_in_which_checkpoints_are_given(
+    view: View, random: object
+) -> None:
+    shuffled = list(view.checkpoints)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    other = replace(view, checkpoints=tuple(shuffled))
+    for tier in view.tiers:
+        assert plan_retention(view, tier.name) == plan_retention(other, tier.name)
+        assert plan_eviction(view, tier.name, need_bytes=500, free_bytes=0) == plan_eviction(
+            other, tier.name, need_bytes=500, free_bytes=0
+        )
+
+
+@EXAMPLES
+@given(views())
+def test_every_whole_copy_is_decided_upon_once_with_a_reason(view: View) -> None:
+    for tier in view.tiers[1:]:
+        plan = plan_retention(view, tier.name)
+        assert [d.checkpoint for d in plan] == [
+            c.id for c in view.checkpoints if c.state(tier.name) in WHOLE
+        ]
+        assert all(d.reason and d.bytes == COPY_BYTES and d.tier == tier.name for d in plan)
+
+
+@EXAMPLES
+@given(views())
+def test_what_is_still_owed_is_never_what_lies_there_or_was_passed(view: View) -> None:
+    for checkpoint in view.checkpoints:
+        owed = still_owed(view, checkpoint)
+        assert set(owed) <= set(tiers_owed(view.tiers, checkpoint.ordinal))
+        for name in owed:
+            assert checkpoint.live
+            assert checkpoint.state(name) not in WHOLE
+            later = [c for c in view.checkpoints if c.live and c.id > checkpoint.id]
+            assert not any(c.state(name) in WHOLE for c in later)
