@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
@@ -21,7 +22,7 @@ from tierfall.core.errors import (
     TierfallError,
 )
 from tierfall.core.image import Fill, ImageHeader, read_header
-from tierfall.core.records import Manifest
+from tierfall.core.records import Commit, Manifest
 from tierfall.core.restore.images import Image, checked_manifest
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills, read_pool
 from tierfall.core.values import CheckpointId, Shard
@@ -207,6 +208,12 @@ class _Job:
         read_fills(self._reader, self._manifest, plan.fills, self._threads, self._pool)
 
 
+def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool:
+    """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
+    name = names.manifest_name(shard)
+    return one is not None and one.line == other.line and one.file(name) == other.file(name)
+
+
 def _prepare(
     checkpoint: KnownCheckpoint,
     request: Request,
@@ -218,6 +225,7 @@ def _prepare(
 ) -> _Job:
     images: list[Image] = []
     manifest: Manifest | None = None
+    vouched: Commit | None = None
     failures: list[TierfallError] = []
     for listing in listings:
         found = checkpoint.copies.get(listing.tier)
@@ -227,8 +235,9 @@ def _prepare(
             if found.commit is None:
                 raise found.damage or IntegrityError(f"{listing.tier}: no commit record")
             image = open_image(listing.tier, checkpoint.id, shard)
-            there = checked_manifest(image, found.commit, shard)
-            if manifest is not None and there != manifest:
+            if manifest is None:
+                manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
+            elif not _vouch_for_the_same(vouched, found.commit, shard):
                 raise IntegrityError(
                     f"{listing.tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
                 )
@@ -236,7 +245,6 @@ def _prepare(
             failures.append(error)
             tally.passed_over(f"{checkpoint.id} on {listing.tier}", error)
             continue
-        manifest = there
         images.append(image)
     if manifest is None:
         raise next((e for e in failures if e.retryable), None) or IntegrityError(

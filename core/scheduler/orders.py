@@ -70,6 +70,8 @@ class Orders:
             order.kind is PersonsOrder.DELETE and not self._is_quiet(entry)
         ):
             return
+        elif order.kind is PersonsOrder.PIN and not (self._ledger.whole(entry) or entry.damage):
+            order.failed["tierfall"] = StepError(f"pin: {entry.id} is just being dropped")
         else:
             self._begin(order, entry)
         order.begun = True

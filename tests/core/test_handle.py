@@ -1,14 +1,252 @@
-"""What a handle counts as blocked: the time in save, and the time at the barrier."""
+"""What a handle tells, to whom, and when: states, waits from other threads, and exceptions that keep their cause."""
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from tierfall.core.errors import (
+    CapacityError,
+    CaptureError,
+    ConfigError,
+    FlushError,
+    KeyNotFoundError,
+    TierfallError,
+)
 from tierfall.core.handle import SaveHandle
-from tierfall.core.values import CheckpointId
+from tierfall.core.values import CheckpointId, SaveOutcome
+
+PATIENCE_S = 20.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def handle_for(*tiers: str, clock: Callable[[], float] = Clock()) -> SaveHandle:
+    return SaveHandle(CheckpointId(400, 7), tiers, in_memory="host", clock=clock)
+
+
+# Asking ----------------------------------------------------------------------------------------------
+
+
+def test_a_new_handle_is_pending_and_nothing_is_done() -> None:
+    handle = handle_for("nvme", "store")
+    assert (handle.step, handle.attempt, handle.tiers) == (400, 7, ("nvme", "store"))
+    assert handle.outcome is SaveOutcome.PENDING
+    assert not handle.done("host")
+    assert not handle.done("nvme")
+    assert not handle.done()
+    assert handle.exception() is None
+    assert handle.stats.captured_s is None
+    assert dict(handle.stats.durable_s) == {}
+    assert repr(handle) == "<SaveHandle step=400 attempt=7 outcome=pending>"
+
+
+def test_it_is_saved_when_the_last_tier_has_it_and_not_before() -> None:
+    handle = handle_for("nvme", "store")
+    handle.tell_captured()
+    assert (handle.done("host"), handle.done("nvme"), handle.done()) == (True, False, False)
+    assert handle.outcome is SaveOutcome.PENDING
+    handle.tell_committed("nvme")
+    assert (handle.done("nvme"), handle.done()) == (True, False)
+    assert handle.outcome is SaveOutcome.PENDING
+    handle.tell_committed("store")
+    assert handle.done()
+    assert handle.outcome is SaveOutcome.SAVED
+    handle.wait(timeout=0)
+
+
+def test_a_step_that_goes_to_no_tier_is_saved_once_it_is_sealed_in_memory() -> None:
+    handle = handle_for()
+    assert not handle.done()
+    handle.tell_captured()
+    assert handle.outcome is SaveOutcome.SAVED
+    assert handle.done()
+    handle.wait(timeout=0)
+    handle.wait("host", timeout=0)
+
+
+def test_a_tier_that_this_step_does_not_go_to_is_a_mistake_that_names_the_right_ones() -> None:
+    handle = handle_for("nvme")
+    for ask in (lambda: handle.wait("store", timeout=0), lambda: handle.done("store")):
+        with pytest.raises(ConfigError, match=r"step 400 .* 'store'; it goes to host, nvme"):
+            ask()
+
+
+def test_times_count_from_the_call_of_save() -> None:
+    clock = Clock()
+    handle = handle_for("nvme", clock=clock)
+    handle.tell_begun(bytes=10, lazy=True, blocked_s=0.25)
+    clock.now_s += 2
+    handle.tell_captured()
+    clock.now_s += 3
+    handle.tell_committed("nvme")
+    stats = handle.stats
+    assert (stats.bytes, stats.lazy, stats.blocked_s) == (10, True, 0.25)
+    assert stats.captured_s == 2.0
+    assert dict(stats.durable_s) == {"nvme": 5.0}
 
 
 def test_blocked_time_is_that_in_save_and_that_at_the_barrier() -> None:
-    handle = SaveHandle(CheckpointId(1, 1), ("disk",), in_memory="host")
+    handle = handle_for("disk")
     handle.tell_waited(0.25)
     handle.tell_begun(bytes=1, lazy=True, blocked_s=1.0)
     handle.tell_waited(0.5)
     assert handle.stats.blocked_s == 1.75
+
+
+# Waiting ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        (lambda h: h.captured(PATIENCE_S), lambda h: h.tell_captured()),
+        (lambda h: h.wait("nvme", PATIENCE_S), lambda h: h.tell_committed("nvme")),
+        (lambda h: h.wait(timeout=PATIENCE_S), lambda h: h.tell_committed("store")),
+    ],
+)
+def test_threads_that_wait_are_woken_when_it_is_told(
+    wait: Callable[[SaveHandle], None], told: Callable[[SaveHandle], None]
+) -> None:
+    handle = handle_for("nvme", "store")
+    woken: list[int] = []
+
+    def waiter(number: int) -> None:
+        wait(handle)
+        woken.append(number)
+
+    threads = [threading.Thread(target=waiter, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    assert woken == []
+    told(handle)
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(woken) == [0, 1, 2]
+
+
+def test_a_timeout_says_what_was_waited_for() -> None:
+    handle = handle_for("nvme")
+    with pytest.raises(TimeoutError, match="step 400 is not captured after 0 s"):
+        handle.captured(timeout=0)
+    with pytest.raises(TimeoutError, match="step 400 is not committed on nvme after 0 s"):
+        handle.wait(timeout=0)
+
+
+def test_what_is_done_is_done_though_another_tier_failed() -> None:
+    handle = handle_for("nvme", "store")
+    handle.tell_captured()
+    handle.tell_committed("nvme")
+    handle.tell_tier_failed("store", FlushError("store is down"))
+    handle.captured(timeout=0)
+    handle.wait("nvme", timeout=0)
+    with pytest.raises(FlushError, match="store is down"):
+        handle.wait("store", timeout=0)
+
+
+def test_before_waiting_the_barrier_is_asked_to_end_the_capture() -> None:
+    handle = handle_for("nvme")
+    handle.before_wait = handle.tell_captured
+    handle.captured(timeout=0)
+
+
+# Failing ---------------------------------------------------------------------------------------------
+
+
+def test_a_capture_that_failed_is_raised_by_every_wait_with_its_cause() -> None:
+    handle = handle_for("nvme")
+    original = CaptureError("changed")
+    handle.tell_given_up(SaveOutcome.FAILED, original)
+    assert handle.outcome is SaveOutcome.FAILED
+    assert handle.exception() is original
+    for wait in (handle.captured, handle.wait, lambda: handle.wait("host")):
+        with pytest.raises(CaptureError, match="changed") as caught:
+            wait()
+        assert caught.value is not original
+        assert caught.value.__cause__ is original
+
+
+@pytest.mark.parametrize(
+    "original", [CapacityError("no room"), FlushError("no"), KeyNotFoundError("not there")]
+)
+def test_an_error_of_tierfall_keeps_its_class(original: TierfallError) -> None:
+    handle = handle_for("nvme")
+    handle.tell_tier_failed("nvme", original)
+    with pytest.raises(type(original)) as caught:
+        handle.wait(timeout=0)
+    assert caught.value.__cause__ is original
+    assert handle.exception() is original
+
+
+def test_any_other_error_is_chained_below_one_of_tierfall() -> None:
+    handle = handle_for("nvme")
+    original = RuntimeError("out of memory")
+    handle.tell_given_up(SaveOutcome.FAILED, original)
+    with pytest.raises(CaptureError, match="out of memory") as caught:
+        handle.captured()
+    assert caught.value.__cause__ is original
+
+
+def test_raised_again_and_again_the_original_does_not_grow() -> None:
+    handle = handle_for("nvme")
+    original = CaptureError("changed")
+    handle.tell_given_up(SaveOutcome.FAILED, original)
+    for _ in range(5):
+        with pytest.raises(CaptureError):
+            handle.captured()
+    assert original.__traceback__ is None
+
+
+def test_a_tier_that_failed_and_then_got_it_is_forgiven() -> None:
+    handle = handle_for("nvme")
+    handle.tell_captured()
+    handle.tell_tier_failed("nvme", FlushError("down"))
+    assert handle.outcome is SaveOutcome.FAILED
+    handle.tell_committed("nvme")
+    assert handle.outcome is SaveOutcome.SAVED
+    assert handle.exception() is None
+    handle.wait(timeout=0)
+
+
+def test_a_tier_on_the_way_that_failed_is_told_but_does_not_decide() -> None:
+    handle = handle_for("nvme", "store")
+    handle.tell_captured()
+    handle.tell_tier_failed("nvme", FlushError("nvme is full"))
+    assert handle.outcome is SaveOutcome.PENDING
+    handle.tell_committed("store")
+    assert handle.outcome is SaveOutcome.SAVED
+    assert "nvme is full" in str(handle.exception())
+    handle.wait(timeout=0)
+
+
+def test_a_skipped_save_raises_why_it_was_skipped() -> None:
+    handle = handle_for("nvme")
+    handle.tell_given_up(SaveOutcome.SKIPPED, CapacityError("no room"))
+    assert handle.outcome is SaveOutcome.SKIPPED
+    with pytest.raises(CapacityError, match="no room"):
+        handle.wait()
+
+
+def test_a_handle_keeps_nothing_alive_but_the_exception() -> None:
+    class Big:
+        pass
+
+    big = Big()
+    alive = weakref.ref(big)
+    handle = handle_for("nvme")
+    handle.tell_begun(bytes=1, lazy=False, blocked_s=0.0)
+    handle.tell_captured()
+    del big
+    gc.collect()
+    assert alive() is None
+    assert handle.done("host")

@@ -4,7 +4,8 @@
     tier NAME KIND [shared] [last=N] [every=N]
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
-    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [owed=TIER,TIER] TIER=STATE[:leased] ...
+    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [owed=TIER,TIER]
+        TIER=STATE[:leased] ...
     ask retention TIER | eviction TIER need=N free=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
         | save STEP every=N
     -> an answer, one line each, with its reason

@@ -34,7 +34,9 @@ Drop = tuple[str, CheckpointId]
 def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
     kinds = draw(
         st.lists(
-            st.sampled_from([(TierKind.FILE, False), (TierKind.FILE, True), (TierKind.OBJECT, True)]),
+            st.sampled_from(
+                [(TierKind.FILE, False), (TierKind.FILE, True), (TierKind.OBJECT, True)]
+            ),
             min_size=1,
             max_size=3,
         )
@@ -89,7 +91,9 @@ def copies(draw: st.DrawFn, rules: tuple[TierRules, ...]) -> dict[str, CopyView]
     for tier in rules:
         whole = CopyState.SEALED if tier.kind is TierKind.HOST else CopyState.COMMITTED
         state = draw(
-            st.sampled_from([None, None, whole, whole, whole, CopyState.ARRIVING, CopyState.LEAVING])
+            st.sampled_from(
+                [None, None, whole, whole, whole, CopyState.ARRIVING, CopyState.LEAVING]
+            )
         )
         if state is not None:
             leased = draw(st.integers(0, 4)) == 0
