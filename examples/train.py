@@ -57,9 +57,8 @@ def main() -> None:
             optimizer.step()  # waits only for what a save has not copied yet
             optimizer.zero_grad()
             scheduler.step()
-            ckpt.maybe_save(
-                step, state, metrics={"loss": loss}
-            )  # asks the interval; returns at once
+            # asks the interval; returns at once
+            ckpt.maybe_save(step, state, metrics={"loss": loss})
             print(f"step {step} loss {loss.item()}", flush=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config, load_config
 from tierfall.core.catalog import Listing
-from tierfall.core.errors import NotSupportedError, RestoreError
+from tierfall.core.errors import ConfigError, NotSupportedError, RestoreError
 from tierfall.core.image import plan_load
 from tierfall.core.restore.images import Image, StoredImage
 from tierfall.core.restore.restore import OpenImage, Request, restore
@@ -48,8 +49,13 @@ def open(
 
 
 def _ranks() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
     text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1
+    if not text.isdigit():
+        raise ConfigError(f"open: WORLD_SIZE is {text!r} in the environment, expected a number")
+    return int(text)
 
 
 def load(
@@ -66,7 +72,15 @@ def load(
 
     Raises ConfigError for a path that is none of these, RestoreError where nothing can be read whole.
     """
-    request = Request(step=step, attempt=attempt)
+    request = Request(
+        step=step, attempt=attempt, operation="load", advice="or load from another tier's folder"
+    )
+    try:
+        torch.device(map_location)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"load: map_location={map_location!r} is not a device: {error}"
+        ) from error
     if isinstance(config_or_path, str | os.PathLike):
         path = Path(config_or_path).expanduser()
         if path.suffix not in _YAML:
@@ -78,8 +92,8 @@ def load(
 
 def _load_path(path: Path, request: Request, map_location: str | torch.device) -> dict[str, Any]:
     place = resolve_path(path)
-    if place.checkpoint is not None and request.step is None:
-        request = Request(step=place.checkpoint.step, attempt=place.checkpoint.attempt)
+    if place.checkpoint is not None:
+        request = _within(place.checkpoint, request, path)
     store, listings = open_place(place)
 
     def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
@@ -96,6 +110,19 @@ def _load_path(path: Path, request: Request, map_location: str | torch.device) -
         )
     finally:
         store.close()
+
+
+def _within(checkpoint: CheckpointId, request: Request, path: Path) -> Request:
+    """A step's folder names the checkpoint; a step or attempt beside it must not say otherwise."""
+    if request.step not in (None, checkpoint.step) or request.attempt not in (
+        None,
+        checkpoint.attempt,
+    ):
+        raise ConfigError(
+            f"load: {path} is checkpoint {checkpoint}, but step={request.step} and attempt={request.attempt} were "
+            "asked for; name the run's folder instead"
+        )
+    return replace(request, step=checkpoint.step, attempt=checkpoint.attempt)
 
 
 def _load(

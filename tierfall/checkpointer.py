@@ -19,6 +19,7 @@ from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.errors import (
     ConfigError,
+    RestoreError,
     StepError,
     TierfallError,
 )
@@ -30,7 +31,7 @@ from tierfall.core.scheduler.tasks import (
 )
 from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision, Verdict
-from tierfall.line import SavingLine
+from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
 from tierfall.policies.bundle import plan_retention
 from tierfall.policies.cadence import should_save
@@ -82,13 +83,15 @@ class Checkpointer:
         """Save ``state`` as ``step`` without asking the cadence; returns once nothing large is left to copy here.
 
         ``metrics`` are numbers or 0-dim tensors, read when captured; ``block`` waits until the last tier of this step
-        has it. Raises CaptureError for a state that cannot be saved, StepError for a step that does not follow,
-        CapacityError where a tier cannot hold one checkpoint, FencedError where a newer attempt of the run exists, and
-        under ``on_error: raise`` what failed since the last call.
+        has it, and raises what keeps it from it, as the handle's ``wait`` does. Raises CaptureError for a state that
+        cannot be saved, StepError for a step that does not follow, CapacityError where a tier cannot hold one
+        checkpoint, FencedError where a newer attempt of the run exists, and under ``on_error: raise`` what failed since
+        the last call.
         """
         began = time.monotonic()
         self._check_usable()
         self._raise_failures()
+        step = as_step(step)
         self._line.check(step)
         self._finish_capture()
         handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
@@ -113,7 +116,7 @@ class Checkpointer:
                 "maybe_save: the configuration has no interval, and choosing one by itself is not supported yet: set "
                 "interval: {every: STEPS}, or call save"
             )
-        if not should_save(step, every_steps=interval.every):
+        if not should_save(as_step(step), every_steps=interval.every):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
 
@@ -135,10 +138,10 @@ class Checkpointer:
         self.wait_captured()
         yield
 
-    def _finish_capture(self) -> None:
+    def _finish_capture(self, timeout_s: float | None = None) -> None:
         """Let the capture that is under way end, so that the next may begin; its failure is the handle's to tell."""
         try:
-            self._capturer.wait_copied(self._config.max_wait_s)
+            self._capturer.wait_copied(self._config.max_wait_s if timeout_s is None else timeout_s)
         except TierfallError:
             logger.debug("the previous capture failed", exc_info=True)
 
@@ -173,7 +176,13 @@ class Checkpointer:
         if restored is None:
             self._line.begun = True
             return None
-        restored.plan.finish()  # type: ignore[attr-defined]
+        try:
+            restored.plan.finish()  # type: ignore[attr-defined]
+        except Exception as error:
+            raise RestoreError(
+                f"restore of {restored.checkpoint.id}: the tensors are in place, but the rest is not: {error}; THE "
+                "STATE IS HALF FILLED: do not train on it"
+            ) from error
         if only is None:
             self._continue_from(restored)
         return telling.restore_report(restored, time.monotonic() - began)
@@ -334,15 +343,20 @@ class Checkpointer:
             return
         self._check_process()
         keep = True
+        deadline_s = time.monotonic() + self._config.max_wait_s
+
+        def left_s() -> float:
+            return max(0.0, deadline_s - time.monotonic())
+
         try:
-            self._finish_capture()
-            self._capturer.close()
-            report = self.drain(self._config.max_wait_s)
+            self._finish_capture(left_s())
+            self._capturer.close(left_s())
+            report = self.drain(left_s())
             keep = telling.must_keep_memory(self._session)
             self._say_left(report)
         finally:
             self._closed = True
-            self._session.close(keep_memory=keep)
+            self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
         if self._config.on_error is OnError.RAISE:
             self._raise_failures()
 
@@ -367,10 +381,12 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except TierfallError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"tierfall: closing failed too: {failure}")
+            if error.__context__ is None and error.__cause__ is None:
+                error.__context__ = failure
             logger.exception("closing failed while another exception was on its way")
 
     def _check_usable(self) -> None:

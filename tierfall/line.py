@@ -5,9 +5,19 @@ It reads no clock and touches no tier; the session hands it attempts.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 from tierfall.core.errors import StepError
 from tierfall.core.records import Attempt, Commit, Line
 from tierfall.core.values import CheckpointId
+
+
+def as_step(step: Any) -> int:
+    """Return a step as a plain integer; whatever is an integer will do (NumPy's too), a bool will not."""
+    if isinstance(step, bool) or not hasattr(type(step), "__index__"):
+        raise StepError(f"save: step must be an integer of at least 0, not {step!r}")
+    return operator.index(step)
 
 
 class SavingLine:
@@ -23,9 +33,9 @@ class SavingLine:
         self._last_step: int | None = None
 
     def check(self, step: int) -> None:
-        """Raise StepError unless ``step`` may be saved now."""
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise StepError(f"save: step must be an integer of at least 0, not {step!r}")
+        """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
+        if step < 0:
+            raise StepError(f"save: step must be at least 0, not {step}")
         if not self.begun:
             raise StepError(
                 f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "

@@ -75,7 +75,8 @@ class DrainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counters since open. Times are seconds, means over the saves of this process unless the name says otherwise.
+    """Counters since open; ``saves`` are those whose capture began. Times are seconds, means over the last 1,000 saves,
+    over which ``failed_saves`` counts too.
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
     survives such a loss now (None: nothing would).

@@ -19,7 +19,6 @@ from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout, StateView, describe, plan_layout
-from tierfall.core.names import check_name
 from tierfall.core.records import Line
 from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
@@ -60,7 +59,7 @@ class Saver:
     ) -> SaveHandle:
         """Begin the capture of ``state`` as the next checkpoint of ``line``; see ``Checkpointer.save``."""
         metrics = telling.checked_metrics(metrics)
-        tags = tuple(check_name(tag, what="tag") for tag in tags)
+        tags = telling.checked_tags(tags)
         view = describe(state)
         layout, header = self._lay_out(view)
         place = line.next(step)

@@ -96,7 +96,9 @@ def open_stores(
         except BackendError as error:
             if not read_only and not isinstance(error, UnreachableError):
                 raise type(error)(f"open: tier {tier.name}: {error}") from error
-            errors[tier.name] = error
+            errors[tier.name] = type(error)(
+                f"{error} (when it was opened; open again once it answers)"
+            )
             continue
         stores[tier.name] = StoredTier(
             name=tier.name, run=run, backend=wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
@@ -153,7 +155,11 @@ class Session:
                 raise damaged(error, self.host.path) from error
             self.stores, self.errors = open_stores(config, run)
             for name, problem in self.errors.items():
-                logger.warning("open: goes on without tier %s: %s", name, problem)
+                logger.warning(
+                    "open: goes on without tier %s, for as long as this process runs: %s",
+                    name,
+                    problem,
+                )
             self.listings = list_all(config, self.host, self.stores, self.errors)
             self._check_adoption(accept_arena)
         except BaseException:
@@ -372,13 +378,13 @@ class Session:
 
     # The end -----------------------------------------------------------------------------------------
 
-    def close(self, *, keep_memory: bool) -> None:
+    def close(self, *, keep_memory: bool, timeout_s: float | None = None) -> None:
         """Stop all threads, and let go of everything; half-done copies are taken back."""
         if self._closed:
             return
         stopped = self.workers.stop(
             lambda: self.coordinator.post(Ask(function=int, answer=_ignore)),
-            self.config.max_wait_s,
+            self.config.max_wait_s if timeout_s is None else timeout_s,
         )
         for lane in self.coordinator.lanes.values():
             if stopped and lane.active is not None and lane.active.writer is not None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierfall.config.sections import OnClose
-from tierfall.core.errors import CaptureError
+from tierfall.core.errors import CaptureError, ConfigError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout
+from tierfall.core.names import check_name
 from tierfall.core.records import Line, chunk_count
 from tierfall.core.restore.restore import Restored
 from tierfall.core.scheduler.ledger import Entry, Ledger
@@ -60,6 +61,13 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
                 f"save: metrics[{name!r}] is a {type(value).__name__}, expected a number or a 0-dim tensor"
             )
     return {name: _at_rest(value) for name, value in metrics.items()}
+
+
+def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
+    """Refuse, before anything is written, tags that are not a list of usable names."""
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
+    return tuple(check_name(tag, what="save: tags") for tag in tags)
 
 
 def _at_rest(value: Any) -> Any:

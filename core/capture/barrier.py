@@ -30,7 +30,7 @@ class Barrier:
         self._stepped.add(optimizer)
         try:
             self._reached()
-        except BaseException:
+        except Exception:
             logger.exception("the barrier before an optimizer step failed")
 
     def bracketed_by_hand(self) -> None:

@@ -103,10 +103,15 @@ class Capturer:
             return
         filling = snapshot.filling
         deadline = None if timeout is None else time.monotonic() + timeout
-        while filling.copy_next():
-            continue
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        idle = filling.wait_idle(left)
+        try:
+            while filling.copy_next():
+                continue
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            idle = filling.wait_idle(left)
+        except BaseException as error:
+            # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
+            filling.fail(CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}"))
+            raise
         if not idle:
             filling.fail(
                 CaptureError(
@@ -150,14 +155,16 @@ class Capturer:
         """What the step hook does; it never raises, since the capture thread reports what failed."""
         try:
             self.wait_barrier(self._max_wait_s)
-        except BaseException:
+        except Exception:  # said by the handle, the log and the next save
             logger.debug("the capture failed at the barrier", exc_info=True)
 
-    def close(self) -> None:
-        """End the thread, once what was begun is captured."""
+    def close(self, timeout: float) -> None:
+        """End the thread, once what was begun is captured; after ``timeout`` seconds it is left behind."""
         self.barrier.close()
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning("close: the capture thread did not end within %g s", timeout)
 
     # The capture thread ----------------------------------------------------------------------------
 
@@ -177,6 +184,8 @@ class Capturer:
             filling.run()
             if filling.failure is not None:
                 raise filling.failure
+            if not filling.hashed.is_set():
+                raise CaptureError(f"save of step {snapshot.id.step}: its image is not complete")
             with self._seal_lock:
                 snapshot.hashed = True
                 if not snapshot.verified:

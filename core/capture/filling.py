@@ -141,7 +141,8 @@ class Filling:
         try:
             self._copy(segment)
         except BaseException as error:
-            self.fail(error)
+            interrupted = not isinstance(error, Exception)
+            self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
             raise
         finally:
             with self._lock:

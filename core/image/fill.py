@@ -73,6 +73,10 @@ def plan_fill(
     """
     if not isinstance(state, Mapping):
         raise RestoreError(f"restore: state is a {type(state).__name__}; expected a mapping")
+    if isinstance(only, str):
+        raise RestoreError(
+            f"restore: only must be a list of names, such as [{only!r}], not a string"
+        )
     selection = Selection(None if only is None else tuple(only))
     _check_prefixes(selection, header)
     work = Work(header, selection, Report(strict), modules.scan_state(state))

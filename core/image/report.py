@@ -36,6 +36,6 @@ class Report:
         shown = "".join(f"\n  {line}" for line in self._lines[:_SHOWN])
         more = f"\n  and {count - _SHOWN} more" if count > _SHOWN else ""
         raise RestoreError(
-            f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}; nothing was written:"
+            f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:"
             f"{shown}{more}\nRestore a part with only=[...]; strict=False skips what only one side has."
         )

@@ -39,12 +39,15 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from."""
+    """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from;
+    ``operation`` and ``advice`` are words for messages."""
 
     step: int | None = None
     attempt: int | None = None
     tier: str | None = None
     ignore_unreachable: bool = False
+    operation: str = "restore"
+    advice: str = "or pass unreachable='ignore' to go on without it"
 
 
 OpenImage = Callable[[str, CheckpointId, Shard], Image]
@@ -80,33 +83,42 @@ def restore(
     _look(listings, request, tally)
     candidates = _candidates(listings, request, tally)
     if not candidates:
-        _check_nothing(request, tally)
+        _check_nothing(listings, request, tally)
         return None
     touched = False
     for checkpoint in candidates:
         try:
             job = _prepare(checkpoint, request, listings, open_image, shard, tally, pool)
-            plan = make_plan(job.header)
+            plan = _plan(make_plan, job.header, touched)
             touched = True
             job.fill(plan)
             return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
         except (IntegrityError, BackendError, NotSupportedError) as error:
             if getattr(error, "retryable", False) and not request.ignore_unreachable:
                 raise RestoreError(
-                    f"restore of {checkpoint.id}: a copy could not be read, and no other is good: {error}. Try again, "
-                    "or pass unreachable='ignore' to go on to an older step" + _half(touched)
+                    f"{request.operation} of {checkpoint.id}: a copy could not be read, and no other is good: {error}. "
+                    f"Try again, {request.advice}" + _half(touched)
                 ) from error
             tally.passed_over(f"step {checkpoint.id}", error)
             logger.error("restore: step %s is passed over: %s", checkpoint.id, error)
             if request.step is not None:
                 raise RestoreError(
-                    f"restore of {checkpoint.id}: {error}" + _half(touched)
+                    f"{request.operation} of {checkpoint.id}: {error}" + _half(touched)
                 ) from error
     raise RestoreError(
-        "restore: none of the checkpoints can be read whole: "
+        f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
         + _half(touched)
     )
+
+
+def _plan(make_plan: MakePlan, header: ImageHeader, touched: bool) -> Plan:
+    try:
+        return make_plan(header)
+    except RestoreError as error:
+        if not touched:
+            raise
+        raise RestoreError(f"{error}" + _half(touched)) from error
 
 
 def _half(touched: bool) -> str:
@@ -127,8 +139,8 @@ def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
         if _found_elsewhere(listings, request):
             continue
         raise RestoreError(
-            f"restore: tier {listing.tier} could not be read and may hold something newer: {listing.error}. Try again, "
-            "name a step (step=...), or pass unreachable='ignore' to go on without it"
+            f"{request.operation}: tier {listing.tier} could not be read and may hold something newer: "
+            f"{listing.error}. Try again, name a step (step=...), {request.advice}"
         ) from listing.error
 
 
@@ -165,17 +177,23 @@ def _candidates(
     return candidates
 
 
-def _check_nothing(request: Request, tally: Tally) -> None:
-    """Raise RestoreError unless there being nothing to restore is an answer to what was asked."""
-    if request.step is None and (not tally.fallbacks or request.ignore_unreachable):
+def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
+    """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
+    live = [c for c in merge(listings) if not c.tombstoned]
+    damaged = any(listing.damaged for listing in listings)
+    if not live and not damaged:
         return
-    asked = "no step" if request.step is None else f"step {request.step}"
+    asked = "" if request.step is None else f" of step {request.step}"
     if request.attempt is not None:
         asked += f" of attempt {request.attempt}"
     where = f" on tier {request.tier}" if request.tier else ""
-    reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks)
+    there = (
+        ", ".join(f"{c.id} on {'+'.join(c.copies)}" for c in live[-6:]) or "only something damaged"
+    )
+    reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-6:])
     raise RestoreError(
-        f"restore: {asked} is there to restore{where}" + (f" ({reasons})" if reasons else "")
+        f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
+        + (f" ({reasons})" if reasons else "")
     )
 
 

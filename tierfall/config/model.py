@@ -101,8 +101,8 @@ class HostTier(_Tier):
 class _StoredTier(_Tier):
     shared: Flag | None = Field(
         default=None,
-        description="Whether all nodes see the same files; absent: an object store is shared, and a folder "
-        "is tried out at open.",
+        description="Whether all nodes see the same files; absent: an object store is shared, a folder is not, so that "
+        "what lies there is not counted on when a node is lost.",
         examples=[False],
     )
     capacity_bytes: Size | None = Field(
