@@ -175,7 +175,7 @@ class Capturer:
             except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
                 snapshot.filling.fail(error)
                 snapshot.filling.wait_idle()
-                self._post(CaptureFailed(id=snapshot.id, error=error))
+                self._post(CaptureFailed(id=snapshot.id, error=snapshot.filling.failure or error))
             del snapshot  # let go of the memory while this thread sleeps
 
     def _capture(self, snapshot: Snapshot) -> None:
