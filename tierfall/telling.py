@@ -106,10 +106,12 @@ def restore_report(restored: Restored, seconds: float) -> RestoreReport:
 
 
 def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
+    """Tell of every checkpoint that is there or being captured; what is left of a failed capture is none."""
     left = ledger.abandoned()
     return [
         _info(entry, entry.id in left, wall_time_s)
         for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
+        if entry.commit is not None or entry.snapshot is not None or entry.damage
     ]
 
 

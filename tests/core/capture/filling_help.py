@@ -1,0 +1,116 @@
+"""Fillings over plain memory, and the image that each of them must come to, worked out in the plainest way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from tierfall.core.capture.filling import Filling
+from tierfall.core.image import Layout, StateView, describe, plan_layout
+
+KIB = 1 << 10
+JUNK = 0xA5
+PATIENCE_S = 20.0
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements, in order."""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def wanted(layout: Layout, view: StateView) -> bytes:
+    header = layout.header(view)
+    assert header is not None
+    return header + b"".join(raw(view.tensors[slot.index].tensor) for slot in layout.slots)
+
+
+@dataclass
+class Made:
+    """A filling, the memory that it fills, and every watermark that it told, with what lay below it then."""
+
+    filling: Filling
+    layout: Layout
+    view: StateView
+    memory: bytearray
+    chunk_bytes: int
+    told: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def chunk(self, index: int) -> tuple[int, int]:
+        if index == 0:
+            return 0, self.layout.data_start
+        start = self.layout.data_start + (index - 1) * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.layout.image_bytes)
+
+
+def make(
+    state: Mapping[str, Any],
+    chunk_bytes: int = 4 * KIB,
+    *,
+    before: Callable[[StateView], None] = lambda view: None,
+) -> Made:
+    view = describe(state)
+    layout = plan_layout(view)
+    header = layout.header(view)
+    assert header is not None
+    memory = bytearray([JUNK]) * layout.image_bytes
+    made: list[Made] = []
+
+    def progress(final: int) -> None:
+        end = made[0].chunk(final - 1)[1]
+        made[0].told.append((final, bytes(memory[:end])))
+
+    filling = Filling(
+        target=torch.frombuffer(memory, dtype=torch.uint8),
+        memory=memoryview(memory),
+        header=header,
+        layout=layout,
+        tensors=view.tensors,
+        chunk_bytes=chunk_bytes,
+        on_progress=progress,
+    )
+    made.append(Made(filling, layout, view, memory, chunk_bytes))
+    return made[0]
+
+
+def check(made: Made, image: bytes) -> None:
+    """The image is whole and right, each digest is its chunk's, and no watermark ever ran ahead or back."""
+    filling = made.filling
+    assert filling.failure is None
+    assert filling.copied.is_set()
+    assert filling.hashed.is_set()
+    assert bytes(made.memory) == image
+    count = 1 + -(-(len(image) - made.layout.data_start) // made.chunk_bytes)
+    assert filling.chunk_count == count == filling.final_chunks
+    for index in range(count):
+        start, end = made.chunk(index)
+        assert filling.digests[index] == "xxh3-128:" + xxhash.xxh3_128_hexdigest(image[start:end])
+    marks = [final for final, _ in made.told]
+    assert marks == sorted(set(marks))
+    assert marks[-1] == count
+    for _, below in made.told:
+        assert below == image[: len(below)], "the watermark stood above bytes that were not final"
+
+
+def in_threads(*functions: Callable[[], Any]) -> None:
+    """Run functions at once and raise the first failure."""
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

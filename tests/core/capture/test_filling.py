@@ -1,0 +1,304 @@
+"""Filling an image: every byte in its place, each digest its chunk's, and a watermark that only stands over final bytes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from filling_help import JUNK, KIB, PATIENCE_S, check, in_threads, make, raw, wanted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tierfall
+from tierfall.core.capture import filling as module
+from tierfall.core.capture.filling import Filling
+from tierfall.core.errors import CaptureError
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def mixed() -> dict[str, Any]:
+    """Whatever makes copying differ: layouts, sizes, dtypes, and tensors that lie across the borders of chunks."""
+    return {
+        "wide": noise(7, 1000),
+        "turned": noise(130, 77).t(),
+        "strided": noise(4000)[::3],
+        "expanded": noise(1, 5).expand(400, 5),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "halves": noise(3333, dtype=torch.bfloat16),
+        "bytes": noise(5001, dtype=torch.uint8),
+        "flags": noise(77) > 0,
+        "many": [noise(3, seed=n) for n in range(40)],
+        "text": "any value",
+        "rng": None,
+    }
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many segments, though the tensors of a test are small."""
+    monkeypatch.setattr(module, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 2500)
+
+
+# What comes out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [4 * KIB, 12 * KIB, 64 * KIB, 16 << 20])
+def test_every_byte_is_in_its_place(chunk_bytes: int) -> None:
+    made = make(mixed(), chunk_bytes)
+    image = wanted(made.layout, made.view)
+    made.filling.run()
+    check(made, image)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_every_byte_is_in_its_place_when_it_comes_in_many_segments() -> None:
+    made = make(mixed())
+    image = wanted(made.layout, made.view)
+    made.filling.run()
+    check(made, image)
+    assert len(made.told) > 5
+
+
+def test_a_state_without_tensors_is_a_header() -> None:
+    made = make({"epoch": 3, "rng": None})
+    made.filling.run()
+    check(made, wanted(made.layout, made.view))
+    assert made.filling.chunk_count == 1
+
+
+def test_a_tensor_as_long_as_its_chunks_and_one_byte_more() -> None:
+    for length in (8 * KIB, 8 * KIB + 1, 8 * KIB - 1):
+        made = make({"x": noise(length, dtype=torch.uint8), "rng": None})
+        made.filling.run()
+        check(made, wanted(made.layout, made.view))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.float64]),
+            st.integers(0, 3000),
+            st.sampled_from(["plain", "strided", "anytime"]),
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([4 * KIB, 8 * KIB, 20 * KIB]),
+)
+def test_any_mixture_of_tensors(parts: list[tuple[torch.dtype, int, str]], chunk: int) -> None:
+    state: dict[str, Any] = {"rng": None}
+    for number, (dtype, length, how) in enumerate(parts):
+        tensor = noise(length * 2 if how == "strided" else length, dtype=dtype, seed=number)
+        tensor = tensor[::2] if how == "strided" else tensor
+        state[f"t{number}"] = (
+            tierfall.item(tensor, changes="anytime") if how == "anytime" else tensor
+        )
+    made = make(state, chunk)
+    made.filling.run()
+    check(made, wanted(made.layout, made.view))
+
+
+# The watermark ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_the_image_is_filled_in_its_own_order_and_told_chunk_by_chunk() -> None:
+    made = make({"x": noise(20 * KIB, dtype=torch.uint8), "rng": None})
+    filling = made.filling
+    assert filling.final_chunks == 0
+    assert filling.hash_ready()  # the header is there from the start
+    assert filling.final_chunks == 1
+    assert not filling.hash_ready()
+    data = made.layout.data_start
+    while not made.told or made.told[-1][0] < 3:
+        assert filling.copy_next()
+        filling.hash_ready()
+    assert bytes(made.memory[data : data + 8 * KIB]) == raw(made.view.tensors[0].tensor)[: 8 * KIB]
+    assert made.memory[-1] == JUNK  # the end is not touched yet
+    filling.run()
+    check(made, wanted(made.layout, made.view))
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_chunk_without_its_last_segment_is_not_final() -> None:
+    made = make({"x": noise(8 * KIB, dtype=torch.uint8), "rng": None})
+    filling = made.filling
+    assert filling.copy_next()  # 2500 of the first 4096
+    filling.hash_ready()
+    assert not filling.hash_ready()
+    assert filling.final_chunks == 1
+
+
+def test_what_may_change_at_any_time_is_fixed_before_the_rest_is_begun() -> None:
+    counter, weight = noise(100), noise(3000)
+    made = make({"w": weight, "c": tierfall.item(counter, changes="anytime"), "rng": None})
+    image = wanted(made.layout, made.view)
+    counter.add_(1)
+    made.filling.run()
+    check(made, image)
+
+
+# Two threads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_two_threads_that_copy_at_once_make_one_image() -> None:
+    for _ in range(5):
+        made = make(mixed())
+        image = wanted(made.layout, made.view)
+        filling = made.filling
+
+        def help_out(filling: Filling = filling) -> None:
+            while filling.copy_next():
+                continue
+            assert filling.wait_idle(PATIENCE_S)
+
+        in_threads(filling.run, help_out, help_out)
+        check(made, image)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_wait_idle_waits_for_a_copy_that_another_thread_is_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make({"x": noise(9000), "rng": None})
+    filling = made.filling
+    inside, go_on = threading.Event(), threading.Event()
+    original = Filling._copy
+
+    def slow(self: Filling, pieces: Any) -> None:
+        inside.set()
+        assert go_on.wait(PATIENCE_S)
+        original(self, pieces)
+
+    monkeypatch.setattr(Filling, "_copy", slow)
+    thread = threading.Thread(target=filling.copy_next)
+    thread.start()
+    assert inside.wait(PATIENCE_S)
+    assert not filling.wait_idle(0)
+    assert not filling.copied.is_set()
+    go_on.set()
+    assert filling.wait_idle(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    filling.run()
+    check(made, wanted(made.layout, made.view))
+
+
+# Failures --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_copy_that_fails_ends_the_image_for_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(mixed())
+    filling = made.filling
+    filling.copy_next()
+    original = Filling._copy
+
+    def fail(self: Filling, pieces: Any) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(Filling, "_copy", fail)
+    with pytest.raises(MemoryError, match="no more"):
+        filling.copy_next()
+    monkeypatch.setattr(Filling, "_copy", original)
+    assert isinstance(filling.failure, MemoryError)
+    assert not filling.copy_next()
+    assert not filling.hash_ready()
+    assert filling.wait_idle(0)
+    filling.run()
+    assert not filling.hashed.is_set()
+    assert not filling.copied.is_set()
+
+
+def test_given_up_from_outside_nothing_more_is_copied() -> None:
+    made = make(mixed())
+    first = CaptureError("enough")
+    made.filling.fail(first)
+    made.filling.fail(CaptureError("later"))
+    assert made.filling.failure is first
+    made.filling.run()
+    assert not made.filling.hashed.is_set()
+    assert made.memory[-1] == JUNK
+
+
+def test_an_image_that_is_complete_cannot_fail_any_more() -> None:
+    made = make(mixed())
+    made.filling.run()
+    made.filling.fail(CaptureError("too late"))
+    assert made.filling.failure is None
+
+
+# Changes under the capture ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", [lambda t: t.add_(1), lambda t: t.zero_()])
+def test_the_tripwire_names_a_tensor_that_was_changed_under_its_capture(changed: Any) -> None:
+    tensor = noise(3000)
+    made = make({"ema": {"w": tensor}, "rng": None})
+    changed(tensor)
+    with pytest.raises(CaptureError, match=r'state\["ema"\]\["w"\] was changed while'):
+        made.filling.run()
+    assert made.filling.failure is not None
+
+
+def test_a_tensor_that_is_changed_after_its_copy_is_of_no_concern() -> None:
+    tensor = noise(3000)
+    made = make({"w": tensor, "rng": None})
+    image = wanted(made.layout, made.view)
+    made.filling.run()
+    tensor.add_(1)
+    check(made, image)
+
+
+def test_inference_tensors_have_no_version_and_are_captured_all_the_same() -> None:
+    with torch.inference_mode():
+        tensor = torch.arange(3000.0)
+    made = make({"w": tensor, "rng": None})
+    made.filling.run()
+    check(made, wanted(made.layout, made.view))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_verify_finds_a_change_that_no_version_counter_sees(turned: bool) -> None:
+    same, changed = noise(3000), noise(60, 50)
+    source = changed.t() if turned else changed
+    made = make({"same": same, "changed": source, "rng": None})
+    made.filling.run()
+    made.filling.verify()
+    changed.data[3, 3] += 1
+    with pytest.raises(CaptureError, match=r'state\["changed"\] differs from its captured bytes'):
+        made.filling.verify()
+
+
+def test_verify_takes_nan_for_itself_and_leaves_alone_what_may_change_at_any_time() -> None:
+    counter = noise(10)
+    weight = torch.full((100,), float("nan"))
+    made = make({"w": weight, "c": tierfall.item(counter, changes="anytime"), "rng": None})
+    made.filling.run()
+    counter.add_(1)
+    made.filling.verify()
+
+
+def test_sources_are_let_go_of_when_asked() -> None:
+    import gc
+    import weakref
+
+    tensor = noise(100)
+    alive = weakref.ref(tensor)
+    made = make({"w": tensor, "rng": None})
+    made.filling.run()
+    made.view = None  # type: ignore[assignment]
+    made.filling.release_sources()
+    del tensor
+    gc.collect()
+    assert alive() is None
