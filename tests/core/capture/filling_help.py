@@ -103,7 +103,7 @@ def in_threads(*functions: Callable[[], Any]) -> None:
     def guarded(function: Callable[[], Any]) -> None:
         try:
             function()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]

@@ -1,0 +1,285 @@
+"""Laziness, proven with the capture thread held still; and what the loop gets where it cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tierfall.core.capture.filling import Filling
+from tierfall.errors import CaptureError
+
+MakeConfig = Callable[..., dict[str, Any]]
+OPTIMIZERS = [
+    {"foreach": False, "fused": False},
+    {"foreach": True},
+    {"fused": True},
+]
+
+
+class Loop:
+    """A model of 1 MiB, its optimizer, and one update at a time."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(512, 512)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def give_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+
+    def update(self) -> None:
+        self.give_gradients()
+        self.optimizer.step()
+
+    def weights(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The capture thread does nothing until the event is set; only lazy captures are held."""
+    event, run = threading.Event(), Filling.run
+
+    def run_later(self: Filling) -> None:
+        assert event.wait(60)
+        run(self)
+
+    monkeypatch.setattr(Filling, "run", run_later)
+    yield event
+    event.set()
+
+
+def begun(ckpt: tierfall.Checkpointer, loop: Loop) -> None:
+    """The first save captures blocking, and one barrier is seen: the next may be lazy."""
+    loop.update()
+    ckpt.save(1, loop.state)
+    loop.update()
+
+
+def saved_weights(ckpt: tierfall.Checkpointer, step: int) -> torch.Tensor:
+    fresh = Loop()
+    assert ckpt.restore(fresh.state, step=step) is not None
+    return fresh.weights()
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_a_lazy_save_returns_before_anything_is_copied_and_holds_the_values_before_the_step(
+    make_config: MakeConfig, held: threading.Event, options: dict[str, Any]
+) -> None:
+    loop = Loop(**options)
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        begun(ckpt, loop)
+        before = loop.weights()
+        handle = ckpt.save(2, loop.state)
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
+        assert handle.stats.lazy
+        assert (
+            not snapshot.filling.copied.is_set()
+        )  # the capture thread is held: nothing was copied
+        assert snapshot.filling.final_chunks == 0
+        loop.update()  # helps copying first, and only then changes the weights
+        assert snapshot.filling.copied.is_set()
+        assert not torch.equal(loop.weights(), before)
+        held.set()
+        handle.wait(timeout=60)
+        assert torch.equal(saved_weights(ckpt, 2), before)
+
+
+def test_the_first_save_blocks_and_a_later_one_needs_a_barrier(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    caplog.set_level(logging.WARNING, logger="tierfall")
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        loop.update()
+        assert not ckpt.save(1, loop.state).stats.lazy
+        assert not ckpt.save(2, loop.state).stats.lazy  # no update was seen in between
+        assert not ckpt.save(3, loop.state).stats.lazy
+        said = [r.getMessage() for r in caplog.records if "captures blocking" in r.getMessage()]
+        assert len(said) == 1  # said once
+        assert "no optimizer step" in said[0]
+        loop.update()
+        assert ckpt.save(4, loop.state).stats.lazy
+
+
+def test_a_parameter_that_no_torch_optimizer_updates_makes_saves_block_and_is_named(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    loop.state["head"] = nn.Linear(2, 2)  # trained by hand
+    caplog.set_level(logging.WARNING, logger="tierfall")
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        loop.update()
+        ckpt.save(1, loop.state)
+        loop.update()
+        assert not ckpt.save(2, loop.state).stats.lazy
+        assert "head.weight" in caplog.text
+
+
+def test_two_optimizers_must_both_have_stepped(make_config: MakeConfig) -> None:
+    first, second = Loop(), Loop()
+    state = {"a": first.state, "b": second.state}
+    with tierfall.open(make_config(host={"capacity": "64MiB"})) as ckpt:
+        first.update()
+        second.update()
+        ckpt.save(1, state)
+        first.update()
+        assert not ckpt.save(2, state).stats.lazy
+        first.update()
+        second.update()
+        assert ckpt.save(3, state).stats.lazy
+
+
+@pytest.mark.parametrize("by", ["wait_captured", "guard"])
+def test_a_loop_without_a_torch_optimizer_brackets_its_updates_by_hand(
+    make_config: MakeConfig, held: threading.Event, by: str
+) -> None:
+    model = nn.Linear(64, 64)
+    state = {"model": model}
+
+    def update(ckpt: tierfall.Checkpointer) -> None:
+        if by == "guard":
+            with ckpt.guard(), torch.no_grad():
+                model.weight.add_(1)
+        else:
+            ckpt.wait_captured()
+            with torch.no_grad():
+                model.weight.add_(1)
+
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state)
+        update(ckpt)
+        before = model.weight.detach().clone()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy
+        update(ckpt)
+        held.set()
+        handle.wait(timeout=60)
+        fresh = {"model": nn.Linear(64, 64)}
+        ckpt.restore(fresh, step=2)
+        assert torch.equal(fresh["model"].weight, before)
+
+
+def test_gradients_that_accumulate_and_a_step_that_is_skipped_need_nothing(
+    make_config: MakeConfig,
+) -> None:
+    """No optimizer step, no change: the capture may go on as long as it likes."""
+    loop = Loop()
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        begun(ckpt, loop)
+        before = loop.weights()
+        handle = ckpt.save(2, loop.state)
+        for _ in range(3):
+            loop.model(torch.randn(4, 512)).sum().backward()
+        handle.wait(timeout=60)
+        assert torch.equal(saved_weights(ckpt, 2), before)
+
+
+def test_a_change_that_bumps_the_version_before_its_copy_gives_the_snapshot_up(
+    make_config: MakeConfig, held: threading.Event
+) -> None:
+    loop = Loop()
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        begun(ckpt, loop)
+        handle = ckpt.save(2, loop.state)
+        with torch.no_grad():
+            loop.model.weight.mul_(2)  # outside of any step, with the capture still to come
+        held.set()
+        with pytest.raises(CaptureError, match=r'state\["model"\]\["weight"\]'):
+            handle.captured(timeout=60)
+        loop.update()
+        with pytest.raises(tierfall.errors.RestoreError):
+            saved_weights(ckpt, 2)
+
+
+def test_verify_catches_what_version_counters_do_not(
+    make_config: MakeConfig, held: threading.Event
+) -> None:
+    loop = Loop()
+    config = {**make_config(host={"capacity": "32MiB"}), "capture": {"verify": True}}
+    with tierfall.open(config) as ckpt:
+        begun(ckpt, loop)
+        handle = ckpt.save(2, loop.state)
+        held.set()
+        ckpt._capturer._current.filling.copied.wait(60)  # type: ignore[union-attr]
+        loop.model.weight.data.mul_(2)  # after the copy, before the barrier
+        loop.update()
+        with pytest.raises(CaptureError, match=r"capture\.verify"):
+            handle.captured(timeout=60)
+        good = ckpt.save(3, loop.state)
+        good.wait(timeout=60)
+
+
+def test_a_barrier_that_waits_too_long_gives_up_the_snapshot_and_never_the_training(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop()
+    stuck, copy = threading.Event(), Filling._copy
+
+    def copy_late(self: Filling, pieces: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert stuck.wait(60)
+        copy(self, pieces)
+
+    claimed, copy_next = threading.Event(), Filling.copy_next
+
+    def claim_first(self: Filling) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            assert claimed.wait(60)  # the capture thread is inside a copy by now
+        else:
+            claimed.set()
+        return copy_next(self)
+
+    with tierfall.open(make_config(host={"capacity": "32MiB"}, max_wait="1s")) as ckpt:
+        begun(ckpt, loop)
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "_copy", copy_late)
+            patch.setattr(Filling, "copy_next", claim_first)
+            handle = ckpt.save(2, loop.state)
+            before = loop.weights()
+            loop.update()
+            assert not torch.equal(loop.weights(), before)  # training went on
+            stuck.set()
+            with pytest.raises(CaptureError, match="max_wait"):
+                handle.captured(timeout=60)
+        loop.update()
+        ckpt.save(3, loop.state).wait(timeout=60)
+        assert [info.step for info in ckpt.checkpoints()] == [1, 3]
+
+
+def test_mode_blocking_never_leaves_anything_to_the_barrier(make_config: MakeConfig) -> None:
+    loop = Loop()
+    config = {**make_config(host={"capacity": "32MiB"}), "capture": {"mode": "blocking"}}
+    with tierfall.open(config) as ckpt:
+        begun(ckpt, loop)
+        assert not ckpt.save(2, loop.state).stats.lazy
+        assert ckpt._capturer._current is None
+
+
+def test_what_may_change_at_any_time_is_fixed_before_save_returns(
+    make_config: MakeConfig, held: threading.Event
+) -> None:
+    loop = Loop()
+    counter = torch.zeros(1000)
+    loop.state["counter"] = counter
+    loop.state["weights"] = tierfall.item(loop.model.weight, changes="anytime")
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        begun(ckpt, loop)
+        handle = ckpt.save(2, loop.state)
+        counter.add_(1)
+        held.set()
+        loop.update()
+        handle.wait(timeout=60)
+        fresh = {"counter": torch.ones(1000)}
+        ckpt.restore(fresh, step=2, only=["counter"])
+        assert torch.equal(fresh["counter"], torch.zeros(1000))
