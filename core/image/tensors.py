@@ -54,7 +54,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.detach()
     if tensor.dim() != 1:
         tensor = tensor.view(-1)
-    if tensor.stride(0) != 1:  # of one element or none, whose stride means nothing, but is asked for below
+    if tensor.stride(0) != 1:
+        # of one element or none, whose stride means nothing, but is asked for below
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 

@@ -20,7 +20,8 @@ PATIENCE_S = 20.0
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor's elements, in order."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return bytes(whole.reshape(-1).view(torch.uint8).tolist())
 
 
 def wanted(layout: Layout, view: StateView) -> bytes:
