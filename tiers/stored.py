@@ -261,15 +261,15 @@ class StoredTier:
     ) -> frozenset[str]:
         """Take a checkpoint apart, the commit record first, unless it carries a pin; return its marks.
 
-        Where ``latest`` named it, it comes to name ``next_latest``, or goes. From the first deletion on the checkpoint
-        does not exist; a kill in between leaves an unfinished folder, which the next start collects. Files that
-        tierfall did not write stay where they are.
+        Where ``latest`` named it, it comes to name ``next_latest`` if that is still there, or goes. From the first
+        deletion on the checkpoint does not exist; a kill in between leaves an unfinished folder, which the next start
+        collects. Files that tierfall did not write stay where they are.
         """
         marks = self.marks(checkpoint)
         if names.PIN_MARK in marks and not by_person:
             return marks
         if self.read_latest() == checkpoint:
-            if next_latest is not None:
+            if next_latest is not None and self.holds(next_latest):
                 self.name_latest(next_latest)
             else:
                 self.forget_latest()

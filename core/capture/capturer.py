@@ -35,6 +35,7 @@ class Capturer:
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._current: Snapshot | None = None
         self._seal_lock = threading.Lock()
+        self._waiting = threading.Lock()
         self._said: set[str] = set()
         self.barrier = Barrier(self._at_barrier)
         self._thread = threading.Thread(
@@ -98,11 +99,23 @@ class Capturer:
 
         Raises what kept the snapshot from being captured.
         """
-        snapshot = self._current
-        if snapshot is None:
-            return
-        filling = snapshot.filling
         deadline = None if timeout is None else time.monotonic() + timeout
+        # A thread that waits on the handle may be here too, comparing what an update must not change meanwhile.
+        alone = self._waiting.acquire(timeout=-1 if timeout is None else timeout)
+        snapshot = self._current
+        try:
+            if snapshot is not None and not alone:
+                snapshot.filling.fail(_waited_too_long(snapshot, timeout))
+            elif snapshot is not None:
+                self._wait_copied(snapshot, timeout, deadline)
+        finally:
+            if alone:
+                self._waiting.release()
+
+    def _wait_copied(
+        self, snapshot: Snapshot, timeout: float | None, deadline: float | None
+    ) -> None:
+        filling = snapshot.filling
         try:
             while filling.copy_next():
                 continue
@@ -111,21 +124,18 @@ class Capturer:
         except BaseException as error:
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
             filling.fail(CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}"))
-            raise
+            raise _as_capture_error(snapshot, error) from error
         if not idle:
-            filling.fail(
-                CaptureError(
-                    f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to "
-                    "end; the snapshot is given up and training goes on"
-                )
-            )
-        self._current = None
-        if filling.failure is None and not snapshot.verified:
-            self._verify(snapshot)
+            filling.fail(_waited_too_long(snapshot, timeout))
+        try:
+            if filling.failure is None and not snapshot.verified:
+                self._verify(snapshot)
+        finally:
+            self._current = None
         if idle:
             filling.release_sources()
         if filling.failure is not None:
-            raise filling.failure
+            raise _as_capture_error(snapshot, filling.failure) from filling.failure
 
     def _verify(self, snapshot: Snapshot) -> None:
         try:
@@ -194,6 +204,22 @@ class Capturer:
         seal(snapshot)
         snapshot.handle.tell_captured()
         self._post(CaptureSealed(id=snapshot.id))
+
+
+def _waited_too_long(snapshot: Snapshot, timeout: float | None) -> CaptureError:
+    return CaptureError(
+        f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to end; the "
+        "snapshot is given up and training goes on"
+    )
+
+
+def _as_capture_error(snapshot: Snapshot, error: BaseException) -> BaseException:
+    """Say what failed as a save's own error, but for what stops the whole program."""
+    if not isinstance(error, Exception):
+        return error
+    if isinstance(error, CaptureError):
+        return CaptureError(str(error))
+    return CaptureError(f"save of step {snapshot.id.step}: the capture failed: {error!r}")
 
 
 def seal(snapshot: Snapshot) -> None:

@@ -1,0 +1,180 @@
+"""Checkpoints by hand, on tiers of nothing but dictionaries, whose reads can be made to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tierfall.core.capture.filling import Filling
+from tierfall.core.catalog import FoundCopy, Listing
+from tierfall.core.documents import sha256
+from tierfall.core.errors import TierfallError
+from tierfall.core.image import describe, plan_fill, plan_layout
+from tierfall.core.records import Commit, Line, Manifest, NamedFile
+from tierfall.core.restore.restore import Request, Restored, restore
+from tierfall.core.values import CheckpointId, CopyState, Shard
+
+SHARD = Shard(0, 1)
+CHUNK = 4096
+ELEMENTS = 5000  # five chunks of data
+STEM = "rank-00000-of-00001"
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": torch.full((ELEMENTS,), float(step)), "epoch": step, "rng": None}
+
+
+@dataclass
+class Made:
+    """One checkpoint: its image, and the records that vouch for it."""
+
+    image: bytearray
+    manifest: Manifest
+    commit: Commit
+
+
+def checkpoint(step: int, attempt: int = 1, started_from: CheckpointId | None = None) -> Made:
+    view = describe(state_of(step))
+    layout = plan_layout(view)
+    header = layout.header(view)
+    assert header is not None
+    image = bytearray(layout.image_bytes)
+    filling = Filling(
+        target=torch.frombuffer(image, dtype=torch.uint8),
+        memory=memoryview(image),
+        header=header,
+        layout=layout,
+        tensors=view.tensors,
+        chunk_bytes=CHUNK,
+        on_progress=lambda final: None,
+    )
+    filling.run()
+    line = Line(
+        run="run",
+        checkpoint=CheckpointId(step, attempt),
+        attempt_id=f"{attempt:032x}",
+        ordinal=step,
+        started_from=started_from,
+    )
+    manifest = Manifest(
+        line=line,
+        shard=SHARD,
+        image_bytes=layout.image_bytes,
+        data_start=layout.data_start,
+        chunk_bytes=CHUNK,
+        digests=tuple(filling.digests),
+        structure=layout.structure,
+        pieces=layout.pieces,
+    )
+    data = manifest.encode()
+    commit = Commit(
+        line=line,
+        world_size=1,
+        files=(
+            NamedFile(name=f"{STEM}.safetensors", bytes=layout.image_bytes, digest=None),
+            NamedFile(name=f"{STEM}.json", bytes=len(data), digest=sha256(data)),
+        ),
+        nodes=("n",),
+        wall_time_s=1.0,
+    )
+    return Made(bytearray(image), manifest, commit)
+
+
+@dataclass
+class DictImage:
+    """One copy. ``errors`` says which chunk, by its start, raises what; ``reads`` which ones were asked for."""
+
+    tier: str
+    made: Made
+    in_memory: bool = False
+    errors: dict[int, TierfallError] = field(default_factory=dict)
+    reads: list[int] = field(default_factory=list)
+    manifest_error: TierfallError | None = None
+
+    def manifest_bytes(self) -> bytes:
+        if self.manifest_error is not None:
+            raise self.manifest_error
+        return self.made.manifest.encode()
+
+    def read(self, start: int, end: int, buffer: memoryview) -> memoryview:
+        self.reads.append(start)
+        if start in self.errors:
+            raise self.errors[start]
+        if self.in_memory:
+            return memoryview(self.made.image)[start:end]
+        buffer[: end - start] = self.made.image[start:end]
+        return buffer[: end - start]
+
+
+class Tiers:
+    """Copies by tier and checkpoint, fastest tier first."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.images: dict[tuple[str, CheckpointId], DictImage] = {}
+        self.found: dict[tuple[str, CheckpointId], FoundCopy] = {}
+        self.errors: dict[str, TierfallError] = {}
+        self.damaged: dict[str, tuple[TierfallError, ...]] = {}
+
+    def put(self, tier: str, made: Made, **members: Any) -> DictImage:
+        """Lay a copy of its own on a tier."""
+        id = made.commit.line.checkpoint
+        copy = Made(bytearray(made.image), made.manifest, made.commit)
+        image = DictImage(tier, copy, in_memory=tier == "host")
+        self.images[tier, id] = image
+        state = CopyState.SEALED if tier == "host" else CopyState.COMMITTED
+        known = {"commit": made.commit, **members}
+        self.found[tier, id] = FoundCopy(id=id, state=state, bytes=len(made.image), **known)
+        return image
+
+    def listings(self) -> tuple[Listing, ...]:
+        return tuple(
+            Listing(
+                tier=name,
+                copies=tuple(
+                    copy for (tier, _), copy in sorted(self.found.items()) if tier == name
+                ),
+                damaged=self.damaged.get(name, ()),
+            )
+            if name not in self.errors
+            else Listing(tier=name, error=self.errors[name])
+            for name in self.names
+        )
+
+    def restore(self, state: dict[str, Any], **request: Any) -> Restored | None:
+        restored = restore(
+            self.listings(),
+            Request(**request),
+            open_image=lambda tier, id, shard: self.images[tier, id],
+            make_plan=lambda header: plan_fill(state, header),
+            shard=SHARD,
+        )
+        if restored is not None:
+            restored.plan.finish()  # type: ignore[attr-defined]
+        return restored
+
+
+def flip(image: DictImage, chunk: int) -> None:
+    """Change one bit of a chunk; 0 is the header."""
+    start = 0 if chunk == 0 else image.made.manifest.data_start + (chunk - 1) * CHUNK
+    image.made.image[start + 17] ^= 4
+
+
+def start_of(image: DictImage, chunk: int) -> int:
+    return 0 if chunk == 0 else image.made.manifest.data_start + (chunk - 1) * CHUNK
+
+
+def chunks_read(image: DictImage) -> set[int]:
+    data = image.made.manifest.data_start
+    return {0 if start == 0 else (start - data) // CHUNK + 1 for start in image.reads}
+
+
+def holds(state: dict[str, Any], step: int) -> bool:
+    return state["epoch"] == step and bool((state["w"] == float(step)).all())
+
+
+def passed_over(restored: Restored) -> Iterable[str]:
+    return [f"{f.what}: {f.reason}" for f in restored.tally.fallbacks]

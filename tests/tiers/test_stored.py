@@ -1,0 +1,490 @@
+"""A tier over a backend: how a checkpoint becomes real and is taken apart, in which order, and what is fenced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import pytest
+
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.backends.memory import MemoryBackend
+from tierfall.core.contracts import Publish
+from tierfall.core.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.errors import (
+    FencedError,
+    IntegrityError,
+    KeyExistsError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+from tierfall.core.records import Attempt, Commit, Line, Mark, NamedFile
+from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.stored import StoredTier
+
+SHARD = Shard(0, 1)
+STEM = "rank-00000-of-00001"
+IMAGE = b"image" * 100
+
+
+def attempt(number: int = 1, identity: str = "a") -> Attempt:
+    return Attempt(
+        run="run", number=number, id=identity * 32, node=f"n{number}", pid=number, wall_time_s=0.0
+    )
+
+
+def commit_of(step: int, number: int = 1, identity: str = "a") -> Commit:
+    return Commit(
+        line=Line(
+            run="run",
+            checkpoint=CheckpointId(step, number),
+            attempt_id=identity * 32,
+            ordinal=step,
+            started_from=None,
+        ),
+        world_size=1,
+        files=(
+            NamedFile(name=f"{STEM}.safetensors", bytes=len(IMAGE), digest=None),
+            NamedFile(name=f"{STEM}.json", bytes=8, digest="sha256:" + "0" * 64),
+        ),
+        nodes=("n",),
+        wall_time_s=1.0,
+    )
+
+
+def mark(step: int, name: str = "pin") -> Mark:
+    return Mark(name=name, checkpoint=CheckpointId(step, 1), wall_time_s=0.0)
+
+
+def tier_on(backend: object, name: str = "nvme") -> StoredTier:
+    return StoredTier(name=name, run="run", backend=backend)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def disk() -> MemoryBackend:
+    return MemoryBackend("disk")
+
+
+@pytest.fixture
+def tier(disk: MemoryBackend) -> StoredTier:
+    tier = tier_on(disk)
+    tier.take_attempt(attempt())
+    return tier
+
+
+def keys(disk: MemoryBackend, prefix: str = "") -> list[str]:
+    found = [stored.key.removeprefix("run/") for stored in disk.scan("run/")]
+    return [key for key in found if key.startswith(prefix)]
+
+
+def put(disk: MemoryBackend, key: str, data: bytes) -> None:
+    with disk.create(f"run/{key}") as writer:
+        writer.write(0, memoryview(data))
+        writer.publish()
+
+
+def write_image(tier: StoredTier, step: int, number: int = 1) -> None:
+    id = CheckpointId(step, number)
+    with tier.create_shard(id, SHARD, len(IMAGE)) as writer:
+        writer.write(0, memoryview(IMAGE))
+        writer.publish()
+    tier.write_manifest(id, SHARD, b"manifest")
+
+
+def commit(tier: StoredTier, step: int, number: int = 1, marks: Iterable[Mark] = ()) -> None:
+    write_image(tier, step, number)
+    tier.commit(commit_of(step, number), attempt=attempt(number), marks=marks)
+
+
+def steps(tier: StoredTier) -> list[str]:
+    listing = tier.list()
+    assert listing.error is None
+    return [str(copy.id) for copy in listing.copies]
+
+
+# Becoming real ---------------------------------------------------------------------------------------
+
+
+def test_files_lie_where_the_names_say(tier: StoredTier, disk: MemoryBackend) -> None:
+    commit(tier, 400, marks=[mark(400)])
+    tier.name_latest(CheckpointId(400, 1))
+    folder = "step-00000400-a0001/"
+    assert keys(disk) == [
+        "attempts/a0001.json",
+        "latest",
+        folder + "commit.json",
+        folder + "marks/pin",
+        folder + f"{STEM}.json",
+        folder + f"{STEM}.safetensors",
+    ]
+
+
+def test_without_a_commit_record_nothing_exists(tier: StoredTier) -> None:
+    write_image(tier, 1)
+    listing = tier.list()
+    assert listing.copies == ()
+    assert listing.unfinished == {CheckpointId(1, 1): len(IMAGE) + 8}
+    assert not tier.holds(CheckpointId(1, 1))
+    commit(tier, 1)
+    listing = tier.list()
+    assert listing.unfinished == {}
+    assert tier.holds(CheckpointId(1, 1))
+    (copy,) = listing.copies
+    assert copy.state is CopyState.COMMITTED
+    assert copy.commit == commit_of(1)
+    assert copy.bytes > len(IMAGE) + 8
+
+
+def test_what_was_written_is_read_back(tier: StoredTier) -> None:
+    commit(tier, 1)
+    part = bytearray(10)
+    tier.read_into(CheckpointId(1, 1), SHARD, 7, memoryview(part))
+    assert bytes(part) == IMAGE[7:17]
+    assert tier.read_manifest(CheckpointId(1, 1), SHARD) == b"manifest"
+    assert {f.key for f in tier.files(CheckpointId(1, 1))} == {
+        "commit.json",
+        f"{STEM}.json",
+        f"{STEM}.safetensors",
+    }
+
+
+def test_marks_are_there_before_the_commit_is(disk: MemoryBackend) -> None:
+    """A kill between the two must not leave a checkpoint that has lost its pin."""
+    plan = [Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*/commit.json")]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    write_image(tier, 1)
+    with pytest.raises(UnreachableError):
+        tier.commit(commit_of(1), attempt=attempt(), marks=[mark(1)])
+    assert "step-00000001-a0001/marks/pin" in keys(disk)
+    assert steps(tier) == []
+
+
+def test_committing_again_succeeds_and_changes_nothing(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    commit(tier, 1)
+    before = bytes(disk._objects["run/step-00000001-a0001/commit.json"])
+    commit(tier, 1)
+    assert bytes(disk._objects["run/step-00000001-a0001/commit.json"]) == before
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_AFTER, FaultKind.FAIL_BEFORE])
+def test_a_commit_whose_answer_was_lost_is_committed_by_the_next_try(
+    kind: FaultKind, disk: MemoryBackend
+) -> None:
+    plan = [Fault(kind=kind, operation=Operation.PUBLISH, keys="*/commit.json")]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    write_image(tier, 1)
+    with pytest.raises(UnreachableError):
+        tier.commit(commit_of(1), attempt=attempt())
+    tier.commit(commit_of(1), attempt=attempt())
+    assert steps(tier) == ["1@1"]
+
+
+def test_a_committed_checkpoint_is_never_overwritten(tier: StoredTier) -> None:
+    commit(tier, 1)
+    other = dataclasses.replace(
+        commit_of(1), files=(NamedFile(name="other.safetensors", bytes=1, digest=None),)
+    )
+    with pytest.raises(IntegrityError, match="committed before with other content"):
+        tier.commit(other, attempt=attempt())
+    assert tier.read_commit(CheckpointId(1, 1)) == commit_of(1)
+
+
+# Looking ---------------------------------------------------------------------------------------------
+
+
+def test_a_listing_tells_absence_damage_and_silence_apart(disk: MemoryBackend) -> None:
+    tier = tier_on(disk)
+    assert tier.list().copies == ()
+    commit(tier, 1)
+    commit(tier, 2)
+    key = "step-00000002-a0001/commit.json"
+    whole = bytes(disk._objects[f"run/{key}"])
+    put(disk, key, whole.replace(b'"ordinal":2', b'"ordinal":3'))
+    listing = tier.list()
+    assert [str(c.id) for c in listing.copies] == ["1@1", "2@1"]
+    bad = listing.copies[1]
+    assert bad.commit is None
+    assert isinstance(bad.damage, IntegrityError)
+    silent = tier_on(
+        Faulty(disk, seed=0, plan=[Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN)])
+    ).list()
+    assert isinstance(silent.error, UnreachableError)
+    assert silent.copies == ()
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+@pytest.mark.parametrize("operation", [Operation.SCAN, Operation.STAT, Operation.READ])
+def test_whatever_does_not_answer_makes_the_whole_listing_an_error(
+    kind: FaultKind, operation: Operation, tier: StoredTier, disk: MemoryBackend
+) -> None:
+    """Half a listing would be taken for all that there is."""
+    for step in (1, 2, 3):
+        commit(tier, step)
+    listing = tier_on(Faulty(disk, seed=0, plan=[Fault(kind=kind, operation=operation)])).list()
+    assert isinstance(listing.error, UnreachableError)
+    assert listing.copies == ()
+
+
+def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    commit(tier, 1)
+    commit(tier, 2)
+
+    class Dropping(MemoryBackend):
+        def stat(self, key: str) -> object:  # type: ignore[override]
+            if key.endswith("step-00000001-a0001/commit.json"):
+                tier.drop(CheckpointId(1, 1))
+            return super().stat(key)
+
+    racing = Dropping("disk")
+    racing._objects = disk._objects
+    assert steps(tier_on(racing)) == ["2@1"]
+
+
+def test_a_checkpoint_of_another_name_or_run_is_damage(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    commit(tier, 1)
+    record = bytes(disk._objects["run/step-00000001-a0001/commit.json"])
+    put(disk, "step-00000009-a0001/commit.json", record)
+    moved = tier.list().copy(CheckpointId(9, 1))
+    assert moved is not None
+    assert "it was moved here from elsewhere" in str(moved.damage)
+    other = StoredTier(name="nvme", run="other", backend=disk)
+    with disk.create("other/step-00000001-a0001/commit.json") as writer:
+        writer.write(0, memoryview(record))
+        writer.publish()
+    (copy,) = other.list().copies
+    assert "speaks of run 1@1" in str(copy.damage)
+
+
+def test_a_record_that_is_too_long_is_not_read(tier: StoredTier, disk: MemoryBackend) -> None:
+    put(disk, "step-00000001-a0001/commit.json", bytes(MAX_DOCUMENT_BYTES + 1))
+    (copy,) = tier.list().copies
+    assert "too many" in str(copy.damage)
+
+
+def test_strangers_files_are_neither_listed_nor_in_the_way(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    for key in ("notes.txt", "step-x/commit.json", "step-1-a1/commit.json", "attempts/readme"):
+        put(disk, key, b"x")
+    commit(tier, 1)
+    listing = tier.list()
+    assert steps(tier) == ["1@1"]
+    assert listing.attempts == (1,)
+    assert listing.unfinished == {}
+
+
+# Latest ----------------------------------------------------------------------------------------------
+
+
+def test_latest_is_a_hint_that_may_be_missing_or_nonsense(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    assert tier.read_latest() is None
+    tier.name_latest(CheckpointId(7, 3))
+    assert bytes(disk._objects["run/latest"]) == b"step-00000007-a0003\n"
+    assert tier.read_latest() == CheckpointId(7, 3)
+    put(disk, "latest", b"\xff\xfe")
+    assert tier.read_latest() is None
+    tier.forget_latest()
+    tier.forget_latest()
+    assert tier.read_latest() is None
+
+
+# Attempts --------------------------------------------------------------------------------------------
+
+
+def test_one_number_has_one_owner(tier: StoredTier) -> None:
+    tier.take_attempt(attempt())  # again, after a lost answer
+    with pytest.raises(KeyExistsError):
+        tier.take_attempt(attempt(identity="b"))
+    tier.take_attempt(attempt(2, "b"))
+    assert tier.attempts() == (1, 2)
+    assert tier.read_attempt(2).id == "b" * 32
+
+
+def test_a_newer_attempt_stops_an_older_one_before_it_commits(tier: StoredTier) -> None:
+    write_image(tier, 1)
+    tier.take_attempt(attempt(2, "b"))
+    with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
+        tier.commit(commit_of(1), attempt=attempt())
+    assert steps(tier) == []
+    tier.commit(commit_of(5, 2, "b"), attempt=attempt(2, "b"))
+
+
+def test_a_number_that_another_process_took_fences_too(tier: StoredTier) -> None:
+    with pytest.raises(FencedError, match="belongs to process 1 on n1"):
+        tier.check_fence(attempt(1, "b"))
+
+
+def test_a_tier_that_was_away_at_open_is_told_of_the_attempt_at_the_first_commit(
+    disk: MemoryBackend,
+) -> None:
+    tier = tier_on(disk)
+    commit(tier, 1)
+    assert tier.attempts() == (1,)
+    assert tier.read_attempt(1) == attempt()
+
+
+def test_two_that_take_a_number_at_once_fence_one_of_them(disk: MemoryBackend) -> None:
+    class Racing(MemoryBackend):
+        def create(self, key: str, **options: object) -> object:  # type: ignore[override]
+            if key.endswith("a0001.json") and not self._objects:
+                tier_on(disk).take_attempt(attempt(1, "b"))
+                self._objects = disk._objects
+            return super().create(key, **options)  # type: ignore[arg-type]
+
+    with pytest.raises(FencedError, match="was taken by another process just now"):
+        tier_on(Racing("disk")).check_fence(attempt())
+
+
+def test_a_fence_that_cannot_be_read_stops_the_commit(disk: MemoryBackend) -> None:
+    fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="run/attempts/*")
+    tier = tier_on(Faulty(disk, seed=0, plan=[fault]))
+    write_image(tier, 1)
+    with pytest.raises(UnreachableError):
+        tier.commit(commit_of(1), attempt=attempt())
+    assert steps(tier) == []
+
+
+# Marks -----------------------------------------------------------------------------------------------
+
+
+def test_marks_are_created_once_and_removed_by_name(tier: StoredTier) -> None:
+    commit(tier, 1)
+    tier.add_mark(mark(1))
+    tier.add_mark(mark(1))
+    tier.add_mark(mark(1, "tag-best"))
+    assert tier.marks(CheckpointId(1, 1)) == {"pin", "tag-best"}
+    assert tier.read_mark(CheckpointId(1, 1), "pin") == mark(1)
+    assert tier.list().copies[0].marks == {"pin", "tag-best"}
+    tier.remove_mark(CheckpointId(1, 1), "pin")
+    tier.remove_mark(CheckpointId(1, 1), "pin")
+    assert tier.marks(CheckpointId(1, 1)) == {"tag-best"}
+    with pytest.raises(KeyNotFoundError):
+        tier.read_mark(CheckpointId(1, 1), "pin")
+
+
+# Going -----------------------------------------------------------------------------------------------
+
+
+def test_a_drop_takes_the_commit_record_first(tier: StoredTier, disk: MemoryBackend) -> None:
+    commit(tier, 1)
+    order: list[str] = []
+
+    class Noting(MemoryBackend):
+        def delete(self, key: str) -> None:
+            order.append(key.rsplit("/", 1)[1])
+            super().delete(key)
+
+    noting = Noting("disk")
+    noting._objects = disk._objects
+    tier_on(noting).drop(CheckpointId(1, 1))
+    assert order[0] == "commit.json"
+    assert set(order) == {"commit.json", f"{STEM}.json", f"{STEM}.safetensors"}
+    assert keys(disk, "step-") == []
+
+
+def test_a_drop_that_breaks_off_leaves_an_unfinished_folder_and_can_be_repeated(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    for broken in range(1, 4):
+        commit(tier, broken)
+        fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, first=broken)
+        with pytest.raises(UnreachableError):
+            tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(broken, 1))
+        assert steps(tier) == ([] if broken > 1 else ["1@1"])
+        tier.drop(CheckpointId(broken, 1))
+        assert keys(disk, "step-") == []
+
+
+def test_a_pin_that_was_left_a_moment_ago_stops_a_drop(tier: StoredTier) -> None:
+    commit(tier, 1, marks=[mark(1)])
+    assert tier.drop(CheckpointId(1, 1)) == {"pin"}
+    assert steps(tier) == ["1@1"]
+    tier.drop(CheckpointId(1, 1), by_person=True)
+    assert steps(tier) == []
+
+
+def test_a_drop_that_cannot_read_the_marks_drops_nothing(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    commit(tier, 1)
+    fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="*/marks/*")
+    with pytest.raises(UnreachableError):
+        tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(1, 1))
+    assert steps(tier) == ["1@1"]
+
+
+def test_files_that_tierfall_did_not_write_stay(tier: StoredTier, disk: MemoryBackend) -> None:
+    commit(tier, 1, marks=[mark(1, "tag-a")])
+    put(disk, "step-00000001-a0001/notes.txt", b"mine")
+    put(disk, "step-00000001-a0001/sub/commit.json", b"mine")
+    put(disk, "step-00000001-a0001/marks/other", b"mine")
+    tier.drop(CheckpointId(1, 1))
+    assert keys(disk, "step-") == [
+        "step-00000001-a0001/marks/other",
+        "step-00000001-a0001/notes.txt",
+        "step-00000001-a0001/sub/commit.json",
+    ]
+
+
+def test_latest_goes_on_to_the_next_when_what_it_names_goes(tier: StoredTier) -> None:
+    for step in (1, 2, 3):
+        commit(tier, step)
+        tier.name_latest(CheckpointId(step, 1))
+    tier.drop(CheckpointId(1, 1), next_latest=CheckpointId(2, 1))
+    assert tier.read_latest() == CheckpointId(3, 1)
+    tier.drop(CheckpointId(3, 1), next_latest=CheckpointId(2, 1))
+    assert tier.read_latest() == CheckpointId(2, 1)
+    tier.drop(CheckpointId(2, 1))
+    assert tier.read_latest() is None
+
+
+def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) -> None:
+    """Two drops under way at once: the one that was planned first may be carried out last."""
+    for step in (1, 2):
+        commit(tier, step)
+    tier.name_latest(CheckpointId(2, 1))
+    tier.drop(CheckpointId(1, 1))
+    tier.drop(CheckpointId(2, 1), next_latest=CheckpointId(1, 1))
+    assert tier.read_latest() is None
+
+
+def test_leftovers_are_discarded_with_all_that_is_ours(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    write_image(tier, 1)
+    tier.add_mark(mark(1))
+    put(disk, "step-00000001-a0001/notes.txt", b"mine")
+    tier.discard(CheckpointId(1, 1))
+    assert keys(disk, "step-") == ["step-00000001-a0001/notes.txt"]
+
+
+def test_a_shard_that_was_not_published_leaves_nothing(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    writer = tier.create_shard(CheckpointId(1, 1), SHARD, len(IMAGE))
+    writer.write(0, memoryview(IMAGE)[:10])
+    writer.abort()
+    assert keys(disk, "step-") == []
+    assert tier.discard_unfinished() == 0
+
+
+def test_publish_if_absent_is_what_commits_and_marks_use(disk: MemoryBackend) -> None:
+    asked: dict[str, Publish] = {}
+
+    class Noting(MemoryBackend):
+        def create(self, key: str, **options: object) -> object:  # type: ignore[override]
+            asked[key.rsplit("/", 1)[1]] = options.get("publish", Publish.REPLACE)  # type: ignore[assignment]
+            return super().create(key, **options)  # type: ignore[arg-type]
+
+    tier = tier_on(Noting("disk"))
+    commit(tier, 1, marks=[mark(1)])
+    once = {name for name, how in asked.items() if how is Publish.IF_ABSENT}
+    assert once == {"commit.json", "pin", "a0001.json"}
