@@ -35,7 +35,7 @@ class SavingLine:
     def check(self, step: int) -> None:
         """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
         if step < 0:
-            raise StepError(f"save: step must be at least 0, not {step}")
+            raise StepError(f"save: step must be an integer of at least 0, not {step}")
         if not self.begun:
             raise StepError(
                 f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "

@@ -165,7 +165,8 @@ class HostTier:
     # Room --------------------------------------------------------------------------------------------
 
     def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
-        """Allocate the arena at the first save, or grow it where its size was left to us and an image outgrew it.
+        """Allocate the arena at the first save; grow it where its size was left to us and an image outgrew it, and
+        where an earlier start left one that is smaller than what is asked for now.
 
         Raises CapacityError with both numbers where one image does not fit.
         """
@@ -179,8 +180,11 @@ class HostTier:
         with self._guard:
             if self._arena is None:
                 self._create(self._wanted_bytes or self._default_bytes(image_bytes, need))
-            elif need > self._arena.capacity_bytes:
-                self._arena.grow(max(need, int(GROWTH * image_bytes)), self._progress)
+                return
+            have = self._arena.capacity_bytes
+            if need > have or (self._wanted_bytes or 0) > have:
+                wanted = self._wanted_bytes or max(need, int(GROWTH * image_bytes))
+                self._arena.grow(wanted, self._progress)
 
     def create_now(self) -> None:
         """Allocate the arena at once, where the configuration says how large it is."""

@@ -181,15 +181,15 @@ def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) 
     """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
     live = [c for c in merge(listings) if not c.tombstoned]
     damaged = any(listing.damaged for listing in listings)
-    if not live and not damaged:
+    named = request.step is not None or request.attempt is not None
+    if not (live or damaged or named):
         return
     asked = "" if request.step is None else f" of step {request.step}"
     if request.attempt is not None:
         asked += f" of attempt {request.attempt}"
     where = f" on tier {request.tier}" if request.tier else ""
-    there = (
-        ", ".join(f"{c.id} on {'+'.join(c.copies)}" for c in live[-6:]) or "only something damaged"
-    )
+    there = ", ".join(f"{c.id} on {'+'.join(c.copies)}" for c in live[-6:])
+    there = there or ("only something damaged" if damaged else "none")
     reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-6:])
     raise RestoreError(
         f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"

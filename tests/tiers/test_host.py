@@ -1,0 +1,262 @@
+"""The host tier: when its memory is taken and how much, what an earlier start left in it, and when it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arena_help import KIB, MIB, flip
+
+from tierfall.core.errors import CapacityError, ConfigError, IntegrityError
+from tierfall.core.records import Commit, Line, Mark, NamedFile
+from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.arena import Arena, arena_name, extent_bytes
+from tierfall.tiers.arena_region import Region
+from tierfall.tiers.host import HostTier
+
+SHARD = Shard(0, 1)
+IMAGE_BYTES = 100 * KIB
+RECORDS_BYTES = 8 * KIB
+
+
+def commit_of(step: int, run: str = "gpt") -> Commit:
+    return Commit(
+        line=Line(
+            run=run,
+            checkpoint=CheckpointId(step, 1),
+            attempt_id="a" * 32,
+            ordinal=step,
+            started_from=None,
+        ),
+        world_size=1,
+        files=(NamedFile(name="rank-00000-of-00001.safetensors", bytes=IMAGE_BYTES, digest=None),),
+        nodes=("n",),
+        wall_time_s=1.0,
+    )
+
+
+def mark(step: int, name: str) -> bytes:
+    return Mark(name=name, checkpoint=CheckpointId(step, 1), wall_time_s=0.0).encode()
+
+
+def host_in(folder: Path, **options: Any) -> HostTier:
+    given = {"run": "gpt", "capacity_bytes": None, **options}
+    return HostTier(name="host", folder=folder, slot=0, shard=SHARD, **given)
+
+
+def room_for(host: HostTier, image_bytes: int = IMAGE_BYTES) -> Region | None:
+    return host.allocate(image_bytes=image_bytes, records_bytes=RECORDS_BYTES)
+
+
+def put(host: HostTier, step: int, run: str = "gpt") -> Region:
+    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    region = room_for(host)
+    assert region is not None
+    region.image[:] = bytes([step]) * IMAGE_BYTES
+    region.seal(manifest=b"manifest", commit=commit_of(step, run).encode())
+    return region
+
+
+# How much --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_taken_before_the_first_save(folder: Path) -> None:
+    host = host_in(folder)
+    assert not host.attach()
+    assert (host.capacity_bytes, host.free_bytes) == (0, 0)
+    assert room_for(host) is None
+    assert host.list().copies == ()
+    assert not (folder / arena_name(0)).exists()
+    host.close(keep=False)
+
+
+def test_left_to_itself_it_takes_room_for_two_images(folder: Path) -> None:
+    host = host_in(folder)
+    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert host.capacity_bytes >= 11 * IMAGE_BYTES // 5
+    assert host.capacity_bytes < 3 * extent_bytes(
+        image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES
+    )
+    assert room_for(host) is not None
+    assert room_for(host) is not None
+    assert room_for(host) is None
+    host.close(keep=False)
+
+
+def test_a_capacity_that_is_said_is_taken_at_once_where_asked(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    host.create_now()
+    assert host.capacity_bytes == MIB
+    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert host.capacity_bytes == MIB
+    host.close(keep=False)
+    other = host_in(folder)
+    other.create_now()  # its size is not known yet
+    assert other.capacity_bytes == 0
+
+
+def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(folder: Path) -> None:
+    host = host_in(folder)
+    first = put(host, 1)
+    view = first.image
+    host.ensure_capacity(image_bytes=5 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert host.capacity_bytes >= 11 * IMAGE_BYTES
+    assert room_for(host, 5 * IMAGE_BYTES) is not None
+    assert bytes(view[:4]) == b"\x01" * 4
+    assert [c.id.step for c in host.list().copies] == [1]
+    before = host.capacity_bytes
+    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert host.capacity_bytes == before
+    host.close(keep=False)
+
+
+def test_a_capacity_too_small_for_one_image_says_both_numbers(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=64 * KIB)
+    with pytest.raises(CapacityError, match=rf"\({112 * KIB} bytes\).*\({64 * KIB} bytes\)"):
+        host.ensure_capacity(image_bytes=100 * KIB + 4000, records_bytes=RECORDS_BYTES)
+    assert not host.path.exists()
+
+
+def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyond(
+    folder: Path,
+) -> None:
+    small = host_in(folder, capacity_bytes=128 * KIB)
+    put(small, 1)
+    small.close(keep=True)
+    host = host_in(folder, capacity_bytes=256 * KIB)
+    assert host.attach()
+    assert host.capacity_bytes == 128 * KIB
+    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert host.capacity_bytes == 256 * KIB
+    assert room_for(host) is not None
+    host.close(keep=False)
+
+
+# What was left ---------------------------------------------------------------------------------------
+
+
+def test_what_was_sealed_is_there_for_the_next_start_and_nothing_else(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    for step in (3, 1):
+        put(host, step)
+    assert room_for(host) is not None  # filling, when the process dies
+    host.close(keep=True)
+    after = host_in(folder)
+    assert after.attach()
+    listing = after.list()
+    assert [c.id.step for c in listing.copies] == [1, 3]
+    assert {c.state for c in listing.copies} == {CopyState.SEALED}
+    assert {c.bytes for c in listing.copies} == {IMAGE_BYTES}
+    assert listing.damaged == ()
+    held = after.images()[CheckpointId(3, 1)]
+    assert bytes(held.region.image[:2]) == b"\x03\x03"
+    assert held.commit == commit_of(3)
+    assert after.free_bytes == MIB - 2 * extent_bytes(
+        image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES
+    )
+    after.close(keep=False)
+
+
+def test_marks_in_memory_are_read_in_the_order_in_which_they_were_left(folder: Path) -> None:
+    host = host_in(folder)
+    region = put(host, 1)
+    region.add_mark(mark(1, "pin"))
+    assert host.list().copies[0].marks == {"pin"}
+    region.add_mark(mark(1, "unpin"))
+    assert host.list().copies[0].marks == frozenset()
+    region.add_mark(mark(1, "tag-best"))
+    region.add_mark(mark(1, "pin"))
+    host.close(keep=True)
+    after = host_in(folder)
+    after.attach()
+    assert after.images()[CheckpointId(1, 1)].marks == {"pin", "tag-best"}
+    after.close(keep=False)
+
+
+def test_another_runs_memory_is_refused(folder: Path) -> None:
+    host = host_in(folder)
+    put(host, 1)
+    host.close(keep=True)
+    with pytest.raises(ConfigError, match="other"):
+        host_in(folder, run="other").attach()
+
+
+def test_an_image_of_another_run_within_is_damage_not_ours(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    put(host, 1)
+    put(host, 2, run="other")
+    listing = host.list()
+    assert [c.id.step for c in listing.copies] == [1]
+    assert "of run 'other'" in str(listing.damaged[0])
+    host.close(keep=False)
+
+
+def test_damaged_records_are_told_apart_and_their_room_can_be_had_again(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=256 * KIB)
+    put(host, 1)
+    put(host, 2)
+    host.close(keep=True)
+    data = host.path.read_bytes()
+    at = data.index(commit_of(2).encode())
+    flip(host.path, at + 20, 3)
+    after = host_in(folder)
+    after.attach()
+    listing = after.list()
+    assert [c.id.step for c in listing.copies] == [1]
+    (damage,) = listing.damaged
+    assert isinstance(damage, IntegrityError)
+    assert room_for(after) is None
+    after.release_damaged()
+    assert after.list().damaged == ()
+    assert room_for(after) is not None
+    assert [c.id.step for c in after.list().copies] == [1]
+    after.close(keep=False)
+
+
+def test_a_reader_beside_a_living_trainer_changes_nothing(folder: Path) -> None:
+    host = host_in(folder)
+    put(host, 1)
+    before = host.path.read_bytes()
+    reader = host_in(folder)
+    assert reader.attach(writable=False)
+    assert [c.id.step for c in reader.list().copies] == [1]
+    reader.close(keep=False)
+    assert host.path.read_bytes() == before
+    assert put(host, 2) is not None
+    host.close(keep=False)
+
+
+# The end ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_at_the_end_memory_is_kept_or_given_back(keep: bool, folder: Path) -> None:
+    host = host_in(folder)
+    put(host, 1)
+    host.close(keep=keep)
+    host.close(keep=keep)
+    assert host.path.exists() is keep
+
+
+def test_a_file_in_the_way_that_is_no_arena_is_never_overwritten(folder: Path) -> None:
+    path = folder / arena_name(0)
+    path.write_bytes(b"mine")
+    host = host_in(folder, capacity_bytes=MIB)
+    with pytest.raises((ConfigError, IntegrityError)):
+        host.attach()
+    with pytest.raises(ConfigError):
+        host.create_now()
+    assert path.read_bytes() == b"mine"
+
+
+def test_images_in_order_of_step_though_they_lie_elsewhere(folder: Path) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    put(host, 5)
+    first = put(host, 9)
+    put(host, 7)
+    first.release()
+    put(host, 2)
+    assert [c.id.step for c in host.list().copies] == [2, 5, 7]
+    assert isinstance(host._arena, Arena)
+    host.close(keep=False)
