@@ -6,6 +6,7 @@ so damage there counts only when a second look finds it again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ from tierfall.core.values import CheckpointId
 from tierfall.reading import Reader
 from tierfall.tiers.stored import StoredTier
 
-SECOND_LOOKS = 2
+SECOND_LOOKS = 20
+BETWEEN_LOOKS_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,9 @@ def _check_memory(
     for _ in range(SECOND_LOOKS):
         if reader.owner() is None or not (broken or any(c.damage for c in found)):
             break
+        time.sleep(
+            BETWEEN_LOOKS_S
+        )  # a trainer that saves is just writing there: what is damaged stays so
         reader.attach_again()
         again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
         broken = reader.host.list().damaged

@@ -30,7 +30,7 @@ from tierfall.core.scheduler.tasks import (
     PersonsOrder,
 )
 from tierfall.core.values import CheckpointId, OnError
-from tierfall.core.view import Decision, Verdict
+from tierfall.core.view import Decision
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
 from tierfall.policies.bundle import plan_retention
@@ -303,7 +303,9 @@ class Checkpointer:
             return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
 
         decisions = self._session.ask(plan)
-        if not dry_run and any(d.verdict is Verdict.DROP for d in decisions):
+        if (
+            not dry_run
+        ):  # marks that were left from outside are read first, so that more may go, or less
             self._session.ask(coordinator.dropper.survey_all)
             self._session.wait_idle(self._config.max_wait_s)
         return decisions

@@ -63,6 +63,8 @@ class HostTier:
         self._shard = shard
         self._wanted_bytes = capacity_bytes
         self._progress = progress
+        self._largest_bytes = 0
+        self._refused_bytes = 0
         self._guard = threading.Lock()
         self._arena: Arena | None = None
 
@@ -165,7 +167,7 @@ class HostTier:
     # Room --------------------------------------------------------------------------------------------
 
     def ensure_capacity(self, *, image_bytes: int, records_bytes: int) -> None:
-        """Allocate the arena at the first save; grow it where its size was left to us and an image outgrew it, and
+        """Allocate the arena at the first save; grow it where its size was left to us and images came to be larger, and
         where an earlier start left one that is smaller than what is asked for now.
 
         Raises CapacityError with both numbers where one image does not fit.
@@ -180,11 +182,28 @@ class HostTier:
         with self._guard:
             if self._arena is None:
                 self._create(self._wanted_bytes or self._default_bytes(image_bytes, need))
+                self._largest_bytes = image_bytes
                 return
             have = self._arena.capacity_bytes
-            if need > have or (self._wanted_bytes or 0) > have:
-                wanted = self._wanted_bytes or max(need, int(GROWTH * image_bytes))
-                self._arena.grow(wanted, self._progress)
+            if self._wanted_bytes is not None:
+                wanted = self._wanted_bytes
+            elif image_bytes > self._largest_bytes:
+                wanted = max(2 * need, int(GROWTH * image_bytes))
+            else:
+                wanted = need
+            self._largest_bytes = max(self._largest_bytes, image_bytes)
+            if need > have or wanted > max(have, self._refused_bytes):
+                self._grow(wanted, enough=need <= have)
+
+    def _grow(self, capacity_bytes: int, *, enough: bool) -> None:
+        assert self._arena is not None
+        try:
+            self._arena.grow(capacity_bytes, self._progress)
+        except CapacityError as error:
+            if not enough:
+                raise
+            self._refused_bytes = capacity_bytes
+            logger.warning("%s: goes on with the memory that it has: %s", self.name, error)
 
     def create_now(self) -> None:
         """Allocate the arena at once, where the configuration says how large it is."""

@@ -570,5 +570,7 @@ def run_history(seed: int, events: int) -> History:
         check_restorable(history)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, history.world.rules))
-        raise AssertionError(f"seed {seed}: {error}\n{rules}\n{live(history)}") from error
+        if not isinstance(error, AssertionError):
+            raise RuntimeError(f"seed {seed}: {error!r}\n{rules}\n{live(history)}") from error
+        raise AssertionError(f"seed {seed}: {error}\n{rules}\n{live(history)}") from None
     return history

@@ -101,7 +101,7 @@ def test_an_image_that_outgrew_the_memory_makes_it_grow_and_views_stay_valid(fol
     first = put(host, 1)
     view = first.image
     host.ensure_capacity(image_bytes=5 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
-    assert host.capacity_bytes >= 11 * IMAGE_BYTES
+    assert host.capacity_bytes >= 10 * IMAGE_BYTES
     assert room_for(host, 5 * IMAGE_BYTES) is not None
     assert bytes(view[:4]) == b"\x01" * 4
     assert [c.id.step for c in host.list().copies] == [1]
@@ -130,6 +130,26 @@ def test_memory_of_an_earlier_start_grows_to_what_is_asked_for_now_and_not_beyon
     host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     assert host.capacity_bytes == 256 * KIB
     assert room_for(host) is not None
+    host.close(keep=False)
+
+
+def test_memory_that_cannot_grow_is_used_as_it_is_and_that_is_said_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = host_in(folder)
+    host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    before = host.capacity_bytes
+
+    def refuse(arena: Arena, capacity_bytes: int, progress: object = None) -> None:
+        raise CapacityError(f"no room for {capacity_bytes}")
+
+    monkeypatch.setattr(Arena, "grow", refuse)
+    for _ in range(3):  # two of them do not fit any more, one does
+        host.ensure_capacity(image_bytes=2 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    assert host.capacity_bytes == before
+    assert len([r for r in caplog.records if "goes on with the memory" in r.getMessage()]) == 1
+    with pytest.raises(CapacityError, match="no room for"):
+        host.ensure_capacity(image_bytes=3 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     host.close(keep=False)
 
 

@@ -274,9 +274,11 @@ def test_accumulated_gradients_need_no_barrier_between_their_backwards(
         held.hold()
         before = trainer.now()
         handle = lazy_save(ckpt, trainer, 2)
+        assert held.arrived.wait(PATIENCE_S)
         for _ in range(3):
             trainer.backward()
-        assert not held.fillings[-1].copied.is_set()
+        assert ckpt._capturer._current is not None
+        assert not ckpt._capturer._current.filling.copied.is_set()
         trainer.optimizer.step()
         held.free.set()
         handle.wait(timeout=PATIENCE_S)
