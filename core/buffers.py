@@ -49,7 +49,13 @@ class BufferPool:
             if self._free:
                 return self._free.pop()
             self._left -= 1
-        return _allocate(self.bytes)
+        try:
+            return _allocate(self.bytes)
+        except BaseException:
+            with self._changed:
+                self._left += 1
+                self._changed.notify()
+            raise
 
 
 def _allocate(bytes: int) -> memoryview:

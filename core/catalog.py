@@ -7,10 +7,10 @@ that kept it from answering. A commit record that is there but damaged is damage
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
-from tierfall.core.errors import TierfallError
+from tierfall.core.errors import IntegrityError, TierfallError
 from tierfall.core.lines import abandoned
 from tierfall.core.records import Commit
 from tierfall.core.values import CheckpointId, CopyState
@@ -73,6 +73,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     for listing in listings:
         for copy in listing.copies:
             found.setdefault(copy.id, {})[listing.tier] = copy
+    found = {id: _of_one_life(copies) for id, copies in found.items()}
     commits = {
         id: next((c.commit for c in copies.values() if c.commit is not None), None)
         for id, copies in found.items()
@@ -84,6 +85,27 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
         KnownCheckpoint(id=id, commit=commits[id], copies=found[id], abandoned=id in left)
         for id in sorted(found)
     )
+
+
+def _of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
+    """Tell copies apart that only share a name: a run that began anew while a tier could not be asked may give the same
+    attempt number twice. What was saved last counts; the others are damage."""
+    commits = [copy.commit for copy in copies.values() if copy.commit is not None]
+    if len({commit.line.attempt_id for commit in commits}) < 2:
+        return copies
+    newest = max(commits, key=lambda commit: commit.wall_time_s).line.attempt_id
+    return {
+        tier: copy
+        if copy.commit is None or copy.commit.line.attempt_id == newest
+        else replace(
+            copy,
+            commit=None,
+            damage=IntegrityError(
+                f"{tier}: {copy.id} is of another life of this run, and another tier holds a newer one of that name"
+            ),
+        )
+        for tier, copy in copies.items()
+    }
 
 
 def to_view(

@@ -58,16 +58,15 @@ class Checkpointer:
         try:
             attempt = self._session.take_attempt()
             self._session.host.create_now()
+            self._line = SavingLine(run, attempt, begun=fresh or self._knows_of_nothing())
             self._session.start()
+            self._capturer = Capturer(
+                post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
+            )
+            self._saver = Saver(config, self._session, self._capturer, self._finish_capture)
         except BaseException:
             self._session.abandon()
             raise
-        self._capturer = Capturer(
-            post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
-        )
-        self._line = SavingLine(run, attempt, begun=fresh or self._knows_of_nothing())
-        self._saver = Saver(config, self._session, self._capturer, self._finish_capture)
-        self._errors_seen = 0
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -214,6 +213,7 @@ class Checkpointer:
         dropper = session.coordinator.dropper
         session.ask(lambda: setattr(dropper, "paused", True))
         try:
+            listings = session.list_now()
             regions = session.ask(
                 lambda: {
                     e.id: e.region
@@ -222,7 +222,7 @@ class Checkpointer:
                 }
             )
             return restore(
-                session.list_now(),
+                listings,
                 request,
                 open_image=session.open_image(regions),
                 make_plan=make_plan,
@@ -404,11 +404,11 @@ class Checkpointer:
 
     def _raise_failures(self) -> None:
         coordinator = self._session.coordinator
-        if self._session.workers.failure is not None:
-            raise TierfallError("the coordinator stopped") from self._session.workers.failure
+        if (failure := self._session.workers.failure) is not None:
+            raise TierfallError(f"the coordinator stopped: {failure!r}") from failure
         if coordinator.fenced is not None and not self._closed:
             raise coordinator.fenced
-        fresh = coordinator.errors[self._errors_seen :]
-        self._errors_seen += len(fresh)
+        fresh = tuple(coordinator.errors)
+        del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
         if fresh and self._config.on_error is OnError.RAISE:
             raise fresh[0]

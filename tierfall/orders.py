@@ -17,7 +17,13 @@ from dataclasses import dataclass, field, replace
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.errors import BackendError, KeyNotFoundError, StepError, TierfallError
+from tierfall.core.errors import (
+    BackendError,
+    KeyNotFoundError,
+    StepError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.records import Attempt, Mark
 from tierfall.core.scheduler.tasks import Order, PersonsOrder
 from tierfall.core.values import CheckpointId, CopyState
@@ -218,7 +224,10 @@ def _holds(session: Session, tier: str, id: CheckpointId) -> bool:
 
 
 def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
-    """Give an order to the coordinator, and wait; returns the tiers that could not do it."""
+    """Give an order to the coordinator, and wait for ``max_wait`` at most; returns the tiers that could not do it.
+
+    What a tier has not done by then goes on behind.
+    """
     done = threading.Event()
     failed: dict[str, BaseException] = {}
 
@@ -226,9 +235,16 @@ def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, Ba
         failed.update(failures)
         done.set()
 
-    session.coordinator.post(Order(kind=kind, id=id, wall_time_s=time.time(), answer=tell))
-    session.wait(done)
-    return failed
+    order = Order(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
+    session.coordinator.post(order)
+    if session.wait(done, session.config.max_wait_s):
+        return failed
+    waited = f"{session.config.max_wait_s:g} s (max_wait)"
+    late = session.ask(lambda: tuple(order.waiting))
+    if not late:
+        why = f"somebody still reads or writes {id} after {waited}; the order is carried out after that"
+        return {"tierfall": TierfallError(f"{kind}: {why}")}
+    return {tier: UnreachableError(f"no answer within {waited}; it goes on") for tier in late}
 
 
 def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:

@@ -16,7 +16,7 @@ from tierfall.backends.posix import PosixBackend
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.catalog import Listing
-from tierfall.core.errors import ConfigError, TierfallError
+from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.lock import Owner, RunLock
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Shard
@@ -83,9 +83,11 @@ class Reader:
         held = self.images()
 
         def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
-            if tier == self.host.name:
-                return RegionImage(tier, held[id].region)
-            return StoredImage(self.stores[tier], id, shard)
+            if tier != self.host.name:
+                return StoredImage(self.stores[tier], id, shard)
+            if id not in held:
+                raise IntegrityError(f"{tier}: {id} left memory while it was to be read")
+            return RegionImage(tier, held[id].region)
 
         return open_one
 

@@ -41,6 +41,7 @@ class Saver:
         capturer: Capturer,
         finish_capture: Callable[[], None],
     ) -> None:
+        """``finish_capture`` waits until the capture that is under way has read the state."""
         self._config = config
         self._session = session
         self._capturer = capturer
@@ -75,9 +76,13 @@ class Saver:
             region.release()
             raise
         snapshot.metrics, snapshot.tags = metrics, tags
-        self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
         line.advance(place)
-        self._capture(snapshot, view, began)
+        self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
+        try:
+            self._capture(snapshot, view, began)
+        except BaseException as error:
+            self._capturer.give_up(snapshot, error)
+            raise
         return handle
 
     def _lay_out(self, view: StateView) -> tuple[Layout, bytes]:
@@ -161,9 +166,14 @@ class Saver:
     ) -> tuple[HostRegion | None, BaseException | None]:
         done = threading.Event()
         answer: list[Any] = []
+        lock = threading.Lock()
+        given_up = False
 
         def tell(region: HostRegion | None, error: BaseException | None) -> None:
-            answer.extend((region, error))
+            with lock:
+                answer.extend((region, error))
+                if given_up and region is not None:
+                    region.release()
             done.set()
 
         self._session.coordinator.post(
@@ -175,7 +185,14 @@ class Saver:
                 answer=tell,
             )
         )
-        self._session.wait(done)
+        try:
+            self._session.wait(done)
+        except BaseException:  # Ctrl-C, say: nobody will take the region
+            with lock:
+                given_up = True
+                if answer and answer[0] is not None:
+                    answer[0].release()
+            raise
         return answer[0], answer[1]
 
     def _skip(self, handle: SaveHandle, error: BaseException) -> None:
@@ -186,6 +203,15 @@ class Saver:
         if self._config.on_error is OnError.RAISE:
             raise error
         logger.warning("%s", error)
+
+    def _waits_for(self, id: CheckpointId) -> Callable[[], None]:
+        """Make the barrier of that one snapshot, by name: a handle keeps no tensor alive."""
+
+        def wait() -> None:
+            if self._capturer.is_at(id):
+                self._finish_capture()
+
+        return wait
 
     def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
         on_host = all(source.tensor.is_cpu for source in view.tensors)
@@ -202,7 +228,7 @@ class Saver:
         self.counts.note(snapshot.handle, lazy=lazy)
         verify = self._config.capture.verify
         if verify and lazy:
-            snapshot.handle.before_wait = self._finish_capture
+            snapshot.handle.before_wait = self._waits_for(snapshot.id)
         try:
             self._capturer.begin(snapshot, lazy=lazy, verify=verify, on_host=on_host)
         finally:

@@ -24,6 +24,7 @@ from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
     ConfigError,
+    FlushError,
     IntegrityError,
     KeyExistsError,
     StorageFullError,
@@ -88,21 +89,23 @@ def open_stores(
     """
     stores: dict[str, StoredTier] = {}
     errors: dict[str, TierfallError] = {}
-    for tier in config.tiers:
-        if not isinstance(tier, FileTier):
-            continue
-        try:
-            backend = PosixBackend(Path(tier.path), read_only=read_only)
-        except BackendError as error:
-            if not read_only and not isinstance(error, UnreachableError):
-                raise type(error)(f"open: tier {tier.name}: {error}") from error
-            errors[tier.name] = type(error)(
-                f"{error} (when it was opened; open again once it answers)"
-            )
-            continue
-        stores[tier.name] = StoredTier(
-            name=tier.name, run=run, backend=wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
-        )
+    try:
+        for tier in config.files:
+            try:
+                backend = PosixBackend(Path(tier.path), read_only=read_only)
+            except BackendError as error:
+                if not read_only and not isinstance(error, UnreachableError):
+                    raise type(error)(f"open: tier {tier.name}: {error}") from error
+                errors[tier.name] = type(error)(
+                    f"{error} (when it was opened; open again once it answers)"
+                )
+                continue
+            wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
+            stores[tier.name] = StoredTier(name=tier.name, run=run, backend=wrapped)
+    except BaseException:
+        for store in stores.values():
+            store.close()
+        raise
     return stores, errors
 
 
@@ -347,10 +350,13 @@ class Session:
             0.5 if deadline is None else min(0.5, max(0.0, deadline - time.monotonic()))
         ):
             if self.workers.failure is not None:
-                raise TierfallError("the coordinator stopped") from self.workers.failure
+                raise self._stopped() from self.workers.failure
             if deadline is not None and time.monotonic() >= deadline:
                 return False
         return True
+
+    def _stopped(self) -> TierfallError:
+        return TierfallError(f"the coordinator stopped: {self.workers.failure!r}")
 
     def wait_idle(self, timeout: float | None) -> bool:
         """Wait until nothing is owed that can be had; False after ``timeout`` seconds."""
@@ -367,9 +373,11 @@ class Session:
         self, regions: Mapping[CheckpointId, HostRegion]
     ) -> Callable[[str, CheckpointId, Shard], Image]:
         def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
-            if tier == self.host.name:
-                return RegionImage(tier, regions[id])
-            return StoredImage(self.stores[tier], id, shard)
+            if tier != self.host.name:
+                return StoredImage(self.stores[tier], id, shard)
+            if id not in regions:
+                raise IntegrityError(f"{tier}: {id} left memory while it was to be read")
+            return RegionImage(tier, regions[id])
 
         return open_one
 
@@ -392,11 +400,20 @@ class Session:
                     lane.active.writer.abort()
                 except BackendError as error:
                     logger.warning("close: tier %s: a leftover stays: %s", lane.tier, error)
+        self.coordinator.stop(
+            FlushError(
+                "the run was closed before this was done; what is sealed lies in host memory, and the next start or "
+                "'tierfall drain' finishes it"
+            )
+        )
         self._let_go(keep=keep_memory)
 
     def abandon(self) -> None:
-        """Undo an opening that failed before the threads ran."""
-        self._let_go(keep=True)
+        """Undo an opening that failed on the way."""
+        if hasattr(self, "workers") and self.workers.running:
+            self.close(keep_memory=True, timeout_s=1.0)
+        else:
+            self._let_go(keep=True)
 
     def _let_go(self, *, keep: bool) -> None:
         self._closed = True

@@ -40,6 +40,7 @@ class StoredTier:
         self.backend = backend
         self._run = run
         self._fence_lock = threading.Lock()
+        self._own_attempts: set[str] = set()
 
     @property
     def place(self) -> str:
@@ -196,6 +197,7 @@ class StoredTier:
     def take_attempt(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process took the number."""
         key = names.attempt_key(self._run, attempt.number)
+        self._own_attempts.add(attempt.id)  # first: a commit under way may see the record at once
         try:
             self._write(key, attempt.encode(), Publish.IF_ABSENT)
         except KeyExistsError:
@@ -203,11 +205,16 @@ class StoredTier:
                 raise
 
     def check_fence(self, attempt: Attempt) -> None:
-        """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner."""
+        """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner.
+
+        A newer attempt of this process (it went back to an older step) is no other's.
+        """
         with self._fence_lock:
             numbers = self.attempts()
             if numbers and numbers[-1] > attempt.number:
                 newer = self.read_attempt(numbers[-1])
+                if newer.id in self._own_attempts:
+                    return
                 raise FencedError(
                     f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} was followed by attempt "
                     f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
@@ -256,7 +263,6 @@ class StoredTier:
         self,
         checkpoint: CheckpointId,
         *,
-        by_person: bool = False,
         next_latest: CheckpointId | None = None,
     ) -> frozenset[str]:
         """Take a checkpoint apart, the commit record first, unless it carries a pin; return its marks.
@@ -266,7 +272,7 @@ class StoredTier:
         collects. Files that tierfall did not write stay where they are.
         """
         marks = self.marks(checkpoint)
-        if names.PIN_MARK in marks and not by_person:
+        if names.PIN_MARK in marks:
             return marks
         if self.read_latest() == checkpoint:
             if next_latest is not None and self.holds(next_latest):

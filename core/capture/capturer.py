@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tierfall.core.errors import CaptureError
 from tierfall.core.records import Commit, Manifest, NamedFile
 from tierfall.core.scheduler.tasks import CaptureFailed, CaptureSealed, Event
 from tierfall.core.snapshot import Snapshot
+from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -82,17 +84,37 @@ class Capturer:
         """Start filling a snapshot; without ``lazy`` every source has been read when this returns.
 
         ``on_host`` says that all sources lie in host memory: others are read on the calling thread, in the order of its
-        stream.
+        stream. Raises CaptureError for what cannot be captured; the snapshot is given up then.
         """
         snapshot.lazy = lazy
         snapshot.verified = not verify
         self._current = snapshot
-        if not on_host:
-            while snapshot.filling.copy_next():
-                continue
-        self._queue.put(snapshot)
+        try:
+            if not on_host:
+                while snapshot.filling.copy_next():
+                    continue
+        except BaseException as error:
+            self._current = None
+            traceback.clear_frames(error.__traceback__)
+            raise _as_capture_error(snapshot, error) from error
+        finally:
+            self._queue.put(snapshot)
         if not lazy:
             self.wait_copied(self._max_wait_s)
+
+    def give_up(self, snapshot: Snapshot, error: BaseException) -> None:
+        """A save ended in an error after its snapshot was announced: unless it is whole by now, it never will be."""
+        snapshot.filling.fail(
+            _as_capture_error(snapshot, error), even_if_hashed=not snapshot.verified
+        )
+        if self._current is snapshot:
+            self._current = None
+        self._queue.put(snapshot)
+
+    def is_at(self, id: CheckpointId) -> bool:
+        """Say whether that snapshot waits for the barrier."""
+        snapshot = self._current
+        return snapshot is not None and snapshot.id == id
 
     def wait_copied(self, timeout: float | None) -> None:
         """The barrier: help copying until every source is read; after ``timeout`` seconds the snapshot is given up.
@@ -124,6 +146,7 @@ class Capturer:
         except BaseException as error:
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
             filling.fail(CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}"))
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
             raise _as_capture_error(snapshot, error) from error
         if not idle:
             filling.fail(_waited_too_long(snapshot, timeout))
@@ -131,7 +154,8 @@ class Capturer:
             if filling.failure is None and not snapshot.verified:
                 self._verify(snapshot)
         finally:
-            self._current = None
+            if self._current is snapshot:
+                self._current = None
         if idle:
             filling.release_sources()
         if filling.failure is not None:
@@ -140,10 +164,12 @@ class Capturer:
     def _verify(self, snapshot: Snapshot) -> None:
         try:
             snapshot.filling.verify()
-        except CaptureError as error:
-            snapshot.filling.fail(error)
-            self._post(CaptureFailed(id=snapshot.id, error=error))
-            raise
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            failure = _as_capture_error(snapshot, error)
+            snapshot.filling.fail(failure, even_if_hashed=True)
+            self._queue.put(snapshot)
+            raise failure from error
         with self._seal_lock:
             snapshot.verified = True
             ready = snapshot.hashed
@@ -185,22 +211,27 @@ class Capturer:
             except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
                 snapshot.filling.fail(error)
                 snapshot.filling.wait_idle()
+                snapshot.filling.release_sources()
+                traceback.clear_frames(error.__traceback__)
                 self._post(CaptureFailed(id=snapshot.id, error=snapshot.filling.failure or error))
+                del error
             del snapshot  # let go of the memory while this thread sleeps
 
     def _capture(self, snapshot: Snapshot) -> None:
+        """Bring one snapshot as far as it can come. It may come here again: after its barrier, or given up."""
         filling = snapshot.filling
-        if not snapshot.hashed:
-            filling.run()
-            if filling.failure is not None:
-                raise filling.failure
-            if not filling.hashed.is_set():
-                raise CaptureError(f"save of step {snapshot.id.step}: its image is not complete")
-            with self._seal_lock:
-                snapshot.hashed = True
-                if not snapshot.verified:
-                    return  # the barrier verifies, and sends it back here
-            filling.release_sources()
+        if snapshot.commit is not None:
+            return
+        filling.run()
+        if filling.failure is not None:
+            raise filling.failure
+        if not filling.hashed.is_set():
+            raise CaptureError(f"save of step {snapshot.id.step}: its image is not complete")
+        with self._seal_lock:
+            snapshot.hashed = True
+            if not snapshot.verified:
+                return  # the barrier verifies, and sends it back here
+        filling.release_sources()
         seal(snapshot)
         snapshot.handle.tell_captured()
         self._post(CaptureSealed(id=snapshot.id))

@@ -153,10 +153,10 @@ class Filling:
                     self._idle.notify_all()
         return True
 
-    def fail(self, error: BaseException) -> None:
-        """Give the image up: no further segment is claimed, and nothing of it counts."""
+    def fail(self, error: BaseException, *, even_if_hashed: bool = False) -> None:
+        """Give the image up: no further segment is claimed, and nothing of it counts; one that is whole stays good."""
         with self._lock:
-            if self.failure is None and not self.hashed.is_set():
+            if self.failure is None and (even_if_hashed or not self.hashed.is_set()):
                 self.failure = error
             self._segments.clear()
 

@@ -105,6 +105,14 @@ def restore(
                 raise RestoreError(
                     f"{request.operation} of {checkpoint.id}: {error}" + _half(touched)
                 ) from error
+        except BaseException as error:  # out of memory, Ctrl-C: what was filled so far is told
+            if not touched or isinstance(error, RestoreError):
+                raise
+            what = f"{request.operation} of {checkpoint.id}: {error!r}" + _half(touched)
+            if isinstance(error, Exception):
+                raise RestoreError(what) from error
+            error.add_note(what)
+            raise
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])

@@ -54,6 +54,11 @@ class Admissions:
     def busy(self) -> bool:
         return bool(self._waiting)
 
+    def answer_all(self, error: BaseException) -> None:
+        """No region is handed out any more."""
+        while self._waiting:
+            self._waiting.popleft().answer(None, error)
+
     def deadlines_s(self) -> list[float]:
         return [request.deadline_s for request in self._waiting]
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierfall.core import names
-from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
+from tierfall.core.errors import (
+    BackendError,
+    CapacityError,
+    FencedError,
+    FlushError,
+    StepError,
+    StorageFullError,
+)
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.dropping import Dropper
@@ -31,6 +38,7 @@ from tierfall.core.scheduler.tasks import (
     ChangeMark,
     DropCopy,
     Event,
+    OpenShard,
     Order,
     Outcome,
     ReadMarks,
@@ -129,7 +137,9 @@ class Coordinator:
             free_region=self._admissions.free,
             dispatch=self._dispatch,
         )
+        self.dropper.delete = self._orders.finish_deletion
         self.fenced: FencedError | None = None
+        self.stopped: BaseException | None = None
         self.errors: list[BaseException] = []
         self.counters = Counters()
 
@@ -137,6 +147,40 @@ class Coordinator:
 
     def post(self, event: Event) -> None:
         self._arrived.put(event)
+        if self.stopped is not None:
+            self._refuse_arrived()
+
+    def stop(self, error: BaseException) -> None:
+        """No event is taken any more: whoever waits for something is told ``error``."""
+        self.stopped = error
+        for entry in self.ledger.entries.values():
+            entry.give_up(tuple(entry.owed), error)
+            if entry.snapshot is not None:
+                entry.snapshot.handle.tell_given_up(SaveOutcome.FAILED, error)
+        self._orders.answer_all(error)
+        self._admissions.answer_all(error)
+        self._refuse_arrived()
+
+    def _refuse_arrived(self) -> None:
+        """Answer what nobody will carry out; a writer that was opened meanwhile is closed."""
+        assert self.stopped is not None
+        while True:
+            try:
+                event = self._events.popleft() if self._events else self._arrived.get_nowait()
+            except queue.Empty:
+                return
+            match event:
+                case CaptureBegun():
+                    event.snapshot.handle.tell_given_up(SaveOutcome.FAILED, self.stopped)
+                case Admission() | Ask():
+                    event.answer(None, self.stopped)
+                case Order():
+                    event.answer({"tierfall": self.stopped})
+                case Outcome(task=OpenShard(), error=None, value=(writer, _)) if writer is not None:
+                    try:
+                        writer.abort()
+                    except BackendError as error:
+                        logger.warning("%s: a leftover stays: %s", event.task.tier, error)
 
     def wait_for_event(self, timeout: float | None) -> None:
         """Block until an event is there; for the thread that calls ``step`` in production."""
@@ -148,6 +192,7 @@ class Coordinator:
     def start(self) -> None:
         """Work out, from what was found at open, which copies are owed and what is to be collected."""
         self._note_owed()
+        self._finish_deletions()
         self.dropper.survey_all()
 
     def start_tending(self) -> None:
@@ -157,6 +202,13 @@ class Coordinator:
         """
         self._tending = True
         self._note_owed()
+        self._finish_deletions()
+
+    def _finish_deletions(self) -> None:
+        """What a person deleted while nobody lived to carry it out goes now."""
+        for entry in self.ledger.ordered():
+            if entry.tombstoned and not entry.pinned:
+                self._orders.finish_deletion(entry.id)
 
     def _collect_unfinished(self) -> None:
         """Remove what is left of copies that were never committed and are not owed any more."""
@@ -223,6 +275,7 @@ class Coordinator:
             ordinal=snapshot.line.ordinal,
             started_from=snapshot.line.started_from,
             shard=snapshot.shard,
+            attempt_id=snapshot.line.attempt_id,
             geometry=snapshot.geometry,
             region=snapshot.region,
             snapshot=snapshot,
@@ -231,6 +284,8 @@ class Coordinator:
         entry.owed.update(name for name in event.tiers if name in self.lanes)
         entry.set_state(self.ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self.ledger.entries[entry.id] = entry
+        if self.fenced is not None:
+            entry.give_up(tuple(entry.owed), self.fenced)
 
     def _sealed(self, id: CheckpointId) -> None:
         entry = self.ledger.entries[id]
@@ -241,9 +296,9 @@ class Coordinator:
         entry.set_state(self.ledger.host, CopyState.SEALED)
 
     def _capture_failed(self, id: CheckpointId, error: BaseException) -> None:
-        entry = self.ledger.entries[id]
-        if entry.snapshot is None:
-            return  # the barrier and the capture thread may both report it
+        entry = self.ledger.entries.get(id)
+        if entry is None or entry.snapshot is None:
+            return  # it was reported before
         self.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:
@@ -271,7 +326,7 @@ class Coordinator:
             case DropCopy() as task:
                 if self.dropper.take_dropped(task, outcome, now_s):
                     self._room_was_made(self.lanes[task.tier], now_s)
-                self._orders.done(task.tier, task.id, outcome.error)
+                self._orders.done(task.tier, task.id, _why_it_stays(task, outcome))
             case ReadMarks() as task:
                 self.dropper.take_marks(task, outcome)
             case ChangeMark() as task:
@@ -314,7 +369,7 @@ class Coordinator:
             if lane.tier not in entry.owed:
                 continue
             if entry.id in left:
-                entry.owed.discard(lane.tier)
+                entry.give_up([lane.tier], entry.given_up("its line was left behind"))
             elif lane.hopeless(entry):
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
@@ -426,10 +481,7 @@ class Coordinator:
             self.errors.append(error)
             logger.error("%s", error)
         for entry in self.ledger.entries.values():
-            for tier in tuple(entry.owed):
-                entry.owed.discard(tier)
-                if entry.handle is not None:
-                    entry.handle.tell_tier_failed(tier, error)
+            entry.give_up(tuple(entry.owed), error)
         for lane in self.lanes.values():
             lane.give_up(error)
         self.dropper.cancel()
@@ -477,6 +529,13 @@ class Coordinator:
         ]
         retry_s = self.dropper.next_s()
         return min([*waits, *([] if retry_s is None else [retry_s])], default=None)
+
+
+def _why_it_stays(task: DropCopy, outcome: Outcome) -> BaseException | None:
+    """Say why a copy that was to go is still there."""
+    if outcome.error is None and not task.unfinished and names.PIN_MARK in outcome.value:
+        return StepError(f"delete: {task.id} is pinned on {task.tier}; unpin it first")
+    return outcome.error
 
 
 def _image_bytes(entry: Entry) -> int:

@@ -35,21 +35,26 @@ class Dropper:
         self._ledger = ledger
         self._plan_retention = plan_retention
         self._dispatch = dispatch
+        self.delete: Callable[[CheckpointId], bool] = _nobody
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
         self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
         self.reserved: set[CheckpointId] = set()
+        self.awaited: set[CheckpointId] = set()
         self._changed: set[CheckpointId] = set()
         self.dropped = 0
         self.paused = False
+        self._cancelled = False
 
     def survey(self, tier: str) -> None:
         """Ask for the marks of a tier to be read, and for its retention to be worked out after that."""
-        self._due.add(tier)
+        if not self._cancelled:
+            self._due.add(tier)
 
     def survey_all(self) -> None:
-        self._due.update(self._leaving)
+        for tier in self._leaving:
+            self.survey(tier)
 
     def busy(self, tier: str | None = None) -> bool:
         """Say whether something is on its way out (of one tier); what failed to go is not waited for."""
@@ -67,7 +72,18 @@ class Dropper:
                 del self._failed[key]
                 self._dispatch(task)
 
+    def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
+        """Try what could not be dropped of a checkpoint again at once; name the tiers."""
+        tiers = tuple(tier for tier, failed in self._failed if failed == id)
+        for tier in tiers:
+            task, _ = self._failed.pop((tier, id))
+            self._dispatch(task)
+        return tiers
+
     def next_s(self) -> float | None:
+        """Say when something is to be tried again; while a restore reads the tiers, nothing is."""
+        if self.paused:
+            return None
         return min((when for _, when in self._failed.values()), default=None)
 
     def reserve(self, id: CheckpointId) -> None:
@@ -76,8 +92,11 @@ class Dropper:
         if self._surveying:
             self._changed.add(id)
 
-    def leaving(self, id: CheckpointId) -> bool:
-        return any(id in ids for ids in self._leaving.values())
+    def is_leaving(self, id: CheckpointId) -> bool:
+        """Say whether a copy of it is just being dropped somewhere; one that failed to go is not."""
+        return any(
+            id in ids and (tier, id) not in self._failed for tier, ids in self._leaving.items()
+        )
 
     def dispatch_surveys(self) -> None:
         """Read the marks that are due, unless a restore is reading the tiers."""
@@ -93,8 +112,11 @@ class Dropper:
                 self._dispatch(ReadMarks(tier=tier, ids=ids))
 
     def cancel(self) -> None:
-        """Nothing more may be dropped by this process."""
+        """Nothing more is dropped by this process of its own accord; a person's order still is."""
+        self._cancelled = True
         self._due.clear()
+        for tier, id in self._failed:
+            self._leaving[tier].discard(id)
         self._failed.clear()
 
     def take_marks(self, task: ReadMarks, outcome: Outcome) -> None:
@@ -111,11 +133,15 @@ class Dropper:
             )
             return
         self._learn(task.tier, {id: m for id, m in outcome.value.items() if id not in outdated})
+        if self._cancelled:
+            return
         if self.paused:
             self._due.add(task.tier)
             return
         for decision in self._plan(task.tier):
-            self.drop(task.tier, decision.checkpoint, decision.reason)
+            tombstoned = self._ledger.entries[decision.checkpoint].tombstoned
+            if not (tombstoned and self.delete(decision.checkpoint)):
+                self.drop(task.tier, decision.checkpoint, decision.reason)
         for other in self._leaving:
             if other != task.tier and self._plan(other):
                 self._due.add(other)
@@ -126,19 +152,19 @@ class Dropper:
             if entry is not None and entry.state(tier) is CopyState.COMMITTED:
                 entry.marks[tier] = marks
                 if entry.tombstoned:
-                    entry.owed.clear()
+                    entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
         return [
             decision
             for decision in self._plan_retention(self._ledger.view(), tier)
             if decision.verdict is Verdict.DROP
-            and decision.checkpoint not in self._leaving[tier] | self.reserved
+            and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
         ]
 
-    def drop(self, tier: str, id: CheckpointId, reason: str, *, by_person: bool = False) -> None:
-        """Let a committed copy go, unless a person's order about it is being carried out."""
-        if id in self.reserved and not by_person:
+    def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> None:
+        """Let a committed copy go, unless a person's order about it, not this one, is being carried out."""
+        if not ordered and (self._cancelled or id in self.reserved | self.awaited):
             return
         entry = self._ledger.entries[id]
         entry.set_state(tier, CopyState.LEAVING)
@@ -147,7 +173,6 @@ class Dropper:
                 tier=tier,
                 id=id,
                 reason=reason,
-                by_person=by_person,
                 next_latest=self._newest_left(tier, without=id),
             )
         )
@@ -157,7 +182,7 @@ class Dropper:
         self._leave(DropCopy(tier=tier, id=id, reason=reason, unfinished=True))
 
     def _leave(self, task: DropCopy) -> None:
-        if task.id in self._leaving[task.tier]:
+        if task.id in self._leaving[task.tier] or (self._cancelled and task.unfinished):
             return
         self._leaving[task.tier].add(task.id)
         logger.info("%s: %s is dropped: %s", task.tier, task.id, task.reason)
@@ -171,18 +196,22 @@ class Dropper:
         entry = self._ledger.entries.get(task.id)
         if outcome.error is not None:
             logger.warning("%s: could not drop %s: %s", task.tier, task.id, outcome.error)
-            self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
+            if self._cancelled:
+                self._leaving[task.tier].discard(task.id)
+            else:
+                self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
             return False
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
             self._ledger.unfinished.pop((task.tier, task.id), None)
-            if outcome.value is CopyState.COMMITTED and entry is not None:
-                entry.set_state(task.tier, CopyState.COMMITTED, entry.bytes.get(task.tier))
+            committed = outcome.value
+            if committed and entry is not None and committed.line.attempt_id == entry.attempt_id:
+                entry.set_state(task.tier, CopyState.COMMITTED, committed.stored_bytes)
             return True
         return entry is not None and self._gone(entry, task, outcome)
 
     def _gone(self, entry: Entry, task: DropCopy, outcome: Outcome) -> bool:
-        if names.PIN_MARK in outcome.value and not task.by_person:
+        if names.PIN_MARK in outcome.value:
             logger.info("%s: %s stays after all: it was pinned", task.tier, entry.id)
             entry.set_state(task.tier, CopyState.COMMITTED)
             entry.marks[task.tier] = outcome.value
@@ -206,3 +235,8 @@ class Dropper:
             ),
             default=None,
         )
+
+
+def _nobody(id: CheckpointId) -> bool:
+    """Nobody carries out what a tombstone asks for: retention does, tier by tier."""
+    return False

@@ -103,6 +103,7 @@ class Lane:
             OpenShard(
                 tier=self.tier,
                 id=entry.id,
+                attempt_id=entry.attempt_id,
                 shard=entry.shard,
                 geometry=entry.geometry,
                 source=source if needs_reading else None,
@@ -154,7 +155,7 @@ class Lane:
                 if outcome.error is None and outcome.value[0] is None:
                     self.active = None
                     return True
-                self._opened(transfer, outcome)
+                self._opened(transfer, outcome.task, outcome)
             case CopyChunk():
                 self._copied(transfer, outcome.task, outcome)
             case FinishCopy():
@@ -171,11 +172,11 @@ class Lane:
             transfer.phase = Phase.ABORTING
         return False
 
-    def _opened(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
         if outcome.error is not None:
             transfer.error = outcome.error
             if outcome.side is Side.SOURCE:
-                self._blame(transfer, self._source(transfer), outcome.error)
+                self._blame(transfer, task.source, outcome.error)
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry

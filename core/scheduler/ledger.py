@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing
+from tierfall.core.errors import FlushError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.lines import abandoned
 from tierfall.core.records import Commit, Manifest
@@ -28,6 +29,7 @@ class Entry:
     ordinal: int
     started_from: CheckpointId | None
     shard: Shard
+    attempt_id: str | None = None
     commit: Commit | None = None
     manifest: Manifest | None = None
     geometry: Geometry | None = None
@@ -76,6 +78,16 @@ class Entry:
         if bytes is not None:
             self.bytes[tier] = bytes
 
+    def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
+        """These tiers are not owed a copy any more; whoever waits for one is told."""
+        for tier in self.owed.intersection(tiers):
+            self.owed.discard(tier)
+            if self.handle is not None:
+                self.handle.tell_tier_failed(tier, error)
+
+    def given_up(self, why: str) -> FlushError:
+        return FlushError(f"flush of {self.id} is given up: {why}")
+
     def lease(self, tier: str, change: int) -> None:
         self.leases[tier] = self.leases.get(tier, 0) + change
 
@@ -101,6 +113,7 @@ class Ledger:
                 ordinal=commit.line.ordinal if commit else 0,
                 started_from=commit.line.started_from if commit else None,
                 shard=_first_shard(commit),
+                attempt_id=commit.line.attempt_id if commit else None,
                 commit=commit,
             )
             for tier, copy in checkpoint.copies.items():

@@ -1,21 +1,25 @@
 """A person's orders to a living run: pin, unpin, delete. Each is carried out on every tier that holds the checkpoint.
 
 A pin protects from the moment that it is asked for. A deletion leaves a tombstone first, so that a kill in the middle
-is finished by the next start, and waits until nobody reads or writes the checkpoint.
+is finished by the next start, and waits until nobody reads or writes the checkpoint. A tombstone that is found on one
+tier (another process left it) is carried out as if it had been ordered here: on every tier, memory included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 
 from tierfall.core import names
-from tierfall.core.errors import StepError
+from tierfall.core.errors import StepError, TierfallError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import Lane, Phase
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.tasks import ChangeMark, Order, Outcome, PersonsOrder, Task
 from tierfall.core.values import CheckpointId, CopyState
+
+logger = logging.getLogger("tierfall")
 
 UNPIN_MARK = "unpin"
 
@@ -38,9 +42,27 @@ class Orders:
         self._free_region = free_region
         self._dispatch = dispatch
         self._open: list[Order] = []
+        self._finished: set[CheckpointId] = set()
 
     def give(self, order: Order) -> None:
         self._open.append(order)
+        if order.kind is PersonsOrder.DELETE:
+            self._dropper.awaited.add(order.id)
+
+    def finish_deletion(self, id: CheckpointId) -> bool:
+        """Carry out a tombstone that was found; False where that was tried before, and is retention's by now."""
+        if id in self._finished:
+            return False
+        self._finished.add(id)
+        logger.info("%s was deleted by a person: it leaves every tier", id)
+        self.give(Order(kind=PersonsOrder.DELETE, id=id, wall_time_s=0.0, answer=_say_failed(id)))
+        return True
+
+    def answer_all(self, error: BaseException) -> None:
+        """Nothing more is carried out."""
+        for order in self._open:
+            order.answer({"tierfall": error})
+        self._open.clear()
 
     def busy(self) -> bool:
         return bool(self._open)
@@ -54,6 +76,8 @@ class Orders:
                 self._open.remove(order)
                 if order.reserving:
                     self._dropper.reserved.discard(order.id)
+                if not any(o.id == order.id and o.kind is PersonsOrder.DELETE for o in self._open):
+                    self._dropper.awaited.discard(order.id)
                 order.answer(order.failed)
 
     def _try_to_begin(self, order: Order) -> None:
@@ -87,13 +111,13 @@ class Orders:
 
     def _is_quiet(self, entry: Entry) -> bool:
         """Take the checkpoint from whoever is at work on it; say whether all are done."""
-        entry.owed.clear()
+        entry.give_up(tuple(entry.owed), entry.given_up("it was deleted by a person"))
         for lane in self._lanes:
             if lane.active is not None and lane.active.entry is entry:
                 lane.give_up(StepError(f"{entry.id} was deleted by a person"))
         busy = any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
-        return not (busy or arriving or self._dropper.leaving(entry.id))
+        return not (busy or arriving or self._dropper.is_leaving(entry.id))
 
     def _begin(self, order: Order, entry: Entry) -> None:
         order.reserving = True
@@ -101,14 +125,8 @@ class Orders:
         name = names.TOMBSTONE_MARK if order.kind is PersonsOrder.DELETE else names.PIN_MARK
         mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
         removing = order.kind is PersonsOrder.UNPIN
-        if entry.region is not None and entry.region.sealed:
-            noted = Mark(
-                name=UNPIN_MARK if removing else name,
-                checkpoint=entry.id,
-                wall_time_s=order.wall_time_s,
-            )
-            entry.region.add_mark(noted.encode())
-            entry.set_mark(self._ledger.host, name, there=not removing)
+        if order.kind is not PersonsOrder.DELETE:
+            self._note_in_memory(order, entry)
         held = [
             lane.tier
             for lane in self._lanes
@@ -120,7 +138,24 @@ class Orders:
                 entry.set_mark(tier, name, there=True)
             self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
         if order.kind is PersonsOrder.DELETE:
+            order.waiting.update(self._dropper.retry_now(entry.id))
             self._free_region(entry)
+
+    def _note_in_memory(self, order: Order, entry: Entry) -> None:
+        """Mark the image in memory, unless it is as it should be: its marks are appended, and their room is bounded."""
+        host = self._ledger.host
+        pinning = order.kind is PersonsOrder.PIN
+        pinned = names.PIN_MARK in entry.marks.get(host, ())
+        if entry.region is None or not entry.region.sealed or pinning == pinned:
+            return
+        name = names.PIN_MARK if pinning else UNPIN_MARK
+        mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
+        try:
+            entry.region.add_mark(mark.encode())
+        except TierfallError as error:
+            order.failed[host] = error
+        else:
+            entry.set_mark(host, names.PIN_MARK, there=pinning)
 
     def take_mark(self, task: ChangeMark, outcome: Outcome) -> None:
         """A mark is there, or gone: an unpin and a pin are done with that, a deletion goes on."""
@@ -128,9 +163,7 @@ class Orders:
         if task.remove and outcome.error is None and entry is not None:
             entry.set_mark(task.tier, task.mark.name, there=False)
         if outcome.error is None and task.mark.name == names.TOMBSTONE_MARK:
-            self._dropper.drop(
-                task.tier, task.mark.checkpoint, "deleted by a person", by_person=True
-            )
+            self._dropper.drop(task.tier, task.mark.checkpoint, "deleted by a person", ordered=True)
             return
         self.done(task.tier, task.mark.checkpoint, outcome.error)
 
@@ -141,3 +174,13 @@ class Orders:
                 order.waiting.discard(tier)
                 if error is not None:
                     order.failed[tier] = error
+
+
+def _say_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], None]:
+    """Nobody waits for this answer; what could not be done is retention's from now on."""
+
+    def say(failed: Mapping[str, BaseException]) -> None:
+        for tier, error in failed.items():
+            logger.warning("%s: the deletion of %s is not done yet: %s", tier, id, error)
+
+    return say

@@ -23,10 +23,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
-    """Begin the image of a copy on ``tier``; a manifest that is not known yet is read from ``source``."""
+    """Begin the image of a copy on ``tier``; a manifest that is not known yet is read from ``source``. ``attempt_id``
+    tells whether what is committed there already is this very checkpoint."""
 
     tier: str
     id: CheckpointId
+    attempt_id: str | None
     shard: Shard
     geometry: Geometry | None
     source: Source | None
@@ -72,13 +74,13 @@ class AbortShard:
 class DropCopy:
     """Take a committed copy apart, or collect what is left of an unfinished one.
 
-    ``next_latest`` is what ``latest`` is to name if it named this one.
+    ``next_latest`` is what ``latest`` is to name if it named this one; the value of its outcome is the marks that were
+    there, or the commit record by which an unfinished copy was found to be committed.
     """
 
     tier: str
     id: CheckpointId
     reason: str
-    by_person: bool = False
     unfinished: bool = False
     next_latest: CheckpointId | None = None
 

@@ -33,7 +33,7 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.snapshot import Geometry, geometry
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
 
@@ -48,6 +48,8 @@ class Store(Protocol):
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
     def holds(self, checkpoint: CheckpointId) -> bool: ...
+
+    def check_fence(self, attempt: Attempt) -> None: ...
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
 
@@ -73,7 +75,6 @@ class Store(Protocol):
         self,
         checkpoint: CheckpointId,
         *,
-        by_person: bool = False,
         next_latest: CheckpointId | None = None,
     ) -> frozenset[str]: ...
 
@@ -130,14 +131,23 @@ class TaskRunner:
 
     def _drop(self, task: DropCopy, store: Store) -> Any:
         if not task.unfinished:
-            return store.drop(task.id, by_person=task.by_person, next_latest=task.next_latest)
+            return store.drop(task.id, next_latest=task.next_latest)
         if store.holds(task.id):
-            return CopyState.COMMITTED  # the answer to its commit was lost
+            return store.read_commit(task.id)  # the answer to its commit was lost
         return store.discard(task.id)
 
     def _open(self, task: OpenShard, store: Store) -> tuple[Writer | None, Manifest | None]:
-        """Begin an image; without a writer the copy is there already, committed by a call whose answer was lost."""
+        """Begin an image; without a writer the copy is there already, committed by a call whose answer was lost.
+
+        The fence comes first: what another process writes into a folder of that name must not be touched.
+        """
+        store.check_fence(self._attempt())
         if store.holds(task.id):
+            if store.read_commit(task.id).line.attempt_id != task.attempt_id:
+                raise IntegrityError(
+                    f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
+                    "left as it is"
+                )
             return None, None
         manifest = None
         cut = task.geometry
@@ -222,6 +232,11 @@ class Workers:
         self.failure: BaseException | None = None
         self.idle = threading.Event()
 
+    @property
+    def running(self) -> bool:
+        """Say whether threads were started."""
+        return bool(self._running)
+
     def submit(self, task: Task) -> None:
         self._queues[task.tier].put(task)
 
@@ -263,7 +278,11 @@ class Workers:
         except BaseException as error:
             self.failure = error
             logger.exception("the coordinator stopped: nothing is flushed any more")
-            raise
+            stopped = TierfallError(
+                f"the coordinator stopped, nothing is flushed any more: {error!r}"
+            )
+            stopped.__cause__ = error
+            self._coordinator.stop(stopped)
 
     def stop(self, wake: Callable[[], None], timeout_s: float) -> bool:
         """End all threads once they are done with the tasks at hand; ``wake`` posts any event.

@@ -21,7 +21,7 @@ from tierfall.core.errors import CaptureError, TierfallError
 from tierfall.core.records import Commit, Mark, read_commit
 from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
 from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import LOSS_CLASSES, CheckpointId, LossClass
+from tierfall.core.values import LOSS_CLASSES, CheckpointId, LossClass, SaveOutcome
 from tierfall.core.view import TierRules
 from tierfall.tiers.stored import StoredTier
 
@@ -115,6 +115,7 @@ class History:
         self.unpins: Counter[CheckpointId] = Counter()
         self.unpinning: Counter[CheckpointId] = Counter()
         self.deleted: set[CheckpointId] = set()
+        self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self._cache: dict[int, tuple[object, Commit]] = {}
         self._judged: set[int] = set()
@@ -250,6 +251,7 @@ class History:
             if id in self.pinned:
                 return  # a command line refuses to delete what is pinned
             self.deleted.add(id)
+            self.buried.add(id)
         elif id not in self.deleted and not self.unpinning[id]:
             self.pinned.setdefault(id, set()).add(tier)
         self.log.append(f"{name} of {id} on {tier} from outside")
@@ -264,6 +266,7 @@ class History:
         self.asked.clear()
         self.captures.clear()
         self.unpinning.clear()
+        self.world.handles.clear()
         for weather in self.weathers:
             weather.bad = not calm
         self.world.start()
@@ -512,8 +515,17 @@ class History:
                     unseen = entry is None or not entry.readable_on(tier)
                     kept = unseen or id in pinned | set(self.pinned)
                     assert kept, f"{id} should be deleted on {tier}"
+            for id in set(now[tier].commits) & self.buried - pinned - set(self.pinned):
+                entry = coordinator.ledger.entries.get(id)
+                assert entry is None, f"{id} was deleted from outside, and is still on {tier}"
             latest = self._clean(tier).read_latest()
             assert latest is None or latest in now[tier].commits, f"{tier}: latest names {latest}"
+        owed = {id for id, _ in coordinator.left_undone()}
+        for id, handle in world.handles.items():
+            told = handle.outcome is not SaveOutcome.PENDING
+            assert told or id in owed, f"whoever waits for {id} waits for ever"
+        kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
+        assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
         assert set(coordinator.ledger.entries) <= set(self._known(now)), (
@@ -528,6 +540,19 @@ class History:
         for tier, held in now.items():
             told = {e.id for e in ledger.entries.values() if e.readable_on(tier)}
             assert told == set(held.commits), f"{tier}: the ledger says {told}"
+        self._check_flushed(now)
+
+    def _check_flushed(self, now: dict[str, Held]) -> None:
+        """What an earlier start left in memory has come to every tier that is owed it."""
+        gone = self._abandoned(self._known(now)) | self._tombstoned(now)
+        for rules in self.world.rules[1:]:
+            there = set(now[rules.name].commits) - gone
+            for id, commit in now["host"].commits.items():
+                due = id not in gone and commit.line.ordinal % rules.flush_every == 0
+                passed = any(other >= id for other in there)
+                assert not due or passed or self._is_full(rules.name, now), (
+                    f"{id} lies in memory, and never came to {rules.name}"
+                )
 
     def _is_full(self, tier: str, now: dict[str, Held]) -> bool:
         capacity = self.world.coordinator.ledger.view().tier(tier).capacity_bytes

@@ -308,13 +308,23 @@ def test_one_number_has_one_owner(tier: StoredTier) -> None:
     assert tier.read_attempt(2).id == "b" * 32
 
 
-def test_a_newer_attempt_stops_an_older_one_before_it_commits(tier: StoredTier) -> None:
+def test_a_newer_attempt_stops_an_older_one_before_it_commits(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
     write_image(tier, 1)
-    tier.take_attempt(attempt(2, "b"))
+    tier_on(disk).take_attempt(attempt(2, "b"))
     with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
         tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == []
     tier.commit(commit_of(5, 2, "b"), attempt=attempt(2, "b"))
+
+
+def test_a_newer_attempt_of_the_same_process_fences_nothing(tier: StoredTier) -> None:
+    """A restore takes it while commits of the line before are under way."""
+    write_image(tier, 1)
+    tier.take_attempt(attempt(2, "b"))
+    tier.commit(commit_of(1), attempt=attempt())
+    assert steps(tier) == ["1@1"]
 
 
 def test_a_number_that_another_process_took_fences_too(tier: StoredTier) -> None:
@@ -407,7 +417,8 @@ def test_a_pin_that_was_left_a_moment_ago_stops_a_drop(tier: StoredTier) -> None
     commit(tier, 1, marks=[mark(1)])
     assert tier.drop(CheckpointId(1, 1)) == {"pin"}
     assert steps(tier) == ["1@1"]
-    tier.drop(CheckpointId(1, 1), by_person=True)
+    tier.remove_mark(CheckpointId(1, 1), "pin")
+    assert tier.drop(CheckpointId(1, 1)) == frozenset()
     assert steps(tier) == []
 
 

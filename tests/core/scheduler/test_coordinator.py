@@ -19,6 +19,7 @@ from tierfall.core.errors import (
 from tierfall.core.records import Attempt
 from tierfall.core.scheduler.tasks import CopyChunk, FinishCopy, PersonsOrder
 from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.tiers.stored import StoredTier
 
 
 def test_a_save_arrives_on_every_tier_with_the_same_bytes() -> None:
@@ -370,7 +371,7 @@ def test_a_newer_attempt_fences_this_one() -> None:
     world = World([file_rules("nvme")])
     world.save(1)
     world.settle()
-    world.stores["nvme"].take_attempt(
+    StoredTier(name="nvme", run="run", backend=world.disks["nvme"]).take_attempt(
         Attempt(run="run", number=9, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
     )
     handle = world.save(2)

@@ -1,0 +1,226 @@
+"""A person's orders, and what happens at the same moment: nothing that was promised to the person is undone by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.simulation.world import World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import FlushError, StepError
+from tierfall.core.records import Mark
+from tierfall.core.scheduler.tasks import (
+    ChangeMark,
+    DropCopy,
+    Order,
+    PersonsOrder,
+    ReadMarks,
+    Task,
+)
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+
+FIRST = CheckpointId(1, 1)
+Answer = list[dict[str, BaseException]]
+
+
+def give(world: World, kind: PersonsOrder, id: CheckpointId) -> Answer:
+    """Give an order, and carry out no task yet."""
+    answer: Answer = []
+    world.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=answer.append))
+    world.step()
+    return answer
+
+
+def carry_out(world: World, kind: type[Task], **members: object) -> None:
+    """Carry out the first waiting task of that kind, before all others."""
+    task = next(
+        t
+        for t in world.tasks
+        if isinstance(t, kind) and all(getattr(t, k) == v for k, v in members.items())
+    )
+    world.tasks.remove(task)
+    world.coordinator.post(world.runner.run(task))
+    world.step()
+
+
+def until(world: World, condition: Callable[[], bool]) -> None:
+    while not condition():
+        assert world.run_one()
+
+
+def waiting(world: World, kind: type[Task]) -> bool:
+    return any(isinstance(task, kind) for task in world.tasks)
+
+
+def test_a_pin_is_not_lost_to_marks_that_were_read_before_it_was_written() -> None:
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, lambda: waiting(world, ReadMarks))
+    answer = give(world, PersonsOrder.PIN, FIRST)
+    carry_out(world, ReadMarks)  # it does not know of the pin
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == [1, 2]
+    assert world.stores["nvme"].marks(FIRST) == {"pin"}
+
+
+def test_a_pin_that_is_written_while_marks_are_read_is_not_forgotten() -> None:
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, lambda: waiting(world, ReadMarks))
+    task = next(t for t in world.tasks if isinstance(t, ReadMarks))
+    world.tasks.remove(task)
+    stale = world.runner.run(task)  # read, and its answer takes long
+    answer = give(world, PersonsOrder.PIN, FIRST)
+    world.settle()
+    assert answer == [{}]
+    world.coordinator.post(stale)
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+
+
+def test_a_pin_that_comes_too_late_is_refused() -> None:
+    world = World([file_rules("nvme", retain_last=1)], memory_images=1)
+    world.save(1)
+    world.settle()
+    region, _ = world.ask_for_region(2)
+    world.seal(world.begin(2, region))
+    world.step()
+    until(world, lambda: waiting(world, DropCopy))
+    (failed,) = give(world, PersonsOrder.PIN, FIRST)
+    assert isinstance(failed["tierfall"], StepError)
+    assert "just being dropped" in str(failed["tierfall"])
+    world.settle()
+    assert world.steps_on("nvme") == [2]
+
+
+def test_a_pin_after_a_deletion_is_refused_and_the_deletion_goes_on() -> None:
+    world = World([file_rules("nvme")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    deletion = give(world, PersonsOrder.DELETE, FIRST)
+    pin = give(world, PersonsOrder.PIN, FIRST)
+    world.settle()
+    assert deletion == [{}]
+    assert isinstance(pin[0]["tierfall"], StepError)
+    assert world.steps_on("nvme") == [2]
+
+
+def test_two_deletions_of_one_step_end_both() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    first = give(world, PersonsOrder.DELETE, FIRST)
+    second = give(world, PersonsOrder.DELETE, FIRST)
+    world.settle()
+    assert first == [{}]
+    assert len(second) == 1
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    world.save(3)
+    world.settle()
+    assert world.steps_on("nvme") == [2, 3]  # the coordinator lives
+
+
+def test_a_deletion_and_retention_of_one_step_at_once() -> None:
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, lambda: waiting(world, ReadMarks))
+    answer = give(world, PersonsOrder.DELETE, FIRST)
+    assert waiting(world, ChangeMark)
+    carry_out(world, ReadMarks)
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == [2]
+    assert world.stores["nvme"].files(FIRST) == ()
+
+
+def test_a_pin_wins_over_a_tombstone_until_it_is_taken_away_and_all_ends_in_peace() -> None:
+    world = World([file_rules("nvme", retain_last=1), file_rules("store", retain_last=1)])
+    world.save(1)
+    world.settle()
+    for tier, name in (("nvme", "pin"), ("store", "pin"), ("store", "tombstone")):
+        world.stores[tier].add_mark(Mark(name=name, checkpoint=FIRST, wall_time_s=0.0))
+    for step in (2, 3):
+        world.save(step)
+        world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [1, 3]
+    assert not world.coordinator.busy()
+    world.order(PersonsOrder.UNPIN, FIRST)
+    world.save(4)
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [4]
+
+
+def faulty_world(*faults: Fault, **rules: object) -> World:
+    def wrap(name: str, inner: Backend) -> Backend:
+        return Faulty(inner, seed=0, plan=faults)
+
+    return World([file_rules("nvme", **rules)], wrap=wrap)  # type: ignore[arg-type]
+
+
+def test_a_drop_whose_answer_was_lost_counts_for_nothing_and_is_repeated() -> None:
+    """The commit record is gone, though the deletion is said to have failed."""
+    fault = Fault(kind=FaultKind.FAIL_AFTER, operation=Operation.DELETE, keys="*/commit.json")
+    world = faulty_world(fault, retain_last=1)
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, lambda: world.steps_on("nvme") == [2])
+    world.step()
+    entry = world.coordinator.ledger.entries[FIRST]
+    assert entry.state("nvme") is CopyState.LEAVING
+    world.settle()
+    assert world.stores["nvme"].files(FIRST) == ()
+    assert not world.coordinator.busy()
+
+
+def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
+    commit = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*commit.json")
+    tidying = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*.safetensors")
+    world = faulty_world(commit, tidying)
+    world.save(1)
+    until(world, lambda: bool(world.coordinator.ledger.unfinished))
+    assert world.stores["nvme"].files(FIRST) != ()
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+    assert world.coordinator.ledger.unfinished == {}
+    world = faulty_world(commit, tidying)
+    world.save(1)
+    until(world, lambda: bool(world.coordinator.ledger.unfinished))
+    assert world.stores["nvme"].files(FIRST) != ()
+    give(world, PersonsOrder.DELETE, FIRST)
+    world.settle()
+    assert world.stores["nvme"].files(FIRST) == ()
+    assert world.coordinator.ledger.unfinished == {}
+
+
+@pytest.mark.parametrize("how", ["deleted", "left behind"])
+def test_whoever_waits_for_a_copy_that_is_given_up_is_told(how: str) -> None:
+    world = World([file_rules("nvme")])
+    first = world.save(1)
+    world.settle()
+    second = world.save(2)
+    if how == "deleted":
+        give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    else:
+        world.take_new_attempt()
+        world.started_from = FIRST
+        world.coordinator.lanes["nvme"].give_up(FlushError("on purpose"))
+        while world.tasks:
+            world.run_one()
+        world.save(3)
+    world.settle()
+    assert first.outcome is SaveOutcome.SAVED
+    assert second.outcome is SaveOutcome.FAILED
+    with pytest.raises(FlushError, match=how):
+        second.wait(timeout=0)
