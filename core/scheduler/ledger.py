@@ -38,6 +38,7 @@ class Entry:
     handle: SaveHandle | None = None
     final_chunks: int = 0
     adopted: bool = False
+    deleted: bool = False
     marks: dict[str, frozenset[str]] = field(default_factory=dict)
     states: dict[str, CopyState] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
@@ -51,7 +52,8 @@ class Entry:
 
     @property
     def tombstoned(self) -> bool:
-        return any(names.TOMBSTONE_MARK in marks for marks in self.marks.values())
+        """A person deleted it: here, or by a mark that was found."""
+        return self.deleted or any(names.TOMBSTONE_MARK in m for m in self.marks.values())
 
     def set_mark(self, tier: str, name: str, *, there: bool) -> None:
         old = self.marks.get(tier, frozenset())

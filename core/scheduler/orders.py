@@ -78,7 +78,14 @@ class Orders:
                     self._dropper.reserved.discard(order.id)
                 if not any(o.id == order.id and o.kind is PersonsOrder.DELETE for o in self._open):
                     self._dropper.awaited.discard(order.id)
+                if order.kind is PersonsOrder.DELETE:
+                    self._leave_the_rest_to_retention(order)
                 order.answer(order.failed)
+
+    def _leave_the_rest_to_retention(self, order: Order) -> None:
+        for lane in self._lanes:
+            if lane.tier in order.failed:
+                self._dropper.survey(lane.tier)
 
     def _try_to_begin(self, order: Order) -> None:
         entry = self._ledger.entries.get(order.id)
@@ -125,7 +132,9 @@ class Orders:
         name = names.TOMBSTONE_MARK if order.kind is PersonsOrder.DELETE else names.PIN_MARK
         mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
         removing = order.kind is PersonsOrder.UNPIN
-        if order.kind is not PersonsOrder.DELETE:
+        if order.kind is PersonsOrder.DELETE:
+            entry.deleted = True  # however many tiers take the tombstone
+        else:
             self._note_in_memory(order, entry)
         held = [
             lane.tier

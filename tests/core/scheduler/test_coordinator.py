@@ -10,16 +10,13 @@ from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
     CapacityError,
     CaptureError,
-    FencedError,
     FlushError,
     StepError,
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.records import Attempt
 from tierfall.core.scheduler.tasks import CopyChunk, FinishCopy, PersonsOrder
 from tierfall.core.values import CheckpointId, SaveOutcome
-from tierfall.tiers.stored import StoredTier
 
 
 def test_a_save_arrives_on_every_tier_with_the_same_bytes() -> None:
@@ -365,25 +362,6 @@ def test_a_copy_with_no_good_source_is_given_up_and_said() -> None:
     assert world.coordinator.counters.given_up_copies == 1
     assert "no tier holds a good copy" in str(world.coordinator.errors[-1])
     assert not handle.done("nvme")
-
-
-def test_a_newer_attempt_fences_this_one() -> None:
-    world = World([file_rules("nvme")])
-    world.save(1)
-    world.settle()
-    StoredTier(name="nvme", run="run", backend=world.disks["nvme"]).take_attempt(
-        Attempt(run="run", number=9, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
-    )
-    handle = world.save(2)
-    world.settle()
-    assert world.steps_on("nvme") == [1]
-    assert isinstance(world.coordinator.fenced, FencedError)
-    assert "attempt 1" in str(world.coordinator.fenced)
-    assert "attempt 9" in str(world.coordinator.fenced)
-    with pytest.raises(FencedError):
-        handle.wait("nvme")
-    _, error = world.ask_for_region(3)
-    assert isinstance(error, FencedError)
 
 
 # Restarts --------------------------------------------------------------------------------------------

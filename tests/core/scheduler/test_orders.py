@@ -9,7 +9,7 @@ import pytest
 from tests.simulation.world import World, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
-from tierfall.core.errors import FlushError, StepError
+from tierfall.core.errors import CapacityError, FlushError, StepError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.tasks import (
     ChangeMark,
@@ -224,3 +224,172 @@ def test_whoever_waits_for_a_copy_that_is_given_up_is_told(how: str) -> None:
     assert second.outcome is SaveOutcome.FAILED
     with pytest.raises(FlushError, match=how):
         second.wait(timeout=0)
+
+
+# Tombstones that others left -------------------------------------------------------------------------
+
+
+def leave_tombstone(world: World, tier: str, id: CheckpointId = FIRST) -> None:
+    """What ``tierfall rm`` does beside a living trainer."""
+    world.stores[tier].add_mark(Mark(name="tombstone", checkpoint=id, wall_time_s=0.0))
+
+
+def test_a_tombstone_from_outside_empties_memory_and_the_other_tiers_too() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    leave_tombstone(world, "nvme")
+    world.coordinator.dropper.survey_all()
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    assert [c.id.step for c in world._memory_listing().copies] == [2]
+    assert FIRST not in world.coordinator.ledger.entries
+    world.crash()
+    world.start()
+    world.settle()
+    assert FIRST not in world.coordinator.ledger.entries
+
+
+def test_a_tombstone_stops_a_copy_that_is_on_its_way() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save(1)
+    until(world, lambda: world.steps_on("nvme") == [1])
+    leave_tombstone(world, "nvme")
+    world.save(2)
+    world.settle()
+    world.coordinator.dropper.survey_all()
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    assert not world.coordinator.busy()
+
+
+def test_a_deletion_that_a_crash_cut_short_is_finished_by_the_next_start() -> None:
+    """The copy that had the tombstone is gone first."""
+    world = World([file_rules("nvme"), file_rules("store")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    leave_tombstone(world, "nvme")
+    world.crash()
+    world.start()
+    world.step()
+    until(world, lambda: 1 not in world.steps_on("nvme"))
+    world.crash()
+    world.start()
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    assert [c.id.step for c in world._memory_listing().copies] == [2]
+
+
+def test_a_tombstone_that_cannot_be_spread_is_retention_s_and_never_spins() -> None:
+    marking = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*tombstone*", times=None
+    )
+    worlds: list[Faulty] = []
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        worlds.append(Faulty(inner, seed=0, plan=[marking]))
+        return worlds[-1] if name == "store" else inner
+
+    world = World([file_rules("nvme"), file_rules("store")], wrap=wrap)
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    leave_tombstone(world, "nvme")
+    world.coordinator.dropper.survey_all()
+    rounds = 0
+    while world.run_one():
+        rounds += 1
+        assert rounds < 100, "the scheduler goes round and round"
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+
+
+# Marks in memory, and drops that had failed ----------------------------------------------------------
+
+
+def test_memory_whose_marks_are_full_is_said_and_the_tiers_are_pinned_all_the_same() -> None:
+    world = World([file_rules("nvme")])
+    world.save(1)
+    world.settle()
+    region = world.memory.regions[0]
+
+    def full(data: bytes) -> None:
+        raise CapacityError("the marks take all their room")
+
+    region.add_mark = full  # type: ignore[method-assign]
+    failed = world.order(PersonsOrder.PIN, FIRST)
+    assert list(failed) == ["host"]
+    assert isinstance(failed["host"], CapacityError)
+    assert world.stores["nvme"].marks(FIRST) == {"pin"}
+    world.save(2)
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]  # the coordinator lives
+
+
+def test_a_pin_that_is_there_is_not_written_again() -> None:
+    world = World([file_rules("nvme")])
+    world.save(1)
+    world.settle()
+    for _ in range(3):
+        assert world.order(PersonsOrder.UNPIN, FIRST) == {}
+    assert world.memory.regions[0].marks() == ()
+    for _ in range(3):
+        assert world.order(PersonsOrder.PIN, FIRST) == {}
+    assert len(world.memory.regions[0].marks()) == 1
+
+
+def test_a_deletion_takes_over_a_drop_that_had_failed() -> None:
+    """It does not wait for its pause to end; and what fails again is answered, not waited for."""
+    fault = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*/commit.json", times=2
+    )
+    world = faulty_world(fault, retain_last=1)
+    for step in (1, 2):
+        world.save(step)
+        while world.run_one():
+            continue
+    assert world.steps_on("nvme") == [1, 2]
+    first = give(world, PersonsOrder.DELETE, FIRST)
+    while world.run_one():
+        continue
+    assert list(first[0]) == ["nvme"]
+    second = give(world, PersonsOrder.DELETE, FIRST)
+    while world.run_one():
+        continue
+    assert second == [{}]
+    assert world.now_s == 0.0
+    assert world.steps_on("nvme") == [2]
+
+
+def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and_is_said() -> None:
+    world = World([file_rules("nvme")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    answer = give(world, PersonsOrder.DELETE, FIRST)
+    until(world, lambda: waiting(world, DropCopy))
+    world.stores["nvme"].add_mark(Mark(name="pin", checkpoint=FIRST, wall_time_s=0.0))
+    world.settle()
+    assert isinstance(answer[0]["nvme"], StepError)
+    assert "is pinned on nvme" in str(answer[0]["nvme"])
+    assert world.steps_on("nvme") == [1, 2]
+
+
+def test_while_a_restore_reads_a_drop_that_is_due_again_does_not_make_the_clock_run() -> None:
+    fault = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*/commit.json", times=1
+    )
+    world = faulty_world(fault, retain_last=1)
+    for step in (1, 2):
+        world.save(step)
+        while world.run_one():
+            continue
+    world.coordinator.dropper.paused = True
+    assert world.step() is None
+    world.now_s = 100.0
+    assert world.step() is None
+    world.coordinator.dropper.paused = False
+    world.settle()
+    assert world.steps_on("nvme") == [2]

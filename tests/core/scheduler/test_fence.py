@@ -1,0 +1,183 @@
+"""What a process does once a newer attempt exists: nothing more of its own accord, and everybody who waits is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.world import SHARD, World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import FencedError, IntegrityError
+from tierfall.core.records import Attempt
+from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, OpenShard, ReadMarks
+from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.tiers.stored import StoredTier
+
+
+def newer_attempt(world: World, tier: str = "nvme", *, number: int = 9) -> None:
+    """Another process starts the same run."""
+    StoredTier(name=tier, run="run", backend=world.disks[tier]).take_attempt(
+        Attempt(run="run", number=number, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
+    )
+
+
+def until(world: World, kind: type) -> None:
+    while not any(isinstance(task, kind) for task in world.tasks):
+        assert world.run_one()
+
+
+def test_a_newer_attempt_fences_this_one() -> None:
+    world = World([file_rules("nvme")])
+    world.save(1)
+    world.settle()
+    StoredTier(name="nvme", run="run", backend=world.disks["nvme"]).take_attempt(
+        Attempt(run="run", number=9, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
+    )
+    handle = world.save(2)
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+    assert isinstance(world.coordinator.fenced, FencedError)
+    assert "attempt 1" in str(world.coordinator.fenced)
+    assert "attempt 9" in str(world.coordinator.fenced)
+    with pytest.raises(FencedError):
+        handle.wait("nvme")
+    _, error = world.ask_for_region(3)
+    assert isinstance(error, FencedError)
+
+
+def test_the_fence_is_seen_before_a_byte_is_written() -> None:
+    world = World([file_rules("nvme")])
+    newer_attempt(world)
+    world.save(1)
+    world.settle()
+    assert world.coordinator.fenced is not None
+    assert world.disks["nvme"].discard_unfinished("") == 0
+    assert not any("step-" in key for key in world.disks["nvme"]._objects)
+
+
+def test_a_save_that_begins_just_as_the_fence_falls_is_told() -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save(1)
+    region, error = world.ask_for_region(2)
+    assert error is None
+    newer_attempt(world)
+    world.settle()
+    assert world.coordinator.fenced is not None
+    snapshot = world.begin(2, region)
+    world.step()
+    for tier in ("nvme", "store"):
+        with pytest.raises(FencedError):
+            snapshot.handle.wait(tier, timeout=0)
+    world.seal(snapshot)
+    world.settle()
+    assert snapshot.handle.outcome is SaveOutcome.FAILED
+    assert not world.coordinator.busy()
+
+
+def test_after_the_fence_nothing_is_dropped_by_marks_that_were_being_read() -> None:
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, ReadMarks)
+    newer_attempt(world)
+    world.save(3)
+    marks = [task for task in world.tasks if isinstance(task, ReadMarks)]
+    world.tasks = [task for task in world.tasks if not isinstance(task, ReadMarks)]
+    while world.run_one():
+        continue
+    assert world.coordinator.fenced is not None
+    for task in marks:
+        world.coordinator.post(world.runner.run(task))
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+    assert not world.coordinator.busy()
+
+
+def test_after_the_fence_all_comes_to_rest_though_a_drop_had_failed() -> None:
+    deletions = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*/commit.json", times=None
+    )
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        return Faulty(inner, seed=0, plan=[deletions]) if name == "nvme" else inner
+
+    world = World([file_rules("nvme", retain_last=1), file_rules("store")], wrap=wrap)
+    for step in (1, 2):
+        world.save(step)
+        world.settle(limit_s=5)
+    assert world.steps_on("nvme") == [1, 2]  # it could not be dropped, and is tried again
+    newer_attempt(world, "store")
+    world.save(3)
+    world.settle(limit_s=5)
+    assert world.coordinator.fenced is not None
+    assert not world.coordinator.busy()
+    assert world.step() is None
+    world.coordinator.dropper.survey_all()
+    world.settle()
+    assert not any(isinstance(task, DropCopy) for task in world.tasks)
+    assert not world.coordinator.busy()
+
+
+def test_a_new_attempt_of_this_process_is_not_a_fence() -> None:
+    """A restore leaves its attempt's record while a commit of the line before is under way."""
+    world = World([file_rules("nvme")])
+    handle = world.save(1)
+    until(world, FinishCopy)
+    before = world.attempt
+    world.take_new_attempt()
+    world.attempt, new = before, world.attempt  # it is on the tier, and not yet the session's own
+    world.settle()
+    assert world.coordinator.fenced is None
+    assert handle.outcome is SaveOutcome.SAVED
+    world.attempt, world.started_from = new, CheckpointId(1, 1)
+    world.save(2)
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+
+
+def test_a_checkpoint_of_the_same_name_is_never_taken_for_ones_own() -> None:
+    """A run that began anew while a tier could not be asked gave its first attempt's number twice."""
+    old = World([file_rules("nvme")])
+    old.save(1)
+    old.settle()
+    world = World([file_rules("nvme")])
+    attempt = Attempt(run="run", number=1, id="e" * 32, node="n", pid=1, wall_time_s=0.0)
+    world.attempt = attempt
+    handle = world.save(1)
+    world.disks["nvme"]._objects.clear()
+    world.disks["nvme"]._objects.update(
+        {k: v for k, v in old.disks["nvme"]._objects.items() if "/attempts/" not in k}
+    )
+    world.settle(limit_s=5)
+    assert not handle.done("nvme")
+    assert world.stores["nvme"].read_commit(CheckpointId(1, 1)).line.attempt_id != attempt.id
+    old.check("nvme")
+    world.settle()
+    error = handle.exception()
+    assert error is not None
+    assert isinstance(error.__cause__, IntegrityError)
+    assert "another checkpoint of that name" in str(error)
+
+
+def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
+    world = World([file_rules("nvme")])
+    store = world.stores["nvme"]
+    world.save(1)
+    world.settle()
+    id = CheckpointId(1, 1)
+    outcome = world.runner.run(DropCopy(tier="nvme", id=id, reason="test", unfinished=True))
+    assert outcome.value == store.read_commit(id)
+    entry = world.coordinator.ledger.entries[id]
+    opened = world.runner.run(
+        OpenShard(
+            tier="nvme",
+            id=id,
+            attempt_id=entry.attempt_id,
+            shard=SHARD,
+            geometry=entry.geometry,
+            source=None,
+        )
+    )
+    assert opened.value == (None, None)  # its own, by a call whose answer was lost
+    assert world.steps_on("nvme") == [1]

@@ -1,0 +1,108 @@
+"""When the coordinator stops, by an error of its own or at the end, whoever waits for something is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.simulation.world import World, file_rules
+from tierfall.core.errors import BackendError, CaptureError, TierfallError
+from tierfall.core.scheduler.tasks import Ask, OpenShard, Order, PersonsOrder
+from tierfall.core.values import CheckpointId, SaveOutcome
+
+STOPPED = TierfallError("stopped on purpose")
+
+
+def given(handle: Any) -> BaseException:
+    with pytest.raises(TierfallError, match="stopped on purpose") as raised:
+        handle.wait(timeout=0)
+    return raised.value
+
+
+def test_every_handle_is_told() -> None:
+    world = World([file_rules("nvme")], memory_images=3)
+    done = world.save(1)
+    world.settle()
+    owed = world.save(2)
+    region, _ = world.ask_for_region(3)
+    capturing = world.begin(3, region).handle
+    world.step()
+    world.coordinator.stop(STOPPED)
+    done.wait(timeout=0)
+    given(owed)
+    given(capturing)
+    with pytest.raises(TierfallError, match="stopped on purpose"):
+        capturing.captured(timeout=0)
+    owed.captured(timeout=0)  # it is sealed all the same
+
+
+def test_what_is_asked_before_and_after_is_answered() -> None:
+    world = World([file_rules("nvme")], memory_images=1)
+    world.save(1)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        world.coordinator.post(Ask(function=int, answer=lambda *words: answers.append(words)))
+        world.coordinator.post(
+            Order(
+                kind=PersonsOrder.DELETE,
+                id=CheckpointId(1, 1),
+                wall_time_s=0.0,
+                answer=lambda failed: answers.append(failed),
+            )
+        )
+
+    waiting = world.ask_for_region(2)
+    assert waiting == []
+    ask()
+    world.coordinator.stop(STOPPED)
+    assert waiting == [None, STOPPED]
+    ask()
+    assert answers == [(None, STOPPED), {"tierfall": STOPPED}] * 2
+    late = world.begin(3, world.memory.regions[0])
+    assert late.handle.outcome is SaveOutcome.FAILED
+    given(late.handle)
+
+
+def test_an_order_that_waits_is_answered() -> None:
+    world = World([file_rules("nvme")])
+    region, _ = world.ask_for_region(1)
+    world.begin(1, region)
+    answers: list[Any] = []
+    world.coordinator.post(
+        Order(kind=PersonsOrder.PIN, id=CheckpointId(1, 1), wall_time_s=0.0, answer=answers.append)
+    )
+    world.step()
+    assert answers == []
+    world.coordinator.stop(STOPPED)
+    assert answers == [{"tierfall": STOPPED}]
+
+
+def test_a_writer_that_was_opened_meanwhile_is_taken_back() -> None:
+    world = World([file_rules("nvme")])
+    world.save(1)
+    (task,) = world.tasks
+    assert isinstance(task, OpenShard)
+    outcome = world.runner.run(task)
+    assert outcome.value[0] is not None
+    world.coordinator.stop(STOPPED)
+    world.coordinator.post(outcome)
+    assert world.disks["nvme"].discard_unfinished("") == 0
+    with pytest.raises(BackendError, match="published or dead"):
+        outcome.value[0].write(0, memoryview(b"x"))
+
+
+def test_a_capture_that_is_said_to_have_failed_twice_fails_once() -> None:
+    world = World([file_rules("nvme")])
+    region, _ = world.ask_for_region(1)
+    snapshot = world.begin(1, region)
+    for _ in range(2):
+        world.fail_capture(snapshot, CaptureError("on purpose"))
+        world.settle()
+    assert snapshot.handle.outcome is SaveOutcome.FAILED
+    assert len(world.coordinator.errors) == 1
+    assert world.memory.regions == []
+    world.save(2)
+    world.settle()
+    assert world.steps_on("nvme") == [2]
