@@ -7,7 +7,7 @@ doubt them; a member that is missing or wrong is damage (IntegrityError), never 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -257,6 +257,12 @@ class Mark:
                 "reason": self.reason,
             }
         )
+
+
+def stops_drop(marks: Collection[str], *, tombstoned: bool) -> bool:
+    """Say whether these marks keep a copy from being dropped: a pin does, and a tombstone that whoever drops it did not
+    know of (``tombstoned``). That one is for all copies, and goes only with the last."""
+    return names.PIN_MARK in marks or (names.TOMBSTONE_MARK in marks and not tombstoned)
 
 
 def read_mark(data: bytes, *, what: str) -> Mark:

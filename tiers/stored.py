@@ -28,6 +28,7 @@ from tierfall.core.records import (
     read_attempt,
     read_commit,
     read_mark,
+    stops_drop,
 )
 from tierfall.core.values import CheckpointId, CopyState, Shard
 
@@ -263,16 +264,17 @@ class StoredTier:
         self,
         checkpoint: CheckpointId,
         *,
+        tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
     ) -> frozenset[str]:
-        """Take a checkpoint apart, the commit record first, unless it carries a pin; return its marks.
+        """Take a checkpoint apart, the commit record first, unless its marks stop that (``stops_drop``); return them.
 
         Where ``latest`` named it, it comes to name ``next_latest`` if that is still there, or goes. From the first
         deletion on the checkpoint does not exist; a kill in between leaves an unfinished folder, which the next start
         collects. Files that tierfall did not write stay where they are.
         """
         marks = self.marks(checkpoint)
-        if names.PIN_MARK in marks:
+        if stops_drop(marks, tombstoned=tombstoned):
             return marks
         if self.read_latest() == checkpoint:
             if next_latest is not None and self.holds(next_latest):

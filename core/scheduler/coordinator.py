@@ -22,7 +22,7 @@ from tierfall.core.errors import (
     StepError,
     StorageFullError,
 )
-from tierfall.core.records import Mark
+from tierfall.core.records import Mark, stops_drop
 from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, Transfer
@@ -533,9 +533,11 @@ class Coordinator:
 
 def _why_it_stays(task: DropCopy, outcome: Outcome) -> BaseException | None:
     """Say why a copy that was to go is still there."""
-    if outcome.error is None and not task.unfinished and names.PIN_MARK in outcome.value:
+    if outcome.error is not None or task.unfinished:
+        return outcome.error
+    if stops_drop(outcome.value, tombstoned=True):
         return StepError(f"delete: {task.id} is pinned on {task.tier}; unpin it first")
-    return outcome.error
+    return None
 
 
 def _image_bytes(entry: Entry) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from tierfall.core import names
+from tierfall.core.records import stops_drop
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState
@@ -139,9 +139,7 @@ class Dropper:
             self._due.add(task.tier)
             return
         for decision in self._plan(task.tier):
-            tombstoned = self._ledger.entries[decision.checkpoint].tombstoned
-            if not (tombstoned and self.delete(decision.checkpoint)):
-                self.drop(task.tier, decision.checkpoint, decision.reason)
+            self.drop(task.tier, decision.checkpoint, decision.reason)
         for other in self._leaving:
             if other != task.tier and self._plan(other):
                 self._due.add(other)
@@ -167,12 +165,15 @@ class Dropper:
         if not ordered and (self._cancelled or id in self.reserved | self.awaited):
             return
         entry = self._ledger.entries[id]
+        if not ordered and entry.tombstoned and self.delete(id):
+            return  # a tombstone is for all copies: it goes with the last
         entry.set_state(tier, CopyState.LEAVING)
         self._leave(
             DropCopy(
                 tier=tier,
                 id=id,
                 reason=reason,
+                tombstoned=entry.tombstoned,
                 next_latest=self._newest_left(tier, without=id),
             )
         )
@@ -211,10 +212,11 @@ class Dropper:
         return entry is not None and self._gone(entry, task, outcome)
 
     def _gone(self, entry: Entry, task: DropCopy, outcome: Outcome) -> bool:
-        if names.PIN_MARK in outcome.value:
-            logger.info("%s: %s stays after all: it was pinned", task.tier, entry.id)
+        if stops_drop(outcome.value, tombstoned=task.tombstoned):
+            logger.info("%s: %s stays after all: it was marked", task.tier, entry.id)
             entry.set_state(task.tier, CopyState.COMMITTED)
             entry.marks[task.tier] = outcome.value
+            self.survey(task.tier)
             return False
         entry.set_state(task.tier, CopyState.ABSENT)
         entry.damage.pop(task.tier, None)

@@ -74,13 +74,15 @@ class AbortShard:
 class DropCopy:
     """Take a committed copy apart, or collect what is left of an unfinished one.
 
-    ``next_latest`` is what ``latest`` is to name if it named this one; the value of its outcome is the marks that were
-    there, or the commit record by which an unfinished copy was found to be committed.
+    ``tombstoned`` says that all other copies are to go too; ``next_latest`` is what ``latest`` is to name if it named
+    this one. The value of its outcome is the marks that were there, or the commit record by which an unfinished copy
+    was found to be committed.
     """
 
     tier: str
     id: CheckpointId
     reason: str
+    tombstoned: bool = False
     unfinished: bool = False
     next_latest: CheckpointId | None = None
 

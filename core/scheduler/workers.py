@@ -75,6 +75,7 @@ class Store(Protocol):
         self,
         checkpoint: CheckpointId,
         *,
+        tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
     ) -> frozenset[str]: ...
 
@@ -131,7 +132,7 @@ class TaskRunner:
 
     def _drop(self, task: DropCopy, store: Store) -> Any:
         if not task.unfinished:
-            return store.drop(task.id, next_latest=task.next_latest)
+            return store.drop(task.id, tombstoned=task.tombstoned, next_latest=task.next_latest)
         if store.holds(task.id):
             return store.read_commit(task.id)  # the answer to its commit was lost
         return store.discard(task.id)

@@ -337,7 +337,8 @@ class World:
             return False
         task = self.tasks.pop(self.random.randrange(len(self.tasks)))
         outcome = self.runner.run(task)
-        self.trace.append(f"{type(task).__name__} on {task.tier}: {outcome.error or 'done'}")
+        what = f"{type(task).__name__} {getattr(task, 'id', '')} on {task.tier}"
+        self.trace.append(f"{what}: {outcome.error or 'done'}")
         self.coordinator.post(outcome)
         self.step()
         return True

@@ -282,6 +282,19 @@ def test_a_deletion_that_a_crash_cut_short_is_finished_by_the_next_start() -> No
     assert [c.id.step for c in world._memory_listing().copies] == [2]
 
 
+def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> None:
+    """Room was needed on its tier, and nobody had read the marks since."""
+    world = World([file_rules("nvme", retain_last=1), file_rules("store")])
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, lambda: waiting(world, DropCopy))
+    leave_tombstone(world, "nvme")
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    assert [c.id.step for c in world._memory_listing().copies] == [2]
+
+
 def test_a_tombstone_that_cannot_be_spread_is_retention_s_and_never_spins() -> None:
     marking = Fault(
         kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*tombstone*", times=None
