@@ -14,7 +14,7 @@ from typing import Any
 
 from tierfall import telling
 from tierfall.config import Config, FileTier
-from tierfall.core.capture.capturer import Capturer
+from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
@@ -72,9 +72,9 @@ class Saver:
             return handle
         try:
             snapshot = self._snapshot(region, place, layout, header, view, handle)
-        except BaseException:
+        except BaseException as error:
             region.release()
-            raise
+            raise as_capture_error(place.checkpoint, error) from error
         snapshot.metrics, snapshot.tags = metrics, tags
         line.advance(place)
         self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))

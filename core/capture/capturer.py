@@ -96,7 +96,7 @@ class Capturer:
         except BaseException as error:
             self._current = None
             traceback.clear_frames(error.__traceback__)
-            raise _as_capture_error(snapshot, error) from error
+            raise as_capture_error(snapshot.id, error) from error
         finally:
             self._queue.put(snapshot)
         if not lazy:
@@ -105,7 +105,7 @@ class Capturer:
     def give_up(self, snapshot: Snapshot, error: BaseException) -> None:
         """A save ended in an error after its snapshot was announced: unless it is whole by now, it never will be."""
         snapshot.filling.fail(
-            _as_capture_error(snapshot, error), even_if_hashed=not snapshot.verified
+            as_capture_error(snapshot.id, error), even_if_hashed=not snapshot.verified
         )
         if self._current is snapshot:
             self._current = None
@@ -147,7 +147,7 @@ class Capturer:
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
             filling.fail(CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}"))
             traceback.clear_frames(error.__traceback__)  # they hold tensors
-            raise _as_capture_error(snapshot, error) from error
+            raise as_capture_error(snapshot.id, error) from error
         if not idle:
             filling.fail(_waited_too_long(snapshot, timeout))
         try:
@@ -159,14 +159,14 @@ class Capturer:
         if idle:
             filling.release_sources()
         if filling.failure is not None:
-            raise _as_capture_error(snapshot, filling.failure) from filling.failure
+            raise as_capture_error(snapshot.id, filling.failure) from filling.failure
 
     def _verify(self, snapshot: Snapshot) -> None:
         try:
             snapshot.filling.verify()
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
-            failure = _as_capture_error(snapshot, error)
+            failure = as_capture_error(snapshot.id, error)
             snapshot.filling.fail(failure, even_if_hashed=True)
             self._queue.put(snapshot)
             raise failure from error
@@ -244,13 +244,13 @@ def _waited_too_long(snapshot: Snapshot, timeout: float | None) -> CaptureError:
     )
 
 
-def _as_capture_error(snapshot: Snapshot, error: BaseException) -> BaseException:
+def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
     """Say what failed as a save's own error, but for what stops the whole program."""
     if not isinstance(error, Exception):
         return error
     if isinstance(error, CaptureError):
         return CaptureError(str(error))
-    return CaptureError(f"save of step {snapshot.id.step}: the capture failed: {error!r}")
+    return CaptureError(f"save of step {id.step}: the capture failed: {error!r}")
 
 
 def seal(snapshot: Snapshot) -> None:

@@ -1,9 +1,8 @@
-"""That capture is lazy where it says so, and right all the same: the barrier, its evidence, and what it gives up."""
+"""That capture is lazy where it says so, and right all the same: the barrier and its evidence."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,112 +10,25 @@ import pytest
 import torch
 
 import tierfall
-from tests.steps import wait_until
-from tierfall.core.capture import filling as module
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    Held,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
 from tierfall.core.capture.filling import Filling
-from tierfall.core.errors import CaptureError
-from tierfall.core.handle import SaveHandle
-from tierfall.core.values import SaveOutcome
 
-MakeConfig = Callable[..., dict[str, Any]]
-PATIENCE_S = 20.0
+pytestmark = pytest.mark.usefixtures("small_segments")
+
 OPTIMIZERS = {
     "plain": {"foreach": False},
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BATCH_BYTES", 4096)
-    monkeypatch.setattr(module, "SEGMENT_BYTES", 8192)
-
-
-class Held:
-    """The capture thread, standing still before it has copied anything, for as long as ``free`` is not set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arrived = threading.Event()
-        self.free = threading.Event()
-        self.fillings: list[Filling] = []
-        original = Filling.run
-
-        def run(filling: Filling) -> None:
-            self.fillings.append(filling)
-            self.arrived.set()
-            assert self.free.wait(PATIENCE_S)
-            original(filling)
-
-        monkeypatch.setattr(Filling, "run", run)
-
-    def hold(self) -> None:
-        self.free.clear()
-        self.arrived.clear()
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held = Held(monkeypatch)
-    held.free.set()
-    yield held
-    held.free.set()
-
-
-class Trainer:
-    """A small model in training, and copies of what it was."""
-
-    def __init__(self, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(40, 100), torch.nn.Linear(100, 40))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-
-    def backward(self) -> None:
-        self.model(torch.randn(4, 40)).pow(2).mean().backward()
-
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def now(self) -> dict[str, torch.Tensor]:
-        """Every bit that a step changes."""
-        found = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
-        for number, moments in self.optimizer.state_dict()["state"].items():
-            found |= {f"optimizer.{number}.{k}": v.clone() for k, v in moments.items()}
-        return found
-
-
-def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """What a tier holds of a step, named as ``Trainer.now`` does."""
-    loaded = tierfall.load(folder, step=step)
-    found = {f"model.{k}": v for k, v in loaded["model"].items()}
-    for number, moments in loaded["optimizer"]["state"].items():
-        found |= {f"optimizer.{number}.{k}": v for k, v in moments.items()}
-    return found
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype
-        assert torch.equal(a[name], b[name]), name
-
-
-def lazy_save(
-    ckpt: tierfall.Checkpointer, trainer: Trainer, step: int, **options: Any
-) -> SaveHandle:
-    handle = ckpt.save(step, trainer.state, **options)
-    assert handle.stats.lazy
-    return handle
-
-
-def warmed_up(ckpt: tierfall.Checkpointer, trainer: Trainer) -> None:
-    """The first save captures blocking; after it a step is seen."""
-    trainer.step()
-    assert not ckpt.save(1, trainer.state, block=True).stats.lazy
-    trainer.step()
 
 
 # Lazy, and right -------------------------------------------------------------------------------------
@@ -441,224 +353,6 @@ def test_mode_blocking_never_captures_lazily_and_never_complains(
             handle.wait(timeout=PATIENCE_S)
             assert_same(saved(tmp_path / "disk", step), before)
     assert blocking_reasons(caplog) == []
-
-
-# Failing ---------------------------------------------------------------------------------------------
-
-
-def failed(handle: SaveHandle) -> BaseException:
-    wait_until(lambda: handle.outcome is not SaveOutcome.PENDING, "the handle tells")
-    assert handle.outcome is SaveOutcome.FAILED
-    error = handle.exception()
-    assert error is not None
-    return error
-
-
-def still_saves(ckpt: tierfall.Checkpointer, trainer: Trainer, step: int, disk: Path) -> None:
-    """Whatever went wrong before, the next save is right, and nothing is left of the failed one."""
-    before = trainer.now()
-    ckpt.save(step, trainer.state, block=True)
-    assert_same(saved(disk, step), before)
-    assert not list(disk.glob("run/step-00000002-*"))
-
-
-def test_a_write_between_save_and_barrier_trips_and_gives_the_snapshot_up(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer = Trainer()
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        held.hold()
-        handle = lazy_save(ckpt, trainer, 2)
-        with torch.no_grad():
-            trainer.model[1].bias.add_(1.0)
-        trainer.step()  # trains on
-        held.free.set()
-        error = failed(handle)
-        assert isinstance(error, CaptureError)
-        assert 'state["model"]["1.bias"] was changed' in str(error)
-        with pytest.raises(CaptureError, match="was changed"):
-            handle.captured()
-        still_saves(ckpt, trainer, 3, tmp_path / "disk")
-        assert ckpt.statistics().failed_saves == 1
-
-
-def test_verify_catches_a_write_by_data_that_no_version_shows(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    trainer = Trainer()
-    config = {**make_config(), "capture": {"verify": True}}
-    with tierfall.open(config) as ckpt:
-        warmed_up(ckpt, trainer)
-        handle = lazy_save(ckpt, trainer, 2)
-        snapshot = ckpt._capturer._current
-        assert snapshot is not None
-        wait_until(lambda: snapshot.hashed, "the image is complete")
-        assert not handle.done("host")  # the barrier has not agreed yet
-        trainer.model[1].bias.data[0] += 1.0
-        trainer.step()
-        error = failed(handle)
-        assert isinstance(error, CaptureError)
-        assert "capture.verify found" in str(error)
-        assert "1.bias" in str(error)
-        still_saves(ckpt, trainer, 3, tmp_path / "disk")
-
-
-def test_verify_agrees_with_what_was_not_changed(make_config: MakeConfig, tmp_path: Path) -> None:
-    trainer = Trainer(fused=True)
-    config = {**make_config(), "capture": {"verify": True}}
-    with tierfall.open(config) as ckpt:
-        warmed_up(ckpt, trainer)
-        second = trainer.now()
-        handle = lazy_save(ckpt, trainer, 2)
-        trainer.step()
-        handle.wait(timeout=PATIENCE_S)
-        third = trainer.now()
-        handle = lazy_save(ckpt, trainer, 3)
-        handle.wait(timeout=PATIENCE_S)  # with no step at all: waiting is the barrier
-        fourth_handle = ckpt.save(4, trainer.state)
-    assert fourth_handle.outcome is SaveOutcome.SAVED
-    assert_same(saved(tmp_path / "disk", 2), second)
-    assert_same(saved(tmp_path / "disk", 3), third)
-
-
-def test_under_verify_a_waiting_thread_and_a_step_at_once_agree(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread that waits on the handle verifies; a step meanwhile must wait for it, not change what it compares."""
-    trainer = Trainer()
-    verifying, go_on, stepped = threading.Event(), threading.Event(), threading.Event()
-    verify = Filling.verify
-
-    def slow_verify(filling: Filling) -> None:
-        verifying.set()
-        assert go_on.wait(PATIENCE_S)
-        verify(filling)
-
-    config = {**make_config(), "capture": {"verify": True}}
-    with tierfall.open(config) as ckpt:
-        warmed_up(ckpt, trainer)
-        before = trainer.now()
-        handle = lazy_save(ckpt, trainer, 2)
-        trainer.backward()
-        monkeypatch.setattr(Filling, "verify", slow_verify)
-        waiter = threading.Thread(target=handle.wait)
-        waiter.start()
-        assert verifying.wait(PATIENCE_S)
-
-        def step() -> None:
-            trainer.optimizer.step()
-            stepped.set()
-
-        stepping = threading.Thread(target=step)
-        stepping.start()
-        stepped.wait(0.2)  # where the step does not wait, this is when it changes the weights
-        go_on.set()
-        stepping.join(PATIENCE_S)
-        waiter.join(PATIENCE_S)
-        assert handle.outcome is SaveOutcome.SAVED, handle.exception()
-    assert_same(saved(tmp_path / "disk", 2), before)
-
-
-def test_a_barrier_that_waits_too_long_gives_the_snapshot_up_and_trains_on(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer()
-    go_on = threading.Event()
-    copy = Filling._copy
-
-    def stuck(filling: Filling, pieces: Any) -> None:
-        if threading.current_thread().name.endswith("-capture"):
-            inside.set()
-            assert go_on.wait(PATIENCE_S)
-        copy(filling, pieces)
-
-    inside = threading.Event()
-    with tierfall.open(make_config(max_wait="1s")) as ckpt:
-        warmed_up(ckpt, trainer)
-        monkeypatch.setattr(Filling, "_copy", stuck)
-        handle = lazy_save(ckpt, trainer, 2)
-        assert inside.wait(PATIENCE_S)
-        before = trainer.now()
-        trainer.step()
-        assert not torch.equal(before["model.0.weight"], trainer.now()["model.0.weight"])
-        monkeypatch.setattr(Filling, "_copy", copy)
-        go_on.set()
-        error = failed(handle)
-        assert "the barrier waited 1 s (max_wait)" in str(error)
-        still_saves(ckpt, trainer, 3, tmp_path / "disk")
-
-
-@pytest.mark.parametrize("steps", [True, False])
-@pytest.mark.parametrize("error", [RuntimeError("broken"), MemoryError("no more"), KeyError("k")])
-def test_a_capture_thread_that_stumbles_fails_its_handle_and_no_other(
-    error: Exception,
-    steps: bool,
-    make_config: MakeConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trainer = Trainer()
-    run = Filling.run
-
-    def stumble(filling: Filling) -> None:
-        raise error
-
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        monkeypatch.setattr(Filling, "run", stumble)
-        handle = lazy_save(ckpt, trainer, 2)
-        assert failed(handle) is error
-        monkeypatch.setattr(Filling, "run", run)
-        with pytest.raises(CaptureError) as caught:
-            handle.captured()
-        assert caught.value.__cause__ is error
-        if steps:
-            trainer.step()
-        still_saves(ckpt, trainer, 3, tmp_path / "disk")
-
-
-def test_a_blocking_capture_that_fails_raises_in_save_and_the_next_one_works(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = Trainer()
-    copy = Filling.copy_next
-
-    def fail(filling: Filling) -> bool:
-        raise RuntimeError("broken")
-
-    with tierfall.open(make_config()) as ckpt:
-        warmed_up(ckpt, trainer)
-        lazy_save(ckpt, trainer, 10)
-        ckpt.drain()
-        monkeypatch.setattr(Filling, "copy_next", fail)
-        with pytest.raises(CaptureError, match=r"step 11: .*broken") as caught:
-            ckpt.save(11, trainer.state)
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        monkeypatch.setattr(Filling, "copy_next", copy)
-        ckpt.save(12, trainer.state, block=True)
-        assert {c.step for c in ckpt.checkpoints()} == {1, 10, 12}
-
-
-def test_a_loop_that_breaks_with_a_capture_in_flight_leaves_that_step_behind(
-    make_config: MakeConfig, tmp_path: Path, held: Held
-) -> None:
-    trainer = Trainer()
-    before: dict[str, torch.Tensor] = {}
-
-    def loop() -> None:
-        with tierfall.open(make_config()) as ckpt:
-            warmed_up(ckpt, trainer)
-            held.hold()
-            before.update(trainer.now())
-            lazy_save(ckpt, trainer, 2)
-            assert held.arrived.wait(PATIENCE_S)
-            threading.Timer(0.05, held.free.set).start()
-            raise ZeroDivisionError("loss went wrong")
-
-    with pytest.raises(ZeroDivisionError, match="loss went wrong"):
-        loop()
-    assert_same(saved(tmp_path / "disk", 2), before)
 
 
 def test_the_hook_goes_with_the_checkpointer(make_config: MakeConfig) -> None:

@@ -1,0 +1,24 @@
+"""What tests of capture start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.core.capture.lazy_help import Held
+from tierfall.core.capture import filling as module
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 8192)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held = Held(monkeypatch)
+    held.free.set()
+    yield held
+    held.free.set()

@@ -1,0 +1,450 @@
+"""What becomes of a save whose capture fails: it is told, nothing is left of it, and the next one works."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    Held,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
+from tests.steps import wait_until
+from tierfall.core.capture.capturer import Capturer
+from tierfall.core.capture.filling import Filling
+from tierfall.core.errors import CaptureError
+from tierfall.core.handle import SaveHandle
+from tierfall.core.snapshot import Snapshot
+from tierfall.core.values import SaveOutcome
+from tierfall.session import Session
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+
+def failed(handle: SaveHandle) -> BaseException:
+    wait_until(lambda: handle.outcome is not SaveOutcome.PENDING, "the handle tells")
+    assert handle.outcome is SaveOutcome.FAILED
+    error = handle.exception()
+    assert error is not None
+    return error
+
+
+def still_saves(ckpt: tierfall.Checkpointer, trainer: Trainer, step: int, disk: Path) -> None:
+    """Whatever went wrong before, the next save is right, and nothing is left of the failed one."""
+    before = trainer.now()
+    ckpt.save(step, trainer.state, block=True)
+    assert_same(saved(disk, step), before)
+    assert not list(disk.glob("run/step-00000002-*"))
+
+
+def test_a_write_between_save_and_barrier_trips_and_gives_the_snapshot_up(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        with torch.no_grad():
+            trainer.model[1].bias.add_(1.0)
+        trainer.step()  # trains on
+        held.free.set()
+        error = failed(handle)
+        assert isinstance(error, CaptureError)
+        assert 'state["model"]["1.bias"] was changed' in str(error)
+        with pytest.raises(CaptureError, match="was changed"):
+            handle.captured()
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+        assert ckpt.statistics().failed_saves == 1
+
+
+def test_verify_catches_a_write_by_data_that_no_version_shows(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = Trainer()
+    config = {**make_config(), "capture": {"verify": True}}
+    with tierfall.open(config) as ckpt:
+        warmed_up(ckpt, trainer)
+        handle = lazy_save(ckpt, trainer, 2)
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
+        wait_until(lambda: snapshot.hashed, "the image is complete")
+        assert not handle.done("host")  # the barrier has not agreed yet
+        trainer.model[1].bias.data[0] += 1.0
+        trainer.step()
+        error = failed(handle)
+        assert isinstance(error, CaptureError)
+        assert "capture.verify found" in str(error)
+        assert "1.bias" in str(error)
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
+def test_verify_agrees_with_what_was_not_changed(make_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = Trainer(fused=True)
+    config = {**make_config(), "capture": {"verify": True}}
+    with tierfall.open(config) as ckpt:
+        warmed_up(ckpt, trainer)
+        second = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.step()
+        handle.wait(timeout=PATIENCE_S)
+        third = trainer.now()
+        handle = lazy_save(ckpt, trainer, 3)
+        handle.wait(timeout=PATIENCE_S)  # with no step at all: waiting is the barrier
+        fourth_handle = ckpt.save(4, trainer.state)
+    assert fourth_handle.outcome is SaveOutcome.SAVED
+    assert_same(saved(tmp_path / "disk", 2), second)
+    assert_same(saved(tmp_path / "disk", 3), third)
+
+
+def test_under_verify_a_waiting_thread_and_a_step_at_once_agree(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that waits on the handle verifies; a step meanwhile must wait for it, not change what it compares."""
+    trainer = Trainer()
+    verifying, go_on, stepped = threading.Event(), threading.Event(), threading.Event()
+    verify = Filling.verify
+
+    def slow_verify(filling: Filling) -> None:
+        verifying.set()
+        assert go_on.wait(PATIENCE_S)
+        verify(filling)
+
+    config = {**make_config(), "capture": {"verify": True}}
+    with tierfall.open(config) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.backward()
+        monkeypatch.setattr(Filling, "verify", slow_verify)
+        waiter = threading.Thread(target=handle.wait)
+        waiter.start()
+        assert verifying.wait(PATIENCE_S)
+
+        def step() -> None:
+            trainer.optimizer.step()
+            stepped.set()
+
+        stepping = threading.Thread(target=step)
+        stepping.start()
+        stepped.wait(0.2)  # where the step does not wait, this is when it changes the weights
+        go_on.set()
+        stepping.join(PATIENCE_S)
+        waiter.join(PATIENCE_S)
+        assert handle.outcome is SaveOutcome.SAVED, handle.exception()
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_a_barrier_that_waits_too_long_gives_the_snapshot_up_and_trains_on(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    go_on = threading.Event()
+    copy = Filling._copy
+
+    def stuck(filling: Filling, pieces: Any) -> None:
+        if threading.current_thread().name.endswith("-capture"):
+            inside.set()
+            assert go_on.wait(PATIENCE_S)
+        copy(filling, pieces)
+
+    inside = threading.Event()
+    with tierfall.open(make_config(max_wait="1s")) as ckpt:
+        warmed_up(ckpt, trainer)
+        monkeypatch.setattr(Filling, "_copy", stuck)
+        handle = lazy_save(ckpt, trainer, 2)
+        assert inside.wait(PATIENCE_S)
+        before = trainer.now()
+        trainer.step()
+        assert not torch.equal(before["model.0.weight"], trainer.now()["model.0.weight"])
+        monkeypatch.setattr(Filling, "_copy", copy)
+        go_on.set()
+        error = failed(handle)
+        assert "the barrier waited 1 s (max_wait)" in str(error)
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("error", [RuntimeError("broken"), MemoryError("no more"), KeyError("k")])
+def test_a_capture_thread_that_stumbles_fails_its_handle_and_no_other(
+    error: Exception,
+    steps: bool,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer()
+    run = Filling.run
+
+    def stumble(filling: Filling) -> None:
+        raise error
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        monkeypatch.setattr(Filling, "run", stumble)
+        handle = lazy_save(ckpt, trainer, 2)
+        assert failed(handle) is error
+        monkeypatch.setattr(Filling, "run", run)
+        with pytest.raises(CaptureError) as caught:
+            handle.captured()
+        assert caught.value.__cause__ is error
+        if steps:
+            trainer.step()
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
+def test_a_blocking_capture_that_fails_raises_in_save_and_the_next_one_works(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    copy = Filling.copy_next
+
+    def fail(filling: Filling) -> bool:
+        raise RuntimeError("broken")
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        lazy_save(ckpt, trainer, 10)
+        ckpt.drain()
+        monkeypatch.setattr(Filling, "copy_next", fail)
+        with pytest.raises(CaptureError, match=r"step 11: .*broken") as caught:
+            ckpt.save(11, trainer.state)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        monkeypatch.setattr(Filling, "copy_next", copy)
+        ckpt.save(12, trainer.state, block=True)
+        assert {c.step for c in ckpt.checkpoints()} == {1, 10, 12}
+
+
+def test_a_loop_that_breaks_with_a_capture_in_flight_leaves_that_step_behind(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    trainer = Trainer()
+    before: dict[str, torch.Tensor] = {}
+
+    def loop() -> None:
+        with tierfall.open(make_config()) as ckpt:
+            warmed_up(ckpt, trainer)
+            held.hold()
+            before.update(trainer.now())
+            lazy_save(ckpt, trainer, 2)
+            assert held.arrived.wait(PATIENCE_S)
+            threading.Timer(0.05, held.free.set).start()
+            raise ZeroDivisionError("loss went wrong")
+
+    with pytest.raises(ZeroDivisionError, match="loss went wrong"):
+        loop()
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+# Where else it may fail ------------------------------------------------------------------------------
+
+
+def memory_is_free(ckpt: tierfall.Checkpointer) -> None:
+    """Nothing is left but what was sealed."""
+    entries = ckpt._session.coordinator.ledger.entries
+
+    def only_sealed() -> bool:
+        held = ckpt._session.ask(lambda: sum(e.region is not None for e in entries.values()))
+        arena = ckpt._session.host._arena
+        assert arena is not None
+        return held == len(arena.regions()) == len(ckpt._session.host.images())
+
+    wait_until(only_sealed, "the failed image's memory is given back")
+
+
+def newest(ckpt: tierfall.Checkpointer) -> SaveHandle:
+    return ckpt._saver.counts.handles[-1]
+
+
+def test_sources_off_the_host_that_cannot_be_read_fail_the_save_and_wedge_nothing(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read by the training thread, before the capture thread hears of the snapshot."""
+    trainer = Trainer()
+    begin = Capturer.begin
+
+    def elsewhere(capturer: Capturer, snapshot: Snapshot, **words: Any) -> None:
+        begin(capturer, snapshot, **{**words, "on_host": False})
+
+    def broken(filling: Filling) -> None:
+        raise RuntimeError("the device is gone")
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Capturer, "begin", elsewhere)
+            patch.setattr(Filling, "copy_next", broken)
+            with pytest.raises(CaptureError, match=r"step 2: .*the device is gone"):
+                ckpt.save(2, trainer.state)
+        failed(newest(ckpt))
+        memory_is_free(ckpt)
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), RuntimeError("odd"), KeyboardInterrupt])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_verification_that_breaks_down_fails_the_save_whole_or_not(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held: Held,
+    hashed: bool,
+    error: BaseException,
+) -> None:
+    trainer = Trainer()
+
+    def broken(filling: Filling) -> None:
+        raise error
+
+    with tierfall.open({**make_config(), "capture": {"verify": True}}) as ckpt:
+        warmed_up(ckpt, trainer)
+        if not hashed:
+            held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
+        if hashed:
+            wait_until(lambda: snapshot.hashed, "the image is complete")
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "verify", broken)
+            expected = CaptureError if isinstance(error, Exception) else KeyboardInterrupt
+            with pytest.raises(expected):
+                ckpt.wait_captured()
+        held.free.set()
+        assert "step 2" in str(failed(handle)) or isinstance(failed(handle), KeyboardInterrupt)
+        memory_is_free(ckpt)
+        trainer.step()
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("where", ["why_blocking", "begin"])
+def test_a_save_that_is_interrupted_after_it_was_announced_leaves_nothing(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    verify: bool,
+) -> None:
+    trainer = Trainer()
+    original = getattr(Capturer, where)
+
+    def interrupted(*words: Any, **more: Any) -> None:
+        if where == "begin":
+            original(*words, **more)
+        raise KeyboardInterrupt
+
+    with tierfall.open({**make_config(), "capture": {"verify": verify}}) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Capturer, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(2, trainer.state)
+        trainer.step()
+        ckpt.drain(PATIENCE_S)
+        memory_is_free(ckpt)
+        second = [c for c in ckpt.checkpoints() if c.step == 2]
+        assert not second or (where == "begin" and not verify)  # whole already, or nothing
+        ckpt.save(3, trainer.state, block=True)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_save_that_is_interrupted_while_it_waits_for_memory_gives_it_back(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    trainer = Trainer()
+    wait = Session.wait
+
+    def interrupted(session: Session, done: threading.Event, *words: Any) -> bool:
+        if answered:
+            wait(session, done)
+        raise KeyboardInterrupt
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(2, trainer.state)
+        memory_is_free(ckpt)
+        ckpt.save(2, trainer.state, block=True)  # it never was begun
+        assert {c.step for c in ckpt.checkpoints()} == {1, 2}
+
+
+def test_a_failed_capture_keeps_no_tensor_alive(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handle holds the error, the error its traceback, and that its frames: those are emptied."""
+    trainer = Trainer()
+    copy = Filling.copy_next
+
+    def broken(filling: Filling) -> bool:
+        sources = [source.tensor for source in filling._tensors]
+        copy(filling)
+        raise RuntimeError(f"broken after {len(sources)} tensors")
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        monkeypatch.setattr(Filling, "copy_next", broken)
+        handle = lazy_save(ckpt, trainer, 2)
+        error = failed(handle)
+        monkeypatch.setattr(Filling, "copy_next", copy)
+        trainer.step()
+        watched = weakref.ref(trainer.model[0])
+        weights = weakref.ref(trainer.model[0].weight)
+        trainer = Trainer()
+        gc.collect()
+        assert watched() is None
+        assert weights() is None
+        assert "broken after" in str(handle.exception() or error)
+
+
+def test_waiting_for_an_older_save_is_no_barrier_of_a_newer_one(
+    make_config: MakeConfig, held: Held
+) -> None:
+    """Under verify a wait is the barrier of its own snapshot: another thread's wait must not end a newer capture."""
+    trainer = Trainer()
+    with tierfall.open({**make_config(), "capture": {"verify": True}}) as ckpt:
+        warmed_up(ckpt, trainer)
+        second = lazy_save(ckpt, trainer, 2)
+        trainer.step()
+        second.wait(timeout=PATIENCE_S)
+        held.hold()
+        lazy_save(ckpt, trainer, 3)
+        filling = ckpt._capturer._current
+        second.wait(timeout=PATIENCE_S)
+        assert ckpt._capturer._current is filling
+        assert filling is not None
+        assert not filling.filling.copied.is_set()
+        held.free.set()
+
+
+def test_what_cannot_be_copied_at_once_fails_the_save_and_gives_its_memory_back(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+
+    def broken(filling: Filling, pieces: Any) -> None:
+        raise RuntimeError("no more")
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "_copy", broken)
+            with pytest.raises(CaptureError, match=r"step 2: .*no more"):
+                ckpt.save(2, trainer.state)
+        memory_is_free(ckpt)
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
