@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a small state, and a configuration whose folders are the test's own."""
+"""What tests of whole runs share: a small state, a configuration whose folders are the test's own, a run to damage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+
+import tierfall
+from tests.media import Medium
+from tests.steps import state_of
+from tierfall.backends import wrap
 
 SHARED = Path("/dev/shm")
 
@@ -73,3 +78,34 @@ def make_state() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def state(make_state: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     return make_state(0)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once: what is waited for here is never the passing of time."""
+    monkeypatch.setattr("tierfall.core.scheduler.lane.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("tierfall.core.scheduler.coordinator.LONGEST_RETRY_S", 0.05)
+    real = wrap.wrap
+    monkeypatch.setattr(
+        "tierfall.session.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
+    )
+
+
+@pytest.fixture
+def slow_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Medium:
+    """What the steps of a tier named ``slow`` lie on."""
+    return Medium(tmp_path / "slow" / "run" / "step-", monkeypatch)
+
+
+@pytest.fixture
+def run_folder(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
+    """Two committed steps; the tests damage the newer one."""
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.save(2, state_of(2), block=True)
+    return tmp_path / "disk" / "run"
+
+
+@pytest.fixture
+def newest(run_folder: Path) -> Path:
+    return run_folder / "step-00000002-a0001"

@@ -1,0 +1,278 @@
+"""Tiers that are full or too small: room is made, or it is said what is missing, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.media import Medium
+from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tierfall.backends.posix_writer import PosixWriter
+from tierfall.core.errors import CapacityError
+
+MakeConfig = Callable[..., dict[str, Any]]
+BIG = 80_000  # 320 KB of tensors
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def small_disk(folder: Path, size: str) -> None:
+    """Mount a file system of its own, or skip."""
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount does not work here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    folder = tmp_path / "disk"
+    mounted: list[Path] = []
+
+    def make(size: str) -> Path:
+        small_disk(folder, size)
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for each in mounted:
+        subprocess.run(["umount", "-l", str(each)], check=True)
+
+
+# A full disk -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_tier_that_fills_up_is_skipped_and_said_and_tried_again(
+    call: str,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    slow_medium: Medium,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It alone survives the loss of the node, so its newest stays whatever room is needed."""
+    with tierfall.open(make_config(disk={}, slow={"shared": True})) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        slow_medium.fail(call, errno.ENOSPC, times=10**9)
+        for step in (2, 3, 4):
+            ckpt.save(step, state_of(step)).wait("disk")
+        handle = ckpt.save(5, state_of(5))
+        handle.wait("disk")
+        wait_until(lambda: handle.exception() is not None or "slow" in caplog.text, "it is said")
+        assert "slow" in caplog.text
+        assert "room" in caplog.text
+        assert steps_on(tmp_path / "disk") == [1, 2, 3, 4, 5]
+        assert steps_on(tmp_path / "slow") == [1]
+        slow_medium.heal()
+        wait_until(lambda: handle.done("slow"), "the copy lands")
+        handle.wait("slow")
+        assert handle.outcome == "saved"
+    assert steps_on(tmp_path / "slow") == [1, 2, 3, 4, 5]
+
+
+def test_room_on_a_disk_that_is_really_full_is_made_by_dropping_the_oldest(
+    make_config: MakeConfig, mount: Callable[[str], Path]
+) -> None:
+    disk = mount("1200k")
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(1, 8):
+            ckpt.save(step, state_of(step, elements=BIG), block=True)
+            assert step in steps_on(disk)
+        assert ckpt.statistics().given_up_copies == 0
+    held = steps_on(disk)
+    assert held[-1] == 7
+    assert held == list(range(held[0], 8))
+    assert len(held) < 7
+    with tierfall.open(make_config()) as ckpt:
+        state = blank(elements=BIG)
+        ckpt.restore(state)
+        assert step_in(state) == 7
+
+
+def test_a_disk_that_others_filled_is_used_again_when_they_leave(
+    make_config: MakeConfig, mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = mount("1200k")
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1, elements=BIG), block=True)
+        (disk / "filler").write_bytes(bytes(700 << 10))
+        handle = ckpt.save(2, state_of(2, elements=BIG))
+        wait_until(lambda: handle.exception() is not None, "it is said")
+        error = handle.exception()
+        assert isinstance(error, CapacityError)
+        assert "flush of 2@1 to disk" in str(error)
+        assert "free the disk" in str(error)
+        assert steps_on(disk) == [1]
+        assert ckpt.save(3, state_of(3, elements=BIG)).outcome in ("pending", "failed")
+        (disk / "filler").unlink()
+        wait_until(lambda: handle.done("disk"), "the copy lands")
+        ckpt.drain()
+    assert 3 in steps_on(disk)
+
+
+def test_an_image_whose_manifest_found_no_room_is_not_left_in_the_way(
+    make_config: MakeConfig, mount: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes one image and its records, no second image beside it."""
+    disk = mount("600k")
+    real = PosixWriter._reserve
+    refused: list[str] = []
+
+    def reserve(writer: PosixWriter) -> None:
+        if "/step-" in writer._key and writer._key.endswith("-00001.json") and not refused:
+            refused.append(writer._key)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(writer)
+
+    def translating(writer: PosixWriter) -> None:
+        try:
+            reserve(writer)
+        except OSError as error:
+            raise tierfall.errors.StorageFullError(str(error)) from error
+
+    monkeypatch.setattr(PosixWriter, "_reserve", translating)
+    with tierfall.open(make_config()) as ckpt:
+        handle = ckpt.save(1, state_of(1, elements=BIG))
+        wait_until(lambda: handle.done("disk"), "the copy lands", timeout_s=10.0)
+    assert refused
+    assert steps_on(disk) == [1]
+
+
+def test_a_start_on_a_full_disk_goes_on_without_it(
+    make_config: MakeConfig, tmp_path: Path, mount: Callable[[str], Path]
+) -> None:
+    """An attempt's record does not fit: that is no reason not to train."""
+    disk = mount("400k")
+    config = make_config(fast={}, disk={"path": str(disk)})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    _fill(disk / "filler")
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        assert step_in(state) == 1
+        ckpt.save(2, state_of(2)).wait("fast")
+        (disk / "filler").unlink()
+        handle = ckpt.save(3, state_of(3))
+        wait_until(lambda: handle.done("disk"), "the copy lands")
+    assert steps_on(tmp_path / "fast") == [1, 2, 3]
+    assert 3 in steps_on(disk)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert os.statvfs(path).f_bavail == 0
+
+
+# Room --------------------------------------------------------------------------------------------
+
+
+def test_memory_too_small_for_one_image_names_both_numbers(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config(host={"capacity": "120KiB"})) as ckpt:
+        with pytest.raises(
+            CapacityError, match=r"tier host: one checkpoint takes .*\(\d+ bytes\).*122880 bytes"
+        ):
+            ckpt.save(1, state_of(1))
+        ckpt.save(1, {"extra": {"step": 1}}, block=True)
+    assert len(list((tmp_path / "disk").rglob("commit.json"))) == 1
+
+
+def test_a_tier_too_small_for_one_image_names_both_numbers(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={}, tiny={"capacity": "64KiB"})
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(
+            CapacityError, match=r"\(\d+ bytes\), tier tiny has a capacity of .*65536 bytes.*raise"
+        ):
+            ckpt.save(1, state_of(1))
+        assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_full_memory_skips_the_save_and_training_goes_on(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only tier below stalls: two images fit, the third save is skipped after max_wait, and said."""
+    flow = threading.Event()
+    real = PosixWriter.write
+
+    def stalling(writer: PosixWriter, offset: int, view: memoryview) -> None:
+        if "/step-" in writer._key:
+            assert flow.wait(60.0)
+        real(writer, offset, view)
+
+    monkeypatch.setattr(PosixWriter, "write", stalling)
+    with tierfall.open(make_config(host={"capacity": "360KiB"}, max_wait="0.2s")) as ckpt:
+        first = ckpt.save(1, state_of(1))
+        second = ckpt.save(2, state_of(2))
+        third = ckpt.save(3, state_of(3))
+        assert (first.outcome, second.outcome, third.outcome) == ("pending", "pending", "skipped")
+        error = third.exception()
+        assert isinstance(error, CapacityError)
+        for part in ("step 3", "tier host", "max_wait (0.2 s)", "owed to disk", "skipped"):
+            assert part in str(error)
+        with pytest.raises(CapacityError, match="step 3"):
+            third.wait()
+        assert ckpt.statistics().skipped_saves == 1
+        flow.set()
+        second.wait()
+        ckpt.save(4, state_of(4), block=True)
+    assert steps_on(tmp_path / "disk") == [1, 2, 4]
+
+
+def test_full_memory_raises_where_that_is_asked_for(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow = threading.Event()
+    real = PosixWriter.publish
+
+    def stalling(writer: PosixWriter) -> None:
+        if "/step-" in writer._key:
+            assert flow.wait(60.0)
+        real(writer)
+
+    monkeypatch.setattr(PosixWriter, "publish", stalling)
+    config = make_config(host={"capacity": "360KiB"}, max_wait="0.2s", on_error="raise")
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1))
+        second = ckpt.save(2, state_of(2))
+        with pytest.raises(CapacityError, match="save of step 3"):
+            ckpt.save(3, state_of(3))
+        flow.set()
+        second.wait()
+        ckpt.save(3, state_of(3), block=True)
+    assert steps_on(tmp_path / "disk") == [1, 2, 3]
+
+
+def test_a_tier_full_of_pinned_checkpoints_takes_no_more_and_drops_none(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={}, small={"capacity": "400KiB"})
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+            ckpt.pin(step)
+        handle = ckpt.save(3, state_of(3))
+        with pytest.raises(CapacityError, match=r"flush of 3@1 to small.*unpin some"):
+            handle.wait("small")
+        handle.wait("disk")
+        assert steps_on(tmp_path / "small") == [1, 2]
+        ckpt.unpin(1)
+        wait_until(lambda: handle.done("small"), "room is made")
+    assert steps_on(tmp_path / "small") == [2, 3]
+    assert steps_on(tmp_path / "disk") == [1, 2, 3]
