@@ -17,6 +17,7 @@ from typing import Any, Self
 from tierfall import telling
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
+from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import (
     ConfigError,
     RestoreError,
@@ -59,6 +60,8 @@ class Checkpointer:
             attempt = self._session.take_attempt()
             self._session.host.create_now()
             self._line = SavingLine(run, attempt, begun=fresh or self._knows_of_nothing())
+            if fresh:
+                self._say_left_behind(self._session.known(), None)
             self._session.start()
             self._capturer = Capturer(
                 post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
@@ -115,6 +118,7 @@ class Checkpointer:
                 "maybe_save: the configuration has no interval, and choosing one by itself is not supported yet: set "
                 "interval: {every: STEPS}, or call save"
             )
+        self._line.check_begun(step)
         if not should_save(as_step(step), every_steps=interval.every):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
@@ -201,6 +205,8 @@ class Checkpointer:
             raise ConfigError(
                 f"restore: unreachable must be 'raise' or 'ignore', not {unreachable!r}"
             )
+        step = None if step is None else as_step(step, doing="restore")
+        attempt = None if attempt is None else as_step(attempt, doing="restore", what="attempt")
         known = [t.name for t in self._config.tiers]
         if tier is not None and tier not in known:
             raise ConfigError(f"restore: no tier is named {tier!r}; there are {', '.join(known)}")
@@ -241,8 +247,29 @@ class Checkpointer:
             self._session.listings = self._session.list_now()
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
+        self._say_left_behind(self._session.known(), id)
         ledger = self._session.coordinator.ledger
         self._session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
+
+    def _say_left_behind(
+        self, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None
+    ) -> None:
+        """Say which checkpoints the line that begins here leaves behind: they go once it is as safe."""
+        left = [
+            c
+            for c in known
+            if not (c.abandoned or c.tombstoned or c.pinned)
+            and (from_id is None or c.id.step > from_id.step)
+        ]
+        if left:
+            logger.warning(
+                "run %s: %d checkpoints (%s) are left behind by the line that begins %s; each tier deletes its own "
+                "once the new line has a copy that is as safe. To keep one, pin it now",
+                self._run,
+                len(left),
+                ", ".join(str(c.id) for c in left[-4:]),
+                "anew" if from_id is None else f"at {from_id}",
+            )
 
     def _knows_of_nothing(self) -> bool:
         """Say whether every tier answered and none holds a checkpoint of this run."""
@@ -272,13 +299,16 @@ class Checkpointer:
 
     def _order(self, kind: PersonsOrder, step: int, attempt: int | None) -> None:
         self._check_usable()
+        step = as_step(step, doing=kind)
+        attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._finish_capture()
         id = self._find(kind, step, attempt)
         failed = give(self._session, kind, id)
         for tier, error in failed.items():
             if isinstance(error, StepError):
                 raise error
-            raise TierfallError(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
+            known = type(error) if isinstance(error, TierfallError) else TierfallError
+            raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
 
     def _find(self, kind: PersonsOrder, step: int, attempt: int | None) -> CheckpointId:
         known = self.checkpoints()

@@ -13,10 +13,10 @@ from tierfall.core.records import Attempt, Commit, Line
 from tierfall.core.values import CheckpointId
 
 
-def as_step(step: Any) -> int:
+def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
     """Return a step as a plain integer; whatever is an integer will do (NumPy's too), a bool will not."""
     if isinstance(step, bool) or not hasattr(type(step), "__index__"):
-        raise StepError(f"save: step must be an integer of at least 0, not {step!r}")
+        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {step!r}")
     return operator.index(step)
 
 
@@ -36,16 +36,20 @@ class SavingLine:
         """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
         if step < 0:
             raise StepError(f"save: step must be an integer of at least 0, not {step}")
+        self.check_begun(step)
+        if self._last_step is not None and step <= self._last_step:
+            raise StepError(
+                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
+                "overwritten; to go back, restore(step=...) first"
+            )
+
+    def check_begun(self, step: int) -> None:
+        """Raise StepError unless this start may save at all."""
         if not self.begun:
             raise StepError(
                 f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
                 "this start restored none. Call restore() first to continue, choose another run name, or open with "
                 "fresh=True to leave them behind"
-            )
-        if self._last_step is not None and step <= self._last_step:
-            raise StepError(
-                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
-                "overwritten; to go back, restore(step=...) first"
             )
 
     def next(self, step: int) -> Line:

@@ -61,7 +61,8 @@ _BY_NAME: dict[str, Codec] = {}
 def register_codec(
     type: type, name: str, encode: Callable[[Any], object], decode: Callable[[Any], object]
 ) -> None:
-    """Teach tierfall to save values of exactly ``type``, under ``name``, as what ``encode`` returns.
+    """Teach tierfall to save values of exactly ``type``, under ``name``, as what ``encode`` returns. A name that the
+    type had before is still read.
 
     ``encode`` returns anything that can stand in a state; ``decode`` gets that back and returns the value. Raises
     ConfigError where the type is built in or the name belongs to another type.
@@ -73,9 +74,6 @@ def register_codec(
         raise ConfigError(
             f"register_codec: the name {name!r} belongs to {taken.type.__qualname__}; choose another"
         )
-    known = _BY_TYPE.get(type)
-    if known is not None and known.name != name:
-        del _BY_NAME[known.name]
     _BY_TYPE[type] = _BY_NAME[name] = Codec(type, name, encode, decode)
 
 

@@ -59,6 +59,8 @@ def test_a_trainer_heeds_pin_unpin_and_rm_after_its_next_commit(
         trainer.tell(f"save {step}")
     assert steps_on(disk) == [6, 7]
     assert steps_on(tmp_path / "far") == [2, 6]
+    assert "4@1" not in cli.steps(), "it left the trainer's memory too"
+    assert 4 not in trainer.tell("steps")
     assert "newest" in cli("rm", "7", code=1).err
     trainer.close()
     assert cli.json("verify")["ok"]

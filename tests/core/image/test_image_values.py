@@ -305,8 +305,19 @@ def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
         register_codec(int, "whole", str, int)
     with pytest.raises(ConfigError, match="fraction"):
         register_codec(Point, "fraction", str, int)
-    register_codec(Fraction, "ratio", lambda f: 1, lambda v: v)
-    assert codec.codec_named("fraction") is None
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_was_saved_under_an_older_name_of_a_type_is_still_read() -> None:
+    image, _ = make_image({"f": Fraction(1, 2), "rng": None})
+    register_codec(Fraction, "ratio", lambda f: [f.top, f.bottom], lambda v: Fraction(*v))
+    state: dict[str, Any] = {"f": None, "rng": None}
+    restore(state, image)
+    assert (state["f"].top, state["f"].bottom) == (1, 2)
+    image, _ = make_image({"f": Fraction(3, 4), "rng": None})
+    assert b'"ratio"' in image
+    with pytest.raises(ConfigError, match="belongs to Fraction"):
+        register_codec(Point, "fraction", str, Point)
 
 
 def test_values_may_grow_in_place_and_then_need_a_new_plan() -> None:
