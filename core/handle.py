@@ -189,7 +189,9 @@ class SaveHandle:
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
         if not self._changed.wait_for(ready, timeout):
-            raise TimeoutError(f"step {self.step} is not {what} after {timeout} s")
+            raise TimeoutError(
+                f"step {self.step} is not {what} after {timeout:g} s; it goes on behind: wait again, or for longer"
+            )
 
 
 def _again(error: BaseException | None) -> BaseException:

@@ -218,6 +218,7 @@ def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(
 
     def drop_first(id: CheckpointId, *words: Any) -> Any:
         found = look(id, *words) if when == "files" else None
+        store.remove_mark(id, "pin")
         store.drop(id)
         return found or look(id, *words)
 
