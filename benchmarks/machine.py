@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("tierfall", "torch", "xxhash")
+PACKAGES = ("tierfall", "xxhash")
 
 
 def file_system(folder: Path) -> str:
@@ -44,6 +44,7 @@ def describe(folder: Path, memory: Path, device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
+        "torch": torch.__version__,  # with its build, which the package's version lacks
         **{package: version(package) for package in PACKAGES},
     }
 
