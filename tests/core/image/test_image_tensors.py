@@ -224,6 +224,7 @@ def test_freed_storage_is_refused() -> None:
         describe({"t": tensor})
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # up to torch 2.6
 def test_distributed_tensor_is_not_supported_yet(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
