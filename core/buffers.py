@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 HUGE_PAGE_BYTES = 2 << 20
 # Linux 4.14; the mmap module does not name it.
@@ -22,8 +23,8 @@ class BufferPool:
     def __init__(self, *, bytes: int, count: int) -> None:
         self.bytes = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._left = count
-        self._free: list[memoryview] = []
-        self._changed = threading.Condition()
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._lock = threading.Lock()
 
     @contextmanager
     def take(self, bytes: int) -> Iterator[memoryview]:
@@ -38,23 +39,21 @@ class BufferPool:
         try:
             yield buffer
         finally:
-            with self._changed:
-                self._free.append(buffer)
-                self._changed.notify()
+            self._free.put(buffer)
 
     def _take(self) -> memoryview:
-        with self._changed:
-            while not self._free and not self._left:
-                self._changed.wait()
-            if self._free:
-                return self._free.pop()
-            self._left -= 1
+        with suppress(queue.Empty):
+            return self._free.get_nowait()
+        with self._lock:
+            fresh = self._left > 0
+            self._left -= fresh
+        if not fresh:
+            return self._free.get()
         try:
             return _allocate(self.bytes)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._left += 1
-                self._changed.notify()
             raise
 
 

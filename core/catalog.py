@@ -100,6 +100,7 @@ def _of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
         else replace(
             copy,
             commit=None,
+            marks=frozenset(),
             damage=IntegrityError(
                 f"{tier}: {copy.id} is of another life of this run, and another tier holds a newer one of that name"
             ),

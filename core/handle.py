@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from tierfall.core.bell import Bell
 from tierfall.core.errors import CaptureError, ConfigError, FlushError, TierfallError
 from tierfall.core.values import CheckpointId, SaveOutcome
 
@@ -45,7 +46,8 @@ class SaveHandle:
         self._in_memory = in_memory
         self._clock = clock
         self._began = clock()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._bells: list[Bell] = []
         self._captured = False
         self._failure: BaseException | None = None
         self._outcome = SaveOutcome.PENDING
@@ -55,7 +57,7 @@ class SaveHandle:
         self._waited_s = 0.0
         self._captured_s: float | None = None
         self._durable_s: dict[str, float] = {}
-        self.before_wait: Callable[[], None] | None = None
+        self.before_wait: Callable[[float | None], None] | None = None
 
     # Asking ----------------------------------------------------------------------------------------
 
@@ -75,12 +77,12 @@ class SaveHandle:
     @property
     def outcome(self) -> SaveOutcome:
         """``pending`` until the last tier of this step has it (``saved``), or it was given up."""
-        with self._changed:
+        with self._lock:
             return self._outcome
 
     @property
     def stats(self) -> SaveStats:
-        with self._changed:
+        with self._lock:
             return SaveStats(
                 bytes=self._stats.bytes,
                 lazy=self._stats.lazy,
@@ -91,15 +93,14 @@ class SaveHandle:
 
     def exception(self) -> BaseException | None:
         """Return why this save was given up, or why a tier did not get it; None while all is well."""
-        with self._changed:
+        with self._lock:
             return self._failure or next(iter(self._failed.values()), None)
 
     def captured(self, timeout: float | None = None) -> None:
         """Wait until the image lies sealed in host memory; raises what kept it from it, TimeoutError after ``timeout``
         seconds."""
-        self._prepare_to_wait()
-        with self._changed:
-            self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
+        self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
+        with self._lock:
             if self._failure is not None and not self._captured:
                 raise _again(self._failure)
 
@@ -110,13 +111,12 @@ class SaveHandle:
         TimeoutError after ``timeout`` seconds.
         """
         name = self._resolve(tier)
-        self._prepare_to_wait()
-        with self._changed:
-            self._wait(
-                lambda: name in self._done or self._failure is not None or name in self._failed,
-                timeout,
-                f"committed on {name}",
-            )
+        self._wait(
+            lambda: name in self._done or self._failure is not None or name in self._failed,
+            timeout,
+            f"committed on {name}",
+        )
+        with self._lock:
             if name in self._done:
                 return
             raise _again(self._failed.get(name) or self._failure)
@@ -124,7 +124,7 @@ class SaveHandle:
     def done(self, tier: str | None = None) -> bool:
         """Say whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
         name = self._resolve(tier)
-        with self._changed:
+        with self._lock:
             return name in self._done
 
     def __repr__(self) -> str:
@@ -133,50 +133,62 @@ class SaveHandle:
     # Telling ---------------------------------------------------------------------------------------
 
     def tell_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
-        with self._changed:
+        with self._lock:
             self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
 
     def tell_waited(self, seconds: float) -> None:
         """The training thread waited outside of ``save`` for this capture to end."""
-        with self._changed:
+        with self._lock:
             self._waited_s += seconds
 
     def tell_captured(self) -> None:
-        with self._changed:
+        with self._lock:
             self._captured = True
             self._captured_s = self._clock() - self._began
             self._done.add(self._in_memory)
             if not self._tiers:
                 self._outcome = SaveOutcome.SAVED
-            self._changed.notify_all()
+            self._ring()
 
     def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
         """The image will never be complete: skipped, superseded or failed."""
-        with self._changed:
+        with self._lock:
             self._outcome = outcome
             self._failure = error
-            self._changed.notify_all()
+            self._ring()
 
     def tell_committed(self, tier: str) -> None:
-        with self._changed:
+        with self._lock:
             self._done.add(tier)
             self._failed.pop(tier, None)
             self._durable_s[tier] = self._clock() - self._began
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.SAVED
-            self._changed.notify_all()
+            self._ring()
 
     def tell_tier_failed(self, tier: str, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._failed[tier] = error
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.FAILED
-            self._changed.notify_all()
+            self._ring()
 
-    def _prepare_to_wait(self) -> None:
-        """Where the image waits for the barrier (``capture.verify``), waiting for it is the barrier."""
-        if self.before_wait is not None:
-            self.before_wait()
+    def tell_stopped(self, error: BaseException) -> None:
+        """Nobody goes on with what is still missing; what has failed before stays the reason."""
+        with self._lock:
+            for tier in self._tiers:
+                if tier not in self._done and tier not in self._failed:
+                    self._failed[tier] = error
+            if self._outcome is SaveOutcome.PENDING:
+                self._outcome = SaveOutcome.FAILED
+                if not self._captured:
+                    self._failure = error
+            self._ring()
+
+    def _ring(self) -> None:
+        """Wake everybody who waits; called under the lock."""
+        while self._bells:
+            self._bells.pop().ring()
 
     def _resolve(self, tier: str | None) -> str:
         name = tier or (self._tiers[-1] if self._tiers else self._in_memory)
@@ -188,10 +200,24 @@ class SaveHandle:
         return name
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
-        if not self._changed.wait_for(ready, timeout):
-            raise TimeoutError(
-                f"step {self.step} is not {what} after {timeout:g} s; it goes on behind: wait again, or for longer"
-            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if (
+            self.before_wait is not None
+        ):  # under capture.verify the image waits for its barrier: this is one
+            self.before_wait(timeout)
+        while True:
+            bell = Bell()
+            with self._lock:
+                if ready():
+                    return
+                self._bells.append(bell)
+            if not bell.wait(None if deadline is None else deadline - time.monotonic()):
+                with self._lock:
+                    if ready():
+                        return
+                raise TimeoutError(
+                    f"step {self.step} is not {what} after {timeout:g} s; it goes on behind: wait again, or for longer"
+                )
 
 
 def _again(error: BaseException | None) -> BaseException:

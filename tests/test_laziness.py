@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tierfall
+from tests.steps import wait_until
 from tierfall.core.capture.filling import Filling
 from tierfall.errors import CaptureError
 
@@ -83,12 +84,10 @@ def test_a_lazy_save_returns_before_anything_is_copied_and_holds_the_values_befo
         snapshot = ckpt._capturer._current
         assert snapshot is not None
         assert handle.stats.lazy
-        assert (
-            not snapshot.filling.copied.is_set()
-        )  # the capture thread is held: nothing was copied
+        assert not snapshot.filling.copied  # the capture thread is held: nothing was copied
         assert snapshot.filling.final_chunks == 0
         loop.update()  # helps copying first, and only then changes the weights
-        assert snapshot.filling.copied.is_set()
+        assert snapshot.filling.copied
         assert not torch.equal(loop.weights(), before)
         held.set()
         handle.wait(timeout=60)
@@ -211,7 +210,7 @@ def test_verify_catches_what_version_counters_do_not(
         begun(ckpt, loop)
         handle = ckpt.save(2, loop.state)
         held.set()
-        ckpt._capturer._current.filling.copied.wait(60)  # type: ignore[union-attr]
+        wait_until(lambda: ckpt._capturer._current.filling.copied, "all is copied")  # type: ignore[union-attr]
         loop.model.weight.data.mul_(2)  # after the copy, before the barrier
         loop.update()
         with pytest.raises(CaptureError, match=r"capture\.verify"):

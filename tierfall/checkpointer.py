@@ -66,7 +66,7 @@ class Checkpointer:
             self._capturer = Capturer(
                 post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
             )
-            self._saver = Saver(config, self._session, self._capturer, self._finish_capture)
+            self._saver = Saver(config, self._session, self._capturer)
         except BaseException:
             self._session.abandon()
             raise
@@ -171,24 +171,38 @@ class Checkpointer:
         began = time.monotonic()
         self._check_usable()
         request = self._request(step, attempt, tier, unreachable)
+        if only is None and (fenced := self._session.coordinator.fenced) is not None:
+            raise fenced
         self._finish_capture()
         self._wait_sealed()
-        restored = self._restore(
-            request, lambda header: plan_fill(state, header, only=only, strict=strict)
-        )
-        if restored is None:
-            self._line.begun = True
-            return None
-        try:
-            restored.plan.finish()  # type: ignore[attr-defined]
-        except Exception as error:
-            raise RestoreError(
-                f"restore of {restored.checkpoint.id}: the tensors are in place, but the rest is not: {error}; THE "
-                "STATE IS HALF FILLED: do not train on it"
-            ) from error
-        if only is None:
-            self._continue_from(restored)
+        with self._nothing_dropped():
+            restored = self._restore(
+                request, lambda header: plan_fill(state, header, only=only, strict=strict)
+            )
+            if restored is None:
+                self._line.begun = True
+                return None
+            try:
+                restored.plan.finish()  # type: ignore[attr-defined]
+            except Exception as error:
+                raise RestoreError(
+                    f"restore of {restored.checkpoint.id}: the tensors are in place, but the rest is not: {error}; THE "
+                    "STATE IS HALF FILLED: do not train on it"
+                ) from error
+            if only is None:
+                self._continue_from(restored)
         return telling.restore_report(restored, time.monotonic() - began)
+
+    @contextmanager
+    def _nothing_dropped(self) -> Iterator[None]:
+        """Keep every copy where it is, until what was read is known to be what this run goes on from."""
+        session = self._session
+        dropper = session.coordinator.dropper
+        try:
+            session.ask(lambda: setattr(dropper, "paused", True))
+            yield
+        finally:
+            session.tell(lambda: setattr(dropper, "paused", False))
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""
@@ -216,27 +230,22 @@ class Checkpointer:
 
     def _restore(self, request: Request, make_plan: Callable[[Any], Any]) -> Restored | None:
         session = self._session
-        dropper = session.coordinator.dropper
-        session.ask(lambda: setattr(dropper, "paused", True))
-        try:
-            listings = session.list_now()
-            regions = session.ask(
-                lambda: {
-                    e.id: e.region
-                    for e in session.coordinator.ledger.entries.values()
-                    if e.region is not None and e.region.sealed
-                }
-            )
-            return restore(
-                listings,
-                request,
-                open_image=session.open_image(regions),
-                make_plan=make_plan,
-                shard=SHARD,
-                pool=session.pool,
-            )
-        finally:
-            session.ask(lambda: setattr(dropper, "paused", False))
+        listings = session.list_now()
+        regions = session.ask(
+            lambda: {
+                e.id: e.region
+                for e in session.coordinator.ledger.entries.values()
+                if e.region is not None and e.region.sealed
+            }
+        )
+        return restore(
+            listings,
+            request,
+            open_image=session.open_image(regions),
+            make_plan=make_plan,
+            shard=SHARD,
+            pool=session.pool,
+        )
 
     def _continue_from(self, restored: Restored) -> None:
         """The line goes on from here; what this process saved before belongs to another one."""
@@ -245,6 +254,7 @@ class Checkpointer:
         attempt = self._line.attempt
         if self._line.saved_any:
             self._session.listings = self._session.list_now()
+            self._session.check_newest()
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
         self._say_left_behind(self._session.known(), id)

@@ -8,7 +8,6 @@ does. It takes no attempt, so it can commit nothing. What could not be done is r
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.config import Config
 from tierfall.core import names
+from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.errors import (
     BackendError,
@@ -228,12 +228,12 @@ def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, Ba
 
     What a tier has not done by then goes on behind.
     """
-    done = threading.Event()
+    done = Bell()
     failed: dict[str, BaseException] = {}
 
     def tell(failures: dict[str, BaseException]) -> None:
         failed.update(failures)
-        done.set()
+        done.ring()
 
     order = Order(kind=kind, id=id, wall_time_s=time.time(), answer=tell)
     session.coordinator.post(order)
@@ -241,6 +241,8 @@ def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, Ba
         return failed
     waited = f"{session.config.max_wait_s:g} s (max_wait)"
     late = session.ask(lambda: tuple(order.waiting))
+    if done.rung:  # just now
+        return failed
     if not late:
         why = f"somebody still reads or writes {id} after {waited}; the order is carried out after that"
         return {"tierfall": TierfallError(f"{kind}: {why}")}

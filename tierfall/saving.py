@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierfall import telling
 from tierfall.config import Config, FileTier
+from tierfall.core.bell import Bell
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CapacityError
@@ -39,13 +40,10 @@ class Saver:
         config: Config,
         session: Session,
         capturer: Capturer,
-        finish_capture: Callable[[], None],
     ) -> None:
-        """``finish_capture`` waits until the capture that is under way has read the state."""
         self._config = config
         self._session = session
         self._capturer = capturer
-        self._finish_capture = finish_capture
         self._layout: Layout | None = None
         self.counts = telling.SaveCounts()
 
@@ -72,13 +70,14 @@ class Saver:
             return handle
         try:
             snapshot = self._snapshot(region, place, layout, header, view, handle)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             region.release()
-            raise as_capture_error(place.checkpoint, error) from error
+            failure = as_capture_error(place.checkpoint, error)
+            raise failure from failure.__cause__
         snapshot.metrics, snapshot.tags = metrics, tags
         line.advance(place)
-        self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
         try:
+            self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
             self._capture(snapshot, view, began)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
@@ -164,7 +163,7 @@ class Saver:
     def _ask_for_region(
         self, id: CheckpointId, image_bytes: int, records_bytes: int
     ) -> tuple[HostRegion | None, BaseException | None]:
-        done = threading.Event()
+        done = Bell()
         answer: list[Any] = []
         lock = threading.Lock()
         given_up = False
@@ -174,7 +173,7 @@ class Saver:
                 answer.extend((region, error))
                 if given_up and region is not None:
                     region.release()
-            done.set()
+            done.ring()
 
         self._session.coordinator.post(
             Admission(
@@ -204,15 +203,6 @@ class Saver:
             raise error
         logger.warning("%s", error)
 
-    def _waits_for(self, id: CheckpointId) -> Callable[[], None]:
-        """Make the barrier of that one snapshot, by name: a handle keeps no tensor alive."""
-
-        def wait() -> None:
-            if self._capturer.is_at(id):
-                self._finish_capture()
-
-        return wait
-
     def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
         on_host = all(source.tensor.is_cpu for source in view.tensors)
         reason = self._capturer.why_blocking(
@@ -228,7 +218,8 @@ class Saver:
         self.counts.note(snapshot.handle, lazy=lazy)
         verify = self._config.capture.verify
         if verify and lazy:
-            snapshot.handle.before_wait = self._waits_for(snapshot.id)
+            id, help_capture = snapshot.id, self._capturer.help_capture
+            snapshot.handle.before_wait = lambda timeout: help_capture(id, timeout)
         try:
             self._capturer.begin(snapshot, lazy=lazy, verify=verify, on_host=on_host)
         finally:

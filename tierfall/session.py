@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
 from tierfall.config import Config, FileTier
+from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
@@ -236,6 +236,13 @@ class Session:
                 return attempt
             number += 1
 
+    def check_newest(self) -> None:
+        """Raise FencedError where a tier knows a newer attempt than this process's: it must not come back above it."""
+        assert self.attempt is not None
+        for listing in self.listings:
+            if listing.tier in self.stores and listing.error is None:
+                self.stores[listing.tier].check_fence(self.attempt)
+
     def _take(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
         """Leave the attempt's record on each tier; False where another process has its number.
 
@@ -329,12 +336,12 @@ class Session:
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised."""
-        done = threading.Event()
+        done = Bell()
         answer: list[Any] = []
 
         def tell(value: Any, error: BaseException | None) -> None:
             answer.extend((value, error))
-            done.set()
+            done.ring()
 
         self.coordinator.post(Ask(function=function, answer=tell))
         self.wait(done)
@@ -343,7 +350,11 @@ class Session:
             raise error
         return value  # type: ignore[no-any-return]
 
-    def wait(self, done: threading.Event, timeout: float | None = None) -> bool:
+    def tell(self, function: Callable[[], object]) -> None:
+        """Run a function on the coordinator's thread, and do not wait for it."""
+        self.coordinator.post(Ask(function=function, answer=_ignore))
+
+    def wait(self, done: Bell, timeout: float | None = None) -> bool:
         """Wait for the coordinator, which may have stopped."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not done.wait(
@@ -360,9 +371,12 @@ class Session:
 
     def wait_idle(self, timeout: float | None) -> bool:
         """Wait until nothing is owed that can be had; False after ``timeout`` seconds."""
-        self.workers.idle.clear()
-        self.ask(lambda: None)
-        return self.wait(self.workers.idle, timeout)
+        idle = Bell()
+        self.ask(lambda: self.coordinator.ring_when_idle(idle))
+        try:
+            return self.wait(idle, timeout)
+        finally:
+            self.tell(lambda: self.coordinator.forget(idle))
 
     # Reading -----------------------------------------------------------------------------------------
 
@@ -390,23 +404,31 @@ class Session:
         """Stop all threads, and let go of everything; half-done copies are taken back."""
         if self._closed:
             return
-        stopped = self.workers.stop(
-            lambda: self.coordinator.post(Ask(function=int, answer=_ignore)),
-            self.config.max_wait_s if timeout_s is None else timeout_s,
-        )
+        keep = True
+        try:
+            stopped = self.workers.stop(
+                lambda: self.tell(int),
+                self.config.max_wait_s if timeout_s is None else timeout_s,
+            )
+            if stopped:
+                self._abort_writers()
+            self.coordinator.stop(
+                FlushError(
+                    "the run was closed before this was done; what is sealed lies in host memory, and the next start "
+                    "or 'tierfall drain' finishes it"
+                )
+            )
+            keep = keep_memory
+        finally:
+            self._let_go(keep=keep)
+
+    def _abort_writers(self) -> None:
         for lane in self.coordinator.lanes.values():
-            if stopped and lane.active is not None and lane.active.writer is not None:
+            if lane.active is not None and lane.active.writer is not None:
                 try:
                     lane.active.writer.abort()
                 except BackendError as error:
                     logger.warning("close: tier %s: a leftover stays: %s", lane.tier, error)
-        self.coordinator.stop(
-            FlushError(
-                "the run was closed before this was done; what is sealed lies in host memory, and the next start or "
-                "'tierfall drain' finishes it"
-            )
-        )
-        self._let_go(keep=keep_memory)
 
     def abandon(self) -> None:
         """Undo an opening that failed on the way."""

@@ -111,6 +111,10 @@ class HostTier:
             except TierfallError as error:
                 damaged.append(error)
                 continue
+            except ValueError:
+                if not region.released:  # by another thread, just now
+                    raise
+                continue
             held[image.commit.line.checkpoint] = image
         return held, damaged
 

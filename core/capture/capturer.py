@@ -37,7 +37,7 @@ class Capturer:
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._current: Snapshot | None = None
         self._seal_lock = threading.Lock()
-        self._waiting = threading.Lock()
+        self._waiting = threading.RLock()
         self._said: set[str] = set()
         self.barrier = Barrier(self._at_barrier)
         self._thread = threading.Thread(
@@ -93,10 +93,11 @@ class Capturer:
             if not on_host:
                 while snapshot.filling.copy_next():
                     continue
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             self._current = None
             traceback.clear_frames(error.__traceback__)
-            raise as_capture_error(snapshot.id, error) from error
+            failure = as_capture_error(snapshot.id, error)
+            raise failure from failure.__cause__
         finally:
             self._queue.put(snapshot)
         if not lazy:
@@ -111,8 +112,25 @@ class Capturer:
             self._current = None
         self._queue.put(snapshot)
 
-    def is_at(self, id: CheckpointId) -> bool:
-        """Say whether that snapshot waits for the barrier."""
+    def help_capture(self, id: CheckpointId, timeout: float | None) -> None:
+        """What a thread does that waits on a handle: under ``capture.verify`` waiting for an image is its barrier. One
+        that runs out of time gives nothing up, and what failed is the handle's to tell."""
+        if not self._is_at(id):
+            return
+        bound = self._max_wait_s if timeout is None else timeout
+        deadline = time.monotonic() + bound
+        if not self._waiting.acquire(timeout=max(0.0, bound)):
+            return
+        try:
+            snapshot = self._current
+            if snapshot is not None and snapshot.id == id:
+                self._wait_copied(snapshot, None, deadline)
+        except CaptureError:
+            logger.debug("the capture failed while its handle was waited on", exc_info=True)
+        finally:
+            self._waiting.release()
+
+    def _is_at(self, id: CheckpointId) -> bool:
         snapshot = self._current
         return snapshot is not None and snapshot.id == id
 
@@ -122,11 +140,13 @@ class Capturer:
         Raises what kept the snapshot from being captured.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        # A thread that waits on the handle may be here too, comparing what an update must not change meanwhile.
+        # A thread that waits on the handle may be here too, comparing what an update must not change meanwhile. The
+        # lock's owner may take it twice: an interrupt just after it was taken leaves it taken.
         alone = self._waiting.acquire(timeout=-1 if timeout is None else timeout)
         snapshot = self._current
         try:
             if snapshot is not None and not alone:
+                assert timeout is not None
                 snapshot.filling.fail(_waited_too_long(snapshot, timeout))
             elif snapshot is not None:
                 self._wait_copied(snapshot, timeout, deadline)
@@ -135,21 +155,26 @@ class Capturer:
                 self._waiting.release()
 
     def _wait_copied(
-        self, snapshot: Snapshot, timeout: float | None, deadline: float | None
+        self, snapshot: Snapshot, give_up_after: float | None, deadline: float | None
     ) -> None:
+        """Help copying until ``deadline``; a snapshot that is not copied by then is given up, with ``give_up_after``
+        said as the reason, unless that is None."""
         filling = snapshot.filling
         try:
             while filling.copy_next():
                 continue
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             idle = filling.wait_idle(left)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
             filling.fail(CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}"))
             traceback.clear_frames(error.__traceback__)  # they hold tensors
-            raise as_capture_error(snapshot.id, error) from error
-        if not idle:
-            filling.fail(_waited_too_long(snapshot, timeout))
+            failure = as_capture_error(snapshot.id, error)
+            raise failure from failure.__cause__
+        if not idle and give_up_after is None and filling.failure is None:
+            return
+        if not idle and give_up_after is not None:
+            filling.fail(_waited_too_long(snapshot, give_up_after))
         try:
             if filling.failure is None and not snapshot.verified:
                 self._verify(snapshot)
@@ -159,17 +184,18 @@ class Capturer:
         if idle:
             filling.release_sources()
         if filling.failure is not None:
-            raise as_capture_error(snapshot.id, filling.failure) from filling.failure
+            failure = as_capture_error(snapshot.id, filling.failure)
+            raise failure from failure.__cause__
 
     def _verify(self, snapshot: Snapshot) -> None:
         try:
             snapshot.filling.verify()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             traceback.clear_frames(error.__traceback__)
-            failure = as_capture_error(snapshot.id, error)
-            snapshot.filling.fail(failure, even_if_hashed=True)
+            snapshot.filling.fail(as_capture_error(snapshot.id, error), even_if_hashed=True)
             self._queue.put(snapshot)
-            raise failure from error
+            failure = as_capture_error(snapshot.id, error)
+            raise failure from failure.__cause__
         with self._seal_lock:
             snapshot.verified = True
             ready = snapshot.hashed
@@ -225,7 +251,7 @@ class Capturer:
         filling.run()
         if filling.failure is not None:
             raise filling.failure
-        if not filling.hashed.is_set():
+        if not filling.hashed:
             raise CaptureError(f"save of step {snapshot.id.step}: its image is not complete")
         with self._seal_lock:
             snapshot.hashed = True
@@ -237,7 +263,7 @@ class Capturer:
         self._post(CaptureSealed(id=snapshot.id))
 
 
-def _waited_too_long(snapshot: Snapshot, timeout: float | None) -> CaptureError:
+def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:
     return CaptureError(
         f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to end; the "
         "snapshot is given up and training goes on"
@@ -245,12 +271,17 @@ def _waited_too_long(snapshot: Snapshot, timeout: float | None) -> CaptureError:
 
 
 def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
-    """Say what failed as a save's own error, but for what stops the whole program."""
+    """Say what failed as a save's own error, caused by it, but for what stops the whole program."""
     if not isinstance(error, Exception):
         return error
-    if isinstance(error, CaptureError):
-        return CaptureError(str(error))
-    return CaptureError(f"save of step {id.step}: the capture failed: {error!r}")
+    said = (
+        str(error)
+        if isinstance(error, CaptureError)
+        else f"save of step {id.step}: the capture failed: {error!r}"
+    )
+    failure = CaptureError(said)
+    failure.__cause__ = error
+    return failure
 
 
 def seal(snapshot: Snapshot) -> None:

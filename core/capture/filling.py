@@ -9,6 +9,7 @@ tensors and bytes; it knows no tiers, no steps and no optimizers.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from tierfall.core.bell import Bell
 from tierfall.core.errors import CaptureError
 from tierfall.core.image import Layout, SourceTensor, as_bytes, copy_whole
 from tierfall.core.records import DIGEST_PREFIX, chunk_count, chunk_range
@@ -23,6 +25,7 @@ from tierfall.core.values import Changes
 
 SEGMENT_BYTES = 16 << 20
 BATCH_BYTES = 1 << 20
+LOOK_AGAIN_S = 0.2
 _NO_VERSION = -1
 
 
@@ -42,8 +45,8 @@ class _Piece:
 
 
 class Filling:
-    """One image on its way into memory. ``copied`` is set when every source was read; ``final_chunks`` is the
-    watermark; ``digests`` are complete when ``hashed`` is set."""
+    """One image on its way into memory. ``copied``: every source was read; ``final_chunks`` is the watermark;
+    ``digests`` are complete when ``hashed``."""
 
     def __init__(
         self,
@@ -67,8 +70,8 @@ class Filling:
         self._bytes: list[torch.Tensor | None] = []
         self._segments: deque[list[_Piece]] = deque()
         self._lock = threading.Lock()
-        self._in_copy = 0
-        self._idle = threading.Condition(self._lock)
+        self._copying: set[int] = set()
+        self._bells: list[Bell] = []
         count = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
         self.digests: list[str] = [""] * count
         self.final_chunks = 0
@@ -79,8 +82,8 @@ class Filling:
         self._ready: set[int] = {0}
         self._hashed: set[int] = set()
         self.failure: BaseException | None = None
-        self.copied = threading.Event()
-        self.hashed = threading.Event()
+        self.copied = False
+        self.hashed = False
         memory[: len(header)] = header
         self._plan()
 
@@ -115,7 +118,7 @@ class Filling:
         if batch:
             self._segments.append(batch)
         if not self._segments:
-            self.copied.set()
+            self.copied = True
 
     def _cut(self, number: int, start: int, end: int, *, whole: bool) -> list[_Piece]:
         """Cut a tensor's range where chunks end, so that a chunk can be final before the tensor is."""
@@ -133,37 +136,50 @@ class Filling:
 
     def copy_next(self) -> bool:
         """Claim the next segment and copy it; False when none is left to claim. Raises what the copy raised."""
-        with self._lock:
-            if self.failure is not None or not self._segments:
-                return False
-            segment = self._segments.popleft()
-            self._in_copy += 1
+        me = threading.get_ident()
         try:
+            with self._lock:
+                if self.failure is not None or not self._segments:
+                    return False
+                self._copying.add(me)
+                segment = self._segments.popleft()
             self._copy(segment)
+            return True
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
             self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
             raise
         finally:
-            with self._lock:
-                self._in_copy -= 1
-                if self._in_copy == 0:
-                    if not self._segments and self.failure is None:
-                        self.copied.set()
-                    self._idle.notify_all()
-        return True
+            self._leave(me)
+
+    def _leave(self, thread: int) -> None:
+        """Note that a thread is out of its copy: first of all, and without a lock, lest an interrupt comes between."""
+        self._copying.discard(thread)
+        with self._lock:
+            if not self._copying:
+                self.copied = self.copied or not (self._segments or self.failure)
+                while self._bells:
+                    self._bells.pop().ring()
 
     def fail(self, error: BaseException, *, even_if_hashed: bool = False) -> None:
         """Give the image up: no further segment is claimed, and nothing of it counts; one that is whole stays good."""
         with self._lock:
-            if self.failure is None and (even_if_hashed or not self.hashed.is_set()):
+            if self.failure is None and (even_if_hashed or not self.hashed):
                 self.failure = error
             self._segments.clear()
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until no thread is inside a copy, so that the memory may be given away or the sources changed."""
-        with self._lock:
-            return self._idle.wait_for(lambda: self._in_copy == 0, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._copying:
+            bell = Bell()
+            self._bells.append(bell)
+            left = LOOK_AGAIN_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if self._copying:
+                bell.wait(min(left, LOOK_AGAIN_S))
+        return True
 
     def _copy(self, pieces: list[_Piece]) -> None:
         targets, sources = [], []
@@ -227,7 +243,7 @@ class Filling:
                 self.final_chunks += 1
             after = self.final_chunks
         if after == self.chunk_count:
-            self.hashed.set()
+            self.hashed = True
         if after > before:
             self._on_progress(after)
         return True

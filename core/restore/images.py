@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,10 +79,19 @@ class RegionImage:
         return True
 
     def manifest_bytes(self) -> bytes:
-        return self.region.manifest()
+        with self._still_there():
+            return self.region.manifest()
 
     def read(self, start: int, end: int, buffer: memoryview) -> memoryview:
-        return self.region.image[start:end]
+        with self._still_there():
+            return self.region.image[start:end]
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:  # it was released: another copy, if there is one, is to be read
+            raise IntegrityError(f"{self.tier}: the image left memory: {error}") from error
 
 
 def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:

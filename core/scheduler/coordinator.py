@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierfall.core import names
+from tierfall.core.bell import Bell
 from tierfall.core.errors import (
     BackendError,
     CapacityError,
@@ -104,6 +105,7 @@ class Coordinator:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._tasks_out = 0
+        self._idle_bells: list[Bell] = []
         self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
         self.lanes = {
@@ -152,13 +154,14 @@ class Coordinator:
 
     def stop(self, error: BaseException) -> None:
         """No event is taken any more: whoever waits for something is told ``error``."""
-        self.stopped = error
+        if self.stopped is None:
+            self.stopped = error
         for entry in self.ledger.entries.values():
-            entry.give_up(tuple(entry.owed), error)
-            if entry.snapshot is not None:
-                entry.snapshot.handle.tell_given_up(SaveOutcome.FAILED, error)
-        self._orders.answer_all(error)
-        self._admissions.answer_all(error)
+            if entry.handle is not None and (entry.owed or entry.snapshot is not None):
+                entry.handle.tell_stopped(self.stopped)
+            entry.owed.clear()
+        self._orders.answer_all(self.stopped)
+        self._admissions.answer_all(self.stopped)
         self._refuse_arrived()
 
     def _refuse_arrived(self) -> None:
@@ -166,9 +169,12 @@ class Coordinator:
         assert self.stopped is not None
         while True:
             try:
-                event = self._events.popleft() if self._events else self._arrived.get_nowait()
-            except queue.Empty:
-                return
+                event = self._events.popleft()
+            except IndexError:
+                try:
+                    event = self._arrived.get_nowait()
+                except queue.Empty:
+                    return
             match event:
                 case CaptureBegun():
                     event.snapshot.handle.tell_given_up(SaveOutcome.FAILED, self.stopped)
@@ -235,7 +241,7 @@ class Coordinator:
         while self._events:
             self._take(self._events.popleft(), now_s)
         for _ in range(2):  # what one of them changes may be what another has waited for
-            self._orders.carry_out()
+            self._orders.carry_out(now_s)
             for lane in self.lanes.values():
                 self._drive(lane, now_s)
             self._admissions.admit(now_s, self.fenced)
@@ -243,7 +249,18 @@ class Coordinator:
             self.dropper.retry(now_s)
             self._collect_unfinished()
             self.dropper.dispatch_surveys()
+        if self._idle_bells and not self.busy():
+            while self._idle_bells:
+                self._idle_bells.pop().ring()
         return self._next_s(now_s)
+
+    def ring_when_idle(self, bell: Bell) -> None:
+        """Ring once nothing is under way, and nothing is owed that can be had."""
+        self._idle_bells.append(bell)
+
+    def forget(self, bell: Bell) -> None:
+        if bell in self._idle_bells:
+            self._idle_bells.remove(bell)
 
     # Events ----------------------------------------------------------------------------------------
 
@@ -286,6 +303,8 @@ class Coordinator:
         self.ledger.entries[entry.id] = entry
         if self.fenced is not None:
             entry.give_up(tuple(entry.owed), self.fenced)
+        for tier in entry.owed & self.ledger.failing.keys():
+            self._tell_failing(entry, tier)
 
     def _sealed(self, id: CheckpointId) -> None:
         entry = self.ledger.entries[id]
@@ -355,7 +374,11 @@ class Coordinator:
             entry = lane.active.entry
             # a save waits for room: read from storage what lies there too, so that memory becomes free
             lane.spare_memory = self._admissions.busy()
-            lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
+            lane.advance(
+                self._marks_of(entry),
+                name_latest=self._is_newest(lane.tier, entry),
+                hold=entry.id in self.dropper.reserved,
+            )
             transfer = lane.aborted()
             if transfer is None:
                 return
@@ -396,9 +419,11 @@ class Coordinator:
             self.ledger.view(), lane.tier, need_bytes=need, free_bytes=free
         )
         if plan.drops and (lane.full or plan.missing_bytes == 0):
-            lane.full = False
-            for decision in plan.drops:
-                self.dropper.drop(lane.tier, decision.checkpoint, decision.reason)
+            leaving = [self.dropper.drop(lane.tier, d.checkpoint, d.reason) for d in plan.drops]
+            if any(leaving):
+                lane.full = False
+            else:  # a person's order about them is being carried out: that makes the room
+                lane.not_before_s = now_s + LONGEST_RETRY_S
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
         return False
@@ -406,26 +431,38 @@ class Coordinator:
     def _room_is_missing(
         self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
     ) -> None:
-        if lane.full:  # others share the disk: look again later, whoever frees it
-            lane.full = False
-            lane.not_before_s = now_s + LONGEST_RETRY_S
-        if lane.tier in self.ledger.failing:
-            return
-        self.ledger.failing.add(lane.tier)
-        self._report(
-            entry,
-            lane.tier,
+        found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
+        lane.full = False
+        lane.not_before_s = now_s + LONGEST_RETRY_S  # others share the disk, and leave marks there
+        self.dropper.survey(lane.tier)
+        self._is_failing(
+            lane,
             CapacityError(
-                f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, there is room for "
-                f"{format_size(free)}, and nothing more may be dropped there; it is tried again when room is made. "
+                f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
+                f"dropped there; it is tried again when room is made, and every {LONGEST_RETRY_S:g} s. "
                 "Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the disk"
             ),
         )
 
+    def _is_failing(self, lane: Lane, error: BaseException) -> None:
+        """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
+        if lane.tier in self.ledger.failing:
+            return
+        self.ledger.failing[lane.tier] = error
+        self.errors.append(error)
+        logger.error("%s", error)
+        for entry in self.ledger.entries.values():
+            if lane.tier in entry.owed:
+                self._tell_failing(entry, lane.tier)
+
+    def _tell_failing(self, entry: Entry, tier: str) -> None:
+        if entry.handle is not None:
+            entry.handle.tell_tier_failed(tier, self.ledger.failing[tier])
+
     def _room_was_made(self, lane: Lane, now_s: float) -> None:
         lane.full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
-        self.ledger.failing.discard(lane.tier)
+        self.ledger.failing.pop(lane.tier, None)
 
     def _committed(self, lane: Lane, id: CheckpointId) -> None:
         entry = self.ledger.entries[id]
@@ -435,7 +472,7 @@ class Coordinator:
         entry.owed.discard(lane.tier)
         self.ledger.unfinished.pop((lane.tier, id), None)
         lane.succeeded(entry)
-        self.ledger.failing.discard(lane.tier)
+        self.ledger.failing.pop(lane.tier, None)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
         self.dropper.survey(lane.tier)
         if entry.handle is not None:
@@ -465,8 +502,7 @@ class Coordinator:
         )  # fmt: skip
         lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
         if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
-            self.ledger.failing.add(lane.tier)
-            self._report(entry, lane.tier, _flush_error(entry, lane.tier, error))
+            self._is_failing(lane, _flush_error(entry, lane.tier, error))
 
     def _report(self, entry: Entry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
@@ -508,7 +544,7 @@ class Coordinator:
         if self._tasks_out or self._orders.busy() or self._admissions.busy() or self.dropper.busy():
             return True
         return not self._tending and any(
-            e.snapshot is not None or (e.owed - self.ledger.failing)
+            e.snapshot is not None or (e.owed - self.ledger.failing.keys())
             for e in self.ledger.entries.values()
         )
 
@@ -527,8 +563,8 @@ class Coordinator:
             for lane in self.lanes.values()
             if lane.active is None and lane.not_before_s > now_s
         ]
-        retry_s = self.dropper.next_s()
-        return min([*waits, *([] if retry_s is None else [retry_s])], default=None)
+        retries = (self.dropper.next_s(), self._orders.next_s())
+        return min([*waits, *(when for when in retries if when is not None)], default=None)
 
 
 def _why_it_stays(task: DropCopy, outcome: Outcome) -> BaseException | None:

@@ -35,7 +35,7 @@ class Dropper:
         self._ledger = ledger
         self._plan_retention = plan_retention
         self._dispatch = dispatch
-        self.delete: Callable[[CheckpointId], bool] = _nobody
+        self.delete: Callable[[CheckpointId], None] = lambda id: None
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
@@ -160,13 +160,14 @@ class Dropper:
             and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
         ]
 
-    def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> None:
-        """Let a committed copy go, unless a person's order about it, not this one, is being carried out."""
+    def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> bool:
+        """Let a committed copy go; False where a person's order about it, not this one, is being carried out."""
         if not ordered and (self._cancelled or id in self.reserved | self.awaited):
-            return
+            return False
         entry = self._ledger.entries[id]
-        if not ordered and entry.tombstoned and self.delete(id):
-            return  # a tombstone is for all copies: it goes with the last
+        if not ordered and entry.tombstoned:
+            self.delete(id)  # a tombstone is for all copies: it goes with the last
+            return False
         entry.set_state(tier, CopyState.LEAVING)
         self._leave(
             DropCopy(
@@ -177,6 +178,7 @@ class Dropper:
                 next_latest=self._newest_left(tier, without=id),
             )
         )
+        return True
 
     def collect(self, tier: str, id: CheckpointId, reason: str) -> None:
         """Remove what is left of a copy that was never committed."""
@@ -237,8 +239,3 @@ class Dropper:
             ),
             default=None,
         )
-
-
-def _nobody(id: CheckpointId) -> bool:
-    """Nobody carries out what a tombstone asks for: retention does, tier by tier."""
-    return False

@@ -102,7 +102,7 @@ class Ledger:
         self.host = host
         self.entries: dict[CheckpointId, Entry] = {}
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
-        self.failing: set[str] = set()
+        self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
         self.attempt: int | None = None
 

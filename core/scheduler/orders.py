@@ -22,6 +22,7 @@ from tierfall.core.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 UNPIN_MARK = "unpin"
+RETRY_S = 30.0
 
 
 class Orders:
@@ -42,21 +43,19 @@ class Orders:
         self._free_region = free_region
         self._dispatch = dispatch
         self._open: list[Order] = []
-        self._finished: set[CheckpointId] = set()
+        self._again: dict[CheckpointId, float] = {}
+        self._deleted: set[CheckpointId] = set()
 
     def give(self, order: Order) -> None:
         self._open.append(order)
         if order.kind is PersonsOrder.DELETE:
             self._dropper.awaited.add(order.id)
+            self._again.pop(order.id, None)
 
-    def finish_deletion(self, id: CheckpointId) -> bool:
-        """Carry out a tombstone that was found; False where that was tried before, and is retention's by now."""
-        if id in self._finished:
-            return False
-        self._finished.add(id)
+    def finish_deletion(self, id: CheckpointId) -> None:
+        """Carry out a tombstone that was found, or what is left of a deletion."""
         logger.info("%s was deleted by a person: it leaves every tier", id)
         self.give(Order(kind=PersonsOrder.DELETE, id=id, wall_time_s=0.0, answer=_say_failed(id)))
-        return True
 
     def answer_all(self, error: BaseException) -> None:
         """Nothing more is carried out."""
@@ -67,38 +66,48 @@ class Orders:
     def busy(self) -> bool:
         return bool(self._open)
 
-    def carry_out(self) -> None:
+    def next_s(self) -> float | None:
+        return min(self._again.values(), default=None)
+
+    def carry_out(self, now_s: float) -> None:
         """Begin what can begin, and answer what is done."""
+        for id in [id for id, when in self._again.items() if now_s >= when]:
+            self.finish_deletion(id)
         for order in list(self._open):
             if not order.begun:
                 self._try_to_begin(order)
-            if order.begun and not order.waiting:
-                self._open.remove(order)
-                if order.reserving:
-                    self._dropper.reserved.discard(order.id)
-                if not any(o.id == order.id and o.kind is PersonsOrder.DELETE for o in self._open):
-                    self._dropper.awaited.discard(order.id)
-                if order.kind is PersonsOrder.DELETE:
-                    self._leave_the_rest_to_retention(order)
-                order.answer(order.failed)
+            if order.dropping and not order.waiting and not self._dropper.paused:
+                self._drop_all(order)
+            if order.begun and not order.waiting and not order.dropping:
+                self._end(order, now_s)
 
-    def _leave_the_rest_to_retention(self, order: Order) -> None:
-        for lane in self._lanes:
-            if lane.tier in order.failed:
-                self._dropper.survey(lane.tier)
+    def _end(self, order: Order, now_s: float) -> None:
+        self._open.remove(order)
+        if order.reserving:
+            self._dropper.reserved.discard(order.id)
+        if order.kind is PersonsOrder.DELETE:
+            if order.reserving and order.unmarked:
+                self._again[order.id] = now_s + RETRY_S  # it stays awaited until then
+            elif not any(o.id == order.id and o.kind is order.kind for o in self._open):
+                self._dropper.awaited.discard(order.id)
+            if order.reserving:
+                self._deleted.add(order.id)
+        order.answer(order.failed)
 
     def _try_to_begin(self, order: Order) -> None:
         entry = self._ledger.entries.get(order.id)
-        if entry is None:
-            order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
-        elif order.id in self._dropper.reserved:
+        if order.id in self._dropper.reserved:
             return  # one order about a checkpoint after the other
+        if entry is None:
+            if order.kind is not PersonsOrder.DELETE or order.id not in self._deleted:
+                order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
         elif order.kind is PersonsOrder.PIN and entry.tombstoned:
             order.failed["tierfall"] = StepError(f"pin: {entry.id} was deleted by a person")
         elif order.kind is PersonsOrder.DELETE and entry.pinned:
             order.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
         elif self._is_settling(entry) or (
-            order.kind is PersonsOrder.DELETE and not self._is_quiet(entry)
+            order.kind is PersonsOrder.DELETE
+            and (self._dropper.paused or not self._is_quiet(entry))
         ):
             return
         elif order.kind is PersonsOrder.PIN and not (self._ledger.whole(entry) or entry.damage):
@@ -136,19 +145,34 @@ class Orders:
             entry.deleted = True  # however many tiers take the tombstone
         else:
             self._note_in_memory(order, entry)
-        held = [
-            lane.tier
-            for lane in self._lanes
-            if entry.state(lane.tier) is CopyState.COMMITTED or lane.tier in entry.damage
-        ]
+        held = self._held(entry)
         order.waiting = set(held)
         for tier in held:
             if not removing:
                 entry.set_mark(tier, name, there=True)
             self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
-        if order.kind is PersonsOrder.DELETE:
-            order.waiting.update(self._dropper.retry_now(entry.id))
-            self._free_region(entry)
+        order.dropping = order.kind is PersonsOrder.DELETE
+
+    def _drop_all(self, order: Order) -> None:
+        """Every copy bears its tombstone: let them go. Where one does not, all stay, to be tried again: the mark is for
+        all of them, and must not go with the first."""
+        order.dropping = False
+        entry = self._ledger.entries.get(order.id)
+        if order.unmarked or entry is None:
+            return
+        held = self._held(entry)
+        order.waiting = {*held, *self._dropper.retry_now(entry.id)}
+        for tier in held:
+            self._dropper.drop(tier, entry.id, "deleted by a person", ordered=True)
+        self._free_region(entry)
+
+    def _held(self, entry: Entry) -> list[str]:
+        """Name the stored tiers that have a commit record of it, a damaged one too."""
+        return [
+            lane.tier
+            for lane in self._lanes
+            if entry.state(lane.tier) is CopyState.COMMITTED or lane.tier in entry.damage
+        ]
 
     def _note_in_memory(self, order: Order, entry: Entry) -> None:
         """Mark the image in memory, unless it is as it should be: its marks are appended, and their room is bounded."""
@@ -171,9 +195,9 @@ class Orders:
         entry = self._ledger.entries.get(task.mark.checkpoint)
         if task.remove and outcome.error is None and entry is not None:
             entry.set_mark(task.tier, task.mark.name, there=False)
-        if outcome.error is None and task.mark.name == names.TOMBSTONE_MARK:
-            self._dropper.drop(task.tier, task.mark.checkpoint, "deleted by a person", ordered=True)
-            return
+        if outcome.error is not None and task.mark.name == names.TOMBSTONE_MARK:
+            for order in self._open:
+                order.unmarked |= order.id == task.mark.checkpoint and order.reserving
         self.done(task.tier, task.mark.checkpoint, outcome.error)
 
     def done(self, tier: str, id: CheckpointId, error: BaseException | None) -> None:
@@ -186,7 +210,7 @@ class Orders:
 
 
 def _say_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], None]:
-    """Nobody waits for this answer; what could not be done is retention's from now on."""
+    """Nobody waits for this answer; what could not be done is tried again."""
 
     def say(failed: Mapping[str, BaseException]) -> None:
         for tier, error in failed.items():

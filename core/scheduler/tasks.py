@@ -179,6 +179,8 @@ class Order:
     answer: Callable[[dict[str, BaseException]], None]
     begun: bool = False
     reserving: bool = False
+    dropping: bool = False
+    unmarked: bool = False
     waiting: set[str] = field(default_factory=set)
     failed: dict[str, BaseException] = field(default_factory=dict)
 

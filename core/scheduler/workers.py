@@ -231,7 +231,6 @@ class Workers:
         self._coordinator: Coordinator | None = None
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
-        self.idle = threading.Event()
 
     @property
     def running(self) -> bool:
@@ -253,8 +252,8 @@ class Workers:
         thread = threading.Thread(
             target=target, args=args, name=f"tierfall-{self._name}-{name}", daemon=True
         )
-        self._running.append(thread)
         thread.start()
+        self._running.append(thread)
 
     def _work(self, tier: str) -> None:
         assert self._coordinator is not None
@@ -267,10 +266,6 @@ class Workers:
         try:
             while not self._stopping.is_set():
                 next_s = self._coordinator.step(time.monotonic())
-                if self._coordinator.busy():
-                    self.idle.clear()
-                else:
-                    self.idle.set()
                 if self._stopping.is_set():
                     return
                 self._coordinator.wait_for_event(

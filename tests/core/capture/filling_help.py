@@ -82,8 +82,8 @@ def check(made: Made, image: bytes) -> None:
     """The image is whole and right, each digest is its chunk's, and no watermark ever ran ahead or back."""
     filling = made.filling
     assert filling.failure is None
-    assert filling.copied.is_set()
-    assert filling.hashed.is_set()
+    assert filling.copied
+    assert filling.hashed
     assert bytes(made.memory) == image
     count = 1 + -(-(len(image) - made.layout.data_start) // made.chunk_bytes)
     assert filling.chunk_count == count == filling.final_chunks

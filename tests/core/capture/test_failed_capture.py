@@ -428,7 +428,7 @@ def test_waiting_for_an_older_save_is_no_barrier_of_a_newer_one(
         second.wait(timeout=PATIENCE_S)
         assert ckpt._capturer._current is filling
         assert filling is not None
-        assert not filling.filling.copied.is_set()
+        assert not filling.filling.copied
         held.free.set()
 
 

@@ -193,7 +193,7 @@ def test_wait_idle_waits_for_a_copy_that_another_thread_is_in(
     thread.start()
     assert inside.wait(PATIENCE_S)
     assert not filling.wait_idle(0)
-    assert not filling.copied.is_set()
+    assert not filling.copied
     go_on.set()
     assert filling.wait_idle(PATIENCE_S)
     thread.join(PATIENCE_S)
@@ -223,8 +223,8 @@ def test_a_copy_that_fails_ends_the_image_for_every_thread(monkeypatch: pytest.M
     assert not filling.hash_ready()
     assert filling.wait_idle(0)
     filling.run()
-    assert not filling.hashed.is_set()
-    assert not filling.copied.is_set()
+    assert not filling.hashed
+    assert not filling.copied
 
 
 def test_given_up_from_outside_nothing_more_is_copied() -> None:
@@ -234,7 +234,7 @@ def test_given_up_from_outside_nothing_more_is_copied() -> None:
     made.filling.fail(CaptureError("later"))
     assert made.filling.failure is first
     made.filling.run()
-    assert not made.filling.hashed.is_set()
+    assert not made.filling.hashed
     assert made.memory[-1] == JUNK
 
 

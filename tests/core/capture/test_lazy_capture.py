@@ -47,11 +47,11 @@ def test_save_returns_with_nothing_copied_and_the_step_waits_for_the_values_befo
         assert held.arrived.wait(PATIENCE_S)
         filling = held.fillings[-1]
         assert filling.final_chunks == 0
-        assert not filling.copied.is_set()
+        assert not filling.copied
         trainer.backward()  # needs no capture
-        assert not filling.copied.is_set()
+        assert not filling.copied
         trainer.optimizer.step()  # helps: the capture thread stands still
-        assert filling.copied.is_set()
+        assert filling.copied
         assert not handle.done("host")
         after = trainer.now()
         held.free.set()
@@ -190,7 +190,7 @@ def test_accumulated_gradients_need_no_barrier_between_their_backwards(
         for _ in range(3):
             trainer.backward()
         assert ckpt._capturer._current is not None
-        assert not ckpt._capturer._current.filling.copied.is_set()
+        assert not ckpt._capturer._current.filling.copied
         trainer.optimizer.step()
         held.free.set()
         handle.wait(timeout=PATIENCE_S)

@@ -295,15 +295,14 @@ def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> 
     assert [c.id.step for c in world._memory_listing().copies] == [2]
 
 
-def test_a_tombstone_that_cannot_be_spread_is_retention_s_and_never_spins() -> None:
+def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> None:
+    """It must not go with the first copy: a crash before the last would bring the checkpoint back."""
     marking = Fault(
-        kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*tombstone*", times=None
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*tombstone*", times=2
     )
-    worlds: list[Faulty] = []
 
     def wrap(name: str, inner: Backend) -> Backend:
-        worlds.append(Faulty(inner, seed=0, plan=[marking]))
-        return worlds[-1] if name == "store" else inner
+        return Faulty(inner, seed=0, plan=[marking]) if name == "store" else inner
 
     world = World([file_rules("nvme"), file_rules("store")], wrap=wrap)
     for step in (1, 2):
@@ -312,11 +311,15 @@ def test_a_tombstone_that_cannot_be_spread_is_retention_s_and_never_spins() -> N
     leave_tombstone(world, "nvme")
     world.coordinator.dropper.survey_all()
     rounds = 0
+    world.step()
     while world.run_one():
         rounds += 1
         assert rounds < 100, "the scheduler goes round and round"
+    assert world.steps_on("nvme") == world.steps_on("store") == [1, 2]
+    assert not world.coordinator.busy()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    assert world.now_s == 60.0
 
 
 # Marks in memory, and drops that had failed ----------------------------------------------------------
