@@ -105,9 +105,10 @@ class Capturer:
 
     def give_up(self, snapshot: Snapshot, error: BaseException) -> None:
         """A save ended in an error after its snapshot was announced: unless it is whole by now, it never will be."""
-        snapshot.filling.fail(
-            as_capture_error(snapshot.id, error), even_if_hashed=not snapshot.verified
-        )
+        failure = as_capture_error(snapshot.id, error)
+        if failure is error:
+            failure = _interrupted(snapshot, error)
+        snapshot.filling.fail(failure, even_if_hashed=not snapshot.verified)
         if self._current is snapshot:
             self._current = None
         self._queue.put(snapshot)
@@ -167,7 +168,7 @@ class Capturer:
             idle = filling.wait_idle(left)
         except BaseException as error:  # noqa: BLE001 - raised again below
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
-            filling.fail(CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}"))
+            filling.fail(_interrupted(snapshot, error))
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure = as_capture_error(snapshot.id, error)
             raise failure from failure.__cause__
@@ -268,6 +269,10 @@ def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:
         f"save of step {snapshot.id.step}: the barrier waited {timeout:g} s (max_wait) for the capture to end; the "
         "snapshot is given up and training goes on"
     )
+
+
+def _interrupted(snapshot: Snapshot, error: BaseException) -> CaptureError:
+    return CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}")
 
 
 def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:

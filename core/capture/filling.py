@@ -150,11 +150,12 @@ class Filling:
             self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
             raise
         finally:
-            self._leave(me)
+            self._copying.discard(
+                me
+            )  # no call of Python's: an interrupt could come before its first line
+            self._left_copy()
 
-    def _leave(self, thread: int) -> None:
-        """Note that a thread is out of its copy: first of all, and without a lock, lest an interrupt comes between."""
-        self._copying.discard(thread)
+    def _left_copy(self) -> None:
         with self._lock:
             if not self._copying:
                 self.copied = self.copied or not (self._segments or self.failure)
