@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix import PosixBackend
 from tierfall.core.capture.capturer import Capturer
+from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import (
     AccessDeniedError,
     FlushError,
@@ -302,3 +305,117 @@ def test_an_opening_that_fails_late_leaves_nothing_open(
     assert {t.name for t in threading.enumerate()} <= before
     with tierfall.open(config) as ckpt:  # the lock is free, and all is well
         ckpt.save(1, state_of(1), block=True)
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_open(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("tierfall-run-disk-1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            tierfall.open(make_config())
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+
+
+# Closing ---------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_threads_end_leaves_the_run_free(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = tierfall.open(make_config())
+    ckpt.save(1, state_of(1), block=True)
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("tierfall-run-disk"):
+            monkeypatch.setattr(threading.Thread, "join", join)
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    with tierfall.open(make_config()) as ckpt:
+        assert ckpt.restore(blank()) is not None
+    assert steps_on(tmp_path / "disk") == [1]
+
+
+def test_closing_leaves_the_reason_of_a_failure_as_it_was(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tier: StoredTier, *words: Any) -> None:
+        raise AccessDeniedError("not for you")
+
+    monkeypatch.setattr(StoredTier, "create_shard", refuse)
+    ckpt = tierfall.open(make_config(max_wait="5s"))
+    handle = ckpt.save(1, state_of(1))
+    with pytest.raises(FlushError, match="not for you") as before:
+        handle.wait(timeout=PATIENCE_S)
+    ckpt.close()
+    with pytest.raises(FlushError, match="not for you") as after:
+        handle.wait(timeout=0)
+    for caught in (before, after):
+        cause = caught.value.__cause__
+        assert cause is not None
+        assert isinstance(cause.__cause__, AccessDeniedError)
+
+
+def test_an_interrupt_is_not_its_own_cause(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*words: Any) -> None:
+        raise KeyboardInterrupt
+
+    with tierfall.open(make_config()) as ckpt:
+        for name in ("_copy", "copy_next"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Filling, name, interrupted)
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    ckpt.save(1 if name == "_copy" else 2, state_of(1))
+                assert caught.value.__cause__ is None
+
+
+def test_who_asks_for_a_short_while_waits_no_longer_and_gives_nothing_up(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under verify a wait on the handle helps the capture to its end: for as long as the asker has."""
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model.weight.grad = torch.ones_like(model.weight)
+        model.bias.grad = torch.ones_like(model.bias)
+        optimizer.step()
+
+    busy = threading.Event()
+    asked: list[float] = []
+
+    def ask() -> None:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            handle.captured(timeout=0.1)
+        asked.append(time.monotonic() - began)
+        busy.set()
+
+    config = {**make_config(max_wait="15s"), "capture": {"verify": True}}
+    with tierfall.open(config) as ckpt:
+        step()
+        ckpt.save(1, {"model": model}, block=True)
+        step()
+        handle = ckpt.save(2, {"model": model})
+        with ckpt._capturer._waiting:  # the training thread is at its barrier, and takes long
+            asker = threading.Thread(target=ask)
+            asker.start()
+            assert busy.wait(PATIENCE_S)
+        asker.join()
+        assert asked[0] < 10
+        handle.wait(timeout=PATIENCE_S)

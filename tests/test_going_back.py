@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, files_below, state_of, step_in, steps_on
+from tests.steps import blank, files_below, state_of, step_in, steps_on, wait_until
 from tierfall.core.errors import FencedError, StepError
+from tierfall.session import Session
+from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -215,3 +219,63 @@ def test_what_a_zombie_left_in_memory_is_not_believed(
         assert report is not None
         assert (report.step, report.attempt, step_in(state)) == (2, 2, 2)
     assert steps_on(tmp_path / "disk") == [1, 2]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_zombie_that_restores_does_not_come_back_above_the_living(
+    make_config: MakeConfig, tmp_path: Path, told: bool
+) -> None:
+    """Whether it has seen the newer attempt yet or not, it must not take a number above it."""
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    zombie = tierfall.open(make_config())
+    zombie.save(1, state_of(1), block=True)
+    with tierfall.open(make_config(host={"folder": str(other)}, run="run")) as living:
+        living.restore(blank())
+        living.save(2, state_of(2), block=True)
+        if told:
+            with pytest.raises(FencedError):
+                zombie.save(5, state_of(5), block=True)
+        with pytest.raises(FencedError):
+            zombie.restore(blank())
+        if told:
+            assert zombie.restore(blank(), only=["w"]) is not None  # looking is free
+        living.save(3, state_of(3), block=True)
+        assert sorted(p.name for p in (tmp_path / "disk/run/attempts").iterdir()) == [
+            "a0001.json",
+            "a0002.json",
+        ]
+    with contextlib.suppress(FencedError):
+        zombie.close()
+
+
+def test_what_is_restored_is_protected_before_anything_may_be_dropped(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the line before is committed while an old step is restored: retention must wait for the new line."""
+    take = Session.take_attempt
+
+    def slowly(session: Session) -> Any:
+        commit.set()
+        wait_until(lambda: handle.done("disk"), "step 3 is committed")
+        session.ask(lambda: None)
+        return take(session)
+
+    commit = threading.Event()
+    original = StoredTier.commit
+
+    def held(*words: Any, **more: Any) -> None:
+        assert commit.wait(30)
+        original(*words, **more)
+
+    with tierfall.open(make_config(disk={"retain": {"last": 2}})) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        monkeypatch.setattr(StoredTier, "commit", held)
+        handle = ckpt.save(3, state_of(3))
+        handle.captured(30)
+        monkeypatch.setattr(Session, "take_attempt", slowly)
+        report = ckpt.restore(blank(), step=1)
+        assert report is not None
+        ckpt.drain()
+        assert 1 in steps_on(tmp_path / "disk")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tierfall.core.catalog import FoundCopy, Listing, merge, to_view
 from tierfall.core.errors import IntegrityError, UnreachableError
 from tierfall.core.records import Commit, Line, NamedFile
@@ -120,3 +122,19 @@ def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> N
     assert (first.ordinal, first.pinned, set(first.copies)) == (10, True, {"nvme", "store"})
     assert first.copies["nvme"].bytes == 7
     assert dict(second.copies) == {}
+
+
+def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones() -> None:
+    """The same step and attempt twice: a run began anew while a tier could not be asked."""
+    old = commit(1)
+    new = replace(old, wall_time_s=2.0, line=replace(old.line, attempt_id="f" * 32))
+    (known,) = merge(
+        [
+            Listing(tier="nvme", copies=(copy(1, commit=new),)),
+            Listing(tier="store", copies=(copy(1, commit=old, marks=frozenset({"tombstone"})),)),
+        ]
+    )
+    assert known.commit == new
+    assert not known.tombstoned
+    assert known.copies["nvme"].damage is None
+    assert "another life" in str(known.copies["store"].damage)

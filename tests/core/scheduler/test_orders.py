@@ -409,3 +409,101 @@ def test_while_a_restore_reads_a_drop_that_is_due_again_does_not_make_the_clock_
     world.coordinator.dropper.paused = False
     world.settle()
     assert world.steps_on("nvme") == [2]
+
+
+# Two things at once ----------------------------------------------------------------------------------
+
+
+def work_on(world: World, tier: str) -> None:
+    """Carry out all tasks of one tier, and none of the others."""
+    while any(task.tier == tier for task in world.tasks):
+        task = next(task for task in world.tasks if task.tier == tier)
+        world.tasks.remove(task)
+        world.coordinator.post(world.runner.run(task))
+        world.step()
+
+
+def test_no_copy_goes_before_every_copy_bears_the_tombstone() -> None:
+    """A crash after the first would bring the others back, though the person was told that it is done."""
+    world = World([file_rules("nvme"), file_rules("store")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    answer = give(world, PersonsOrder.DELETE, FIRST)
+    work_on(world, "nvme")
+    assert world.steps_on("nvme") == [1, 2]
+    world.crash()
+    world.start()
+    world.settle()
+    assert answer == []
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+
+
+def test_a_found_deletion_that_a_pin_held_back_goes_on_whole_after_the_unpin() -> None:
+    world = World([file_rules("nvme"), file_rules("store")], memory_images=4)
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    leave_tombstone(world, "nvme")
+    world.stores["nvme"].add_mark(Mark(name="pin", checkpoint=FIRST, wall_time_s=0.0))
+    world.coordinator.dropper.survey_all()
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [1, 2]
+    world.stores["nvme"].remove_mark(FIRST, "pin")
+    world.coordinator.dropper.survey_all()
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [2]
+    assert [c.id.step for c in world._memory_listing().copies] == [2]
+
+
+def test_an_unpin_is_not_undone_by_a_copy_that_ends_meanwhile() -> None:
+    world = World([file_rules("nvme"), file_rules("store", shared=True)])
+    world.save(1)
+    work_on(world, "nvme")
+    answer = give(world, PersonsOrder.PIN, FIRST)
+    work_on(world, "nvme")
+    assert answer == [{}]
+    answer = give(world, PersonsOrder.UNPIN, FIRST)
+    work_on(world, "store")
+    assert world.steps_on("store") == []  # all but its commit
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("store") == [1]
+    assert world.stores["store"].marks(FIRST) == frozenset()
+    assert not world.coordinator.ledger.entries[FIRST].pinned
+
+
+def test_no_deletion_begins_or_goes_on_while_a_restore_reads() -> None:
+    world = World([file_rules("nvme")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    world.coordinator.dropper.paused = True
+    answer = give(world, PersonsOrder.DELETE, FIRST)
+    world.settle()
+    assert answer == []
+    world.coordinator.dropper.paused = False
+    world.step()
+    assert waiting(world, ChangeMark)
+    world.coordinator.dropper.paused = True
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+    assert len(world.memory.regions) == 2
+    world.coordinator.dropper.paused = False
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == [2]
+
+
+def test_what_was_deleted_by_a_found_tombstone_is_deleted_for_whoever_asks_again() -> None:
+    world = World([file_rules("nvme")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    leave_tombstone(world, "nvme")
+    world.crash()
+    world.start()
+    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    failed = world.order(PersonsOrder.DELETE, CheckpointId(9, 1))
+    assert isinstance(failed["tierfall"], StepError)
