@@ -23,11 +23,16 @@ MARKS_FOLDER = "marks"
 PIN_MARK = "pin"
 TOMBSTONE_MARK = "tombstone"
 
-_STEP = re.compile(r"step-([0-9]{8,18})-a([0-9]{4,12})\Z")
-_ATTEMPT = re.compile(r"a([0-9]{4,12})\.json\Z")
+_STEP_DIGITS, _ATTEMPT_DIGITS = 18, 12
+STEP_MAX = 10**_STEP_DIGITS - 1
+ATTEMPT_MAX = 10**_ATTEMPT_DIGITS - 1
+
+_STEP = re.compile(rf"step-([0-9]{{8,{_STEP_DIGITS}}})-a([0-9]{{4,{_ATTEMPT_DIGITS}}})\Z")
+_ATTEMPT = re.compile(rf"a([0-9]{{4,{_ATTEMPT_DIGITS}}})\.json\Z")
 _SHARD = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.json)\Z")
 _MARK = re.compile(
-    r"(pin|unpin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|restore-a[0-9]{4,12}-[0-9]+)\Z"
+    r"(pin|unpin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
+    rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
 )
 
 

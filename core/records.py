@@ -230,7 +230,7 @@ def read_attempt(data: bytes, *, what: str) -> Attempt:
     reader = _Members(documents.open_sealed(data, what=what), what)
     return Attempt(
         run=reader.name("run"),
-        number=reader.number("attempt", 1, 10**12),
+        number=reader.number("attempt", 1, names.ATTEMPT_MAX),
         id=reader.get("attempt_id", str),
         node=reader.get("node", str),
         pid=reader.number("pid", 0, 1 << 40),
@@ -273,7 +273,7 @@ def read_mark(data: bytes, *, what: str) -> Mark:
     return Mark(
         name=name,
         checkpoint=CheckpointId(
-            reader.number("step", 0, 10**18), reader.number("attempt", 1, 10**12)
+            reader.number("step", 0, names.STEP_MAX), reader.number("attempt", 1, names.ATTEMPT_MAX)
         ),
         wall_time_s=reader.real("wall_time_s"),
         reason=reader.get("reason", str),
@@ -344,12 +344,13 @@ class _Members:
         if start is not None:
             reader = _Members(self.get("started_from", dict), f"{self._what}: started_from")
             start = CheckpointId(
-                reader.number("step", 0, 10**18), reader.number("attempt", 1, 10**12)
+                reader.number("step", 0, names.STEP_MAX),
+                reader.number("attempt", 1, names.ATTEMPT_MAX),
             )
         return Line(
             run=self.name("run"),
             checkpoint=CheckpointId(
-                self.number("step", 0, 10**18), self.number("attempt", 1, 10**12)
+                self.number("step", 0, names.STEP_MAX), self.number("attempt", 1, names.ATTEMPT_MAX)
             ),
             attempt_id=self.get("attempt_id", str),
             ordinal=self.number("ordinal", 1, 10**18),

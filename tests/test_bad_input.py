@@ -22,6 +22,7 @@ from tierfall.core.errors import (
     StepError,
     TierfallError,
 )
+from tierfall.core.names import STEP_MAX
 
 MakeConfig = Callable[..., dict[str, Any]]
 MakeState = Callable[..., dict[str, Any]]
@@ -133,6 +134,20 @@ def test_steps_that_are_no_steps(step: Any, make_config: MakeConfig) -> None:
         pytest.raises(StepError, match="an integer of at least 0, not"),
     ):
         ckpt.save(step, state_of(1))
+
+
+def test_the_largest_step_is_found_again_and_a_larger_one_is_refused(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        for more in (STEP_MAX + 1, 10**5000):
+            with pytest.raises(StepError, match=f"must be at most {STEP_MAX}, the largest"):
+                ckpt.save(more, state_of(1))
+        ckpt.save(STEP_MAX, {"extra": {"step": 1}}, block=True)
+    with tierfall.open(make_config()) as ckpt:
+        report = ckpt.restore({"extra": {}})
+    assert report is not None
+    assert report.step == STEP_MAX
 
 
 @pytest.mark.parametrize("again", [2, 1, 0])

@@ -9,6 +9,7 @@ import operator
 from typing import Any
 
 from tierfall.core.errors import StepError
+from tierfall.core.names import STEP_MAX
 from tierfall.core.records import Attempt, Commit, Line
 from tierfall.core.values import CheckpointId
 
@@ -36,6 +37,8 @@ class SavingLine:
         """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
         if step < 0:
             raise StepError(f"save: step must be an integer of at least 0, not {step}")
+        if step > STEP_MAX:
+            raise StepError(f"save: step must be at most {STEP_MAX}, the largest that has a name")
         self.check_begun(step)
         if self._last_step is not None and step <= self._last_step:
             raise StepError(

@@ -10,8 +10,8 @@ from tierfall.core import names
 from tierfall.core.errors import ConfigError
 from tierfall.core.values import CheckpointId, Shard
 
-steps = st.integers(0, 10**18 - 1)
-attempts = st.integers(1, 10**12 - 1)
+steps = st.integers(0, names.STEP_MAX)
+attempts = st.integers(1, names.ATTEMPT_MAX)
 shards = st.integers(1, 10**9 - 1).flatmap(
     lambda world_size: st.builds(Shard, st.integers(0, world_size - 1), st.just(world_size))
 )
@@ -30,6 +30,16 @@ def test_names_are_those_of_the_format() -> None:
 def test_a_step_folder_parses_back(step: int, attempt: int) -> None:
     checkpoint = CheckpointId(step, attempt)
     assert names.parse_step_folder(names.step_folder(checkpoint)) == checkpoint
+
+
+def test_the_largest_step_and_attempt_have_names_and_the_next_have_none() -> None:
+    largest = CheckpointId(names.STEP_MAX, names.ATTEMPT_MAX)
+    assert names.parse_step_folder(names.step_folder(largest)) == largest
+    for more in (
+        CheckpointId(names.STEP_MAX + 1, 1),
+        CheckpointId(1, names.ATTEMPT_MAX + 1),
+    ):
+        assert names.parse_step_folder(names.step_folder(more)) is None
 
 
 @given(attempts)

@@ -88,8 +88,8 @@ NO_START = [
 
 LINE_CASES = {
     "run": NO_NAME,
-    "step": NO_NUMBER,
-    "attempt": [*NO_NUMBER, 0],
+    "step": [*NO_NUMBER, 10**18],
+    "attempt": [*NO_NUMBER, 0, 10**12],
     "attempt_id": NO_TEXT,
     "ordinal": [*NO_NUMBER, 0],
     "started_from": NO_START,
