@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -213,6 +214,27 @@ def test_demo_refuses_a_folder_with_something_in_it(
     assert exited.value.exit_code == 1
     assert "not an empty folder" in capsys.readouterr().out
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_demo_says_in_one_line_that_its_folder_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(folder: Path) -> str:
+        with pytest.raises(typer.Exit) as exited:
+            command.demo(folder, small=True)
+        assert exited.value.exit_code == 1
+        return " ".join(capsys.readouterr().out.split())
+
+    def full(*arguments: object, **more: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (tmp_path / "file").touch()
+    said = refused(tmp_path / "file" / "x")
+    assert said.startswith("The demo failed: ")
+    assert said.endswith("x cannot be used (Not a directory): name another folder")
+    assert "cannot be used" in refused(Path("~nobody-of-that-name/x"))
+    monkeypatch.setattr(command, "write_chain", full)
+    assert "cannot be used (Read-only file system)" in refused(tmp_path / "new")
 
 
 def step_done(step: int, loss: float) -> StepDone:

@@ -58,20 +58,34 @@ def demo(
 def _folder(given: Path | None) -> Iterator[Path]:
     """Give the folder to work in; a temporary one is removed at the end."""
     if given is None:
-        with tempfile.TemporaryDirectory(prefix="tierfall-demo-") as name:
+        with _usable("the temporary folder"):
+            temporary = tempfile.TemporaryDirectory(prefix="tierfall-demo-")
+        with temporary as name:
             yield Path(name)
         return
-    given = given.expanduser().absolute()
-    if given.exists() and (not given.is_dir() or any(given.iterdir())):
-        raise DemoError(f"{given} is there already and not an empty folder: name a new one")
-    given.mkdir(parents=True, exist_ok=True)
+    with _usable(given):
+        given = given.expanduser().absolute()
+        if given.exists() and (not given.is_dir() or any(given.iterdir())):
+            raise DemoError(f"{given} is there already and not an empty folder: name a new one")
+        given.mkdir(parents=True, exist_ok=True)
     yield given
+
+
+@contextmanager
+def _usable(folder: Path | str) -> Iterator[None]:
+    """Tell in one line that a folder cannot be made, looked into or written to."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # RuntimeError: a ~ that leads to no home
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise DemoError(f"{folder} cannot be used ({reason}): name another folder") from error
 
 
 @contextmanager
 def _chain(folder: Path, plan: Plan, every: int, image_bytes: int) -> Iterator[Chain]:
     """Write the chain's file; shared memory is left clean, however the demo ends."""
-    chain = write_chain(folder, plan, every=every, image_bytes=image_bytes)
+    with _usable(folder):
+        chain = write_chain(folder, plan, every=every, image_bytes=image_bytes)
     try:
         yield chain
     finally:
