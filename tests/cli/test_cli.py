@@ -118,6 +118,72 @@ def test_an_error_of_ours_is_one_line_and_a_bug_is_a_traceback(
     assert isinstance(result.exception, RuntimeError)
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        *((["show", "400"], 1), (["pin", "400"], 1), (["verify", "400"], 1), (["rm", "1"], 1)),
+        *((["show", "x"], 2), (["drain", "--deadline", "soon"], 2), (["verify", "--tier", "x"], 2)),
+        *(
+            (["show"], 2),
+            (["show", "1", "2"], 2),
+            (["ls", "--what"], 2),
+            (["verify", "--repair"], 2),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_refusal_is_a_document_too(
+    make_cli: MakeCli, saved: Saved, words: list[str], code: int
+) -> None:
+    cli = make_cli()
+    saved(cli, [1, 2])
+    cli("pin", "1")
+    answer = cli(*words, "--json", code=code)
+    (problem,) = answer.document["problems"]
+    assert answer.document == {"ok": False, "problems": [problem]}
+    assert answer.err == f"tierfall: {problem}\n"
+    assert cli(*words, code=code).out == "", "a document for those alone who asked for one"
+
+
+@pytest.mark.parametrize("text", [None, "run: [", "run: x\ntiers: ./here\nwhat: 1\n"])
+def test_a_refusal_of_the_configuration_is_a_document_too(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "tiers.yaml"
+    if text is not None:
+        path.write_text(text)
+    for words in (["ls", "--json", "-c", str(path)], ["ls", "--json"]):
+        answer = run(words)
+        (problem,) = answer.document["problems"]
+        assert (answer.code, answer.document["ok"]) == (2, False)
+        assert answer.err == f"tierfall: {problem}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show"], "show: missing argument 'STEP'"),
+        (["rm", "1", "--what"], "rm: no such option: --what"),
+        (["verify", "1", "2"], "verify: got unexpected extra argument"),
+        (["lss"], "no such command 'lss'"),
+        (["--what"], "no such option: --what"),
+        (["ls", "--run"], "option '--run' requires an argument"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_help(words: list[str], said: str) -> None:
+    answer = run(words)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"tierfall: {said}")
+    assert answer.err.endswith(" --help\n")
+    assert answer.err.count("\n") == 1
+    document = run([*words[:1], "--json", *words[1:]]).document
+    assert document["problems"] == [answer.err.removeprefix("tierfall: ").rstrip()]
+
+
+def test_without_a_word_it_shows_its_help() -> None:
+    answer = run([])
+    assert "Usage: " in answer.out + answer.err
+    assert "Commands:" in answer.out + answer.err
+
+
 @pytest.mark.parametrize("words", READING, ids=" ".join)
 def test_json_is_all_that_is_on_stdout_and_says_whether_it_went_well(
     make_cli: MakeCli, saved: Saved, words: list[str]

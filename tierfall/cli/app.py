@@ -1,7 +1,11 @@
-"""The list of commands, and what ends them: the errors of tierfall as one line, everything else as a traceback."""
+"""The list of commands, and what ends them: errors of tierfall and wrong usage as one line, anything else is a bug, and
+shows where."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -9,21 +13,54 @@ from typer.core import TyperGroup
 
 import tierfall
 from tierfall.cli import changing, checking, draining, looking
-from tierfall.cli.common import Exit, listen_to_warnings, refuse
+from tierfall.cli.common import Exit, Refusal, end, listen_to_warnings, refuse
 from tierfall.core.errors import TierfallError
 from tierfall.demo.command import demo
 
 LATER = ("export", "copy", "check", "watch")
+# Click's UsageError: newer typers carry click within them, so that it has no name to import it by.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+_AS_JSON = "tierfall.as_json"
 
 
 class _Commands(TyperGroup):
-    """Ends a command that a TierfallError has stopped; an exception that is none is a bug, and shows where."""
+    """Ends a command that cannot go on, in the form that was asked for, also where the words make no sense."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        if not args:  # help
+            return super().make_context(info_name, args, parent, **extra)
+        as_json = "--json" in takewhile(lambda word: word != "--", args)
+        with _in_one_line(as_json):
+            ctx = super().make_context(info_name, args, parent, **extra)
+        ctx.meta[_AS_JSON] = as_json
+        return ctx
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _in_one_line(ctx.meta.get(_AS_JSON, False)):
             return super().invoke(ctx)
-        except TierfallError as error:
-            refuse(error)
+
+
+@contextmanager
+def _in_one_line(as_json: bool) -> Iterator[None]:
+    try:
+        yield
+    except Refusal as refusal:
+        end(refusal, as_json=as_json)
+    except TierfallError as error:
+        end(Refusal([str(error)]), as_json=as_json)
+    except _UsageError as error:
+        end(Refusal([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
+
+
+def _wrong_usage(error: Any) -> str:
+    """Say in one line what the parser needs several for."""
+    path = "tierfall" if error.ctx is None else error.ctx.command_path
+    command = path.partition(" ")[2]
+    text = " ".join(error.format_message().split()).rstrip(".")
+    what = text[:1].lower() + text[1:]
+    return f"{command}: {what}; see {path} --help" if command else f"{what}; see {path} --help"
 
 
 app = typer.Typer(

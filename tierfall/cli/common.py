@@ -1,7 +1,7 @@
 """What all commands share: options, exit codes, STEP, and how they answer.
 
 A command answers once: a table and sentences for a person, or one JSON document and nothing else on stdout. Whatever
-went wrong goes to stderr, one line each.
+went wrong goes to stderr, one line each, and where a document was asked for there is one, whatever went wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -66,10 +66,27 @@ def complain(message: object) -> None:
     typer.echo(f"tierfall: {message}", err=True)
 
 
+class Refusal(Exception):
+    """Ends a command that does not go on: why, and with which exit code."""
+
+    def __init__(self, problems: Sequence[str], code: Exit = Exit.COULD_NOT) -> None:
+        super().__init__(*problems)
+        self.problems = list(problems)
+        self.code = code
+
+
 def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
     """Say why a command does not go on, and end it."""
-    complain(message)
-    raise typer.Exit(code)
+    raise Refusal([str(message)], code)
+
+
+def end(refusal: Refusal, *, as_json: bool) -> NoReturn:
+    """Answer with nothing but what went wrong."""
+    if as_json:
+        _print_document({}, refusal.problems)
+    for problem in refusal.problems:
+        complain(problem)
+    raise typer.Exit(refusal.code)
 
 
 def load_settings(config: Path | None, run: str | None) -> Config:
@@ -106,17 +123,25 @@ class Answer:
     def problem(self, message: object) -> None:
         self.problems.append(str(message))
 
+    def refuse(self, message: object) -> NoReturn:
+        """End the command, which does not go on: say why, and what went wrong before."""
+        raise Refusal([*self.problems, str(message)])
+
     def finish(self) -> None:
         """Print it all, and end the command with the code that fits."""
         if self.as_json:
-            ok = {"ok": not self.problems, "problems": self.problems}
-            typer.echo(json.dumps(self.document | ok, indent=2, allow_nan=False))
+            _print_document(self.document, self.problems)
         else:
             _print(self._shown)
         for problem in self.problems:
             complain(problem)
         if self.problems:
             raise typer.Exit(Exit.COULD_NOT)
+
+
+def _print_document(document: dict[str, Any], problems: Sequence[str]) -> None:
+    outcome = {"ok": not problems, "problems": list(problems)}
+    typer.echo(json.dumps(document | outcome, indent=2, allow_nan=False))
 
 
 def _print(parts: Iterable[Table | str]) -> None:
