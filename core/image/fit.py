@@ -51,8 +51,13 @@ class Fitter:
         """Fill a quantized tensor from a slot, and give it the stored scale and zero point."""
         if not self.compare(node.slot, live, name):
             return
-        if str(live.qscheme()) != node.scheme:
-            self._report.differs(name, node.scheme, str(live.qscheme()))
+        try:
+            scheme = str(live.qscheme())
+        except RuntimeError:
+            self._report.refuses(name, f"cannot be restored into: {tensors.UNSCALED}")
+            return
+        if scheme != node.scheme:
+            self._report.differs(name, node.scheme, scheme)
             return
         self._builder.prepare(node, live.device)
 

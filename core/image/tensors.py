@@ -9,6 +9,9 @@ import torch
 
 from tierfall.core.image import dtypes
 
+UNSCALED = (
+    "a quantized tensor without a scale has no values; make it with torch.quantize_per_tensor"
+)
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from tierfall.core.image.codec import Coded
 from tierfall.core.image.item import Item
 from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.refusing import asked, refusal, refuse
 from tierfall.core.image.table import SourceTensor, TensorTable
 from tierfall.core.values import Changes
 
@@ -128,7 +129,7 @@ class _Walk:
         if kind is str or kind is bytes:
             return self._text(value, name, trail)
         if depth > codec.DEPTH_MAX:
-            _refuse(trail, f"is nested deeper than {codec.DEPTH_MAX} levels")
+            refuse(trail, f"is nested deeper than {codec.DEPTH_MAX} levels")
         if kind is tuple or kind is list or kind in codec.MAPPINGS:
             return self._container(value, name, trail, depth)
         registered = codec.codec_for(kind)
@@ -159,7 +160,7 @@ class _Walk:
 
     def _within(self, value: object, trail: Trail, visit: Callable[[], T]) -> T:
         if id(value) in self._ancestors:
-            _refuse(trail, "contains itself")
+            refuse(trail, "contains itself")
         self._ancestors.add(id(value))
         try:
             return visit()
@@ -181,7 +182,7 @@ class _Walk:
         try:
             return codec.encode_atom(value)
         except codec.Uncodable as error:
-            _refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
+            refuse(trail, f"cannot be saved: {error}; {_ADVICE}")
 
     def _key(self, key: object, trail: Trail) -> str | tuple[str]:
         if type(key) is str:
@@ -206,7 +207,7 @@ class _Walk:
     def _array(self, value: Any, name: str, trail: Trail) -> _Plain:
         reason = arrays.why_not(value)
         if reason is not None:
-            _refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
+            refuse(trail, f"cannot be saved: {reason}; save it as plain numbers or text")
         source = arrays.to_tensor(value)
         members = {"d": value.dtype.str, "s": list(value.shape)}
         return self._blob(source, "array", name, trail, **members)
@@ -217,9 +218,11 @@ class _Walk:
     def _registered(
         self, registered: codec.Codec, value: object, name: str, trail: Trail, depth: int
     ) -> Node | _Plain:
-        found = self._within(
-            value, trail, lambda: self._walk(registered.encode(value), name, trail, depth + 1)
-        )
+        def encoded() -> Node | _Plain:
+            inner = asked(lambda: registered.encode(value), f"codec {registered.name!r}", trail)
+            return self._walk(inner, name, trail, depth + 1)
+
+        found = self._within(value, trail, encoded)
         if type(found) is not _Plain:
             return ("c", registered.name, found)
         return _Plain({codec.TAG: "codec", "n": registered.name, "v": found.coded}, found.blobs)
@@ -267,9 +270,9 @@ class _Walk:
 
     def _module(self, module: nn.Module, name: str, trail: Trail, depth: int) -> Node:
         scan = self.scans.of(module, name)
-        state = module.state_dict()
+        state = asked(module.state_dict, "state_dict()", trail)
         if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
-            _refuse(
+            refuse(
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
             )
         keys = tuple(state)
@@ -321,12 +324,13 @@ class _Walk:
             return ((token,), self._settle(found))
         number = numbering.numbers.get(id(key))
         if number is None:
-            _refuse(trail, "holds the state of a parameter that is in none of its groups")
+            refuse(trail, "holds the state of a parameter that is in none of its groups")
         found = self._walk(value, f"{name}.{numbering.part(number)}", (trail, number), depth + 1)
         return (number, self._settle(found))
 
     def _stateful(self, value: Any, name: str, trail: Trail, depth: int) -> Node:
-        return ("s", self._settle(self._walk(value.state_dict(), name, trail, depth + 1)))
+        state = asked(value.state_dict, "state_dict()", trail)
+        return ("s", self._settle(self._walk(state, name, trail, depth + 1)))
 
     # ---- tensors
 
@@ -335,7 +339,7 @@ class _Walk:
     ) -> Node:
         reason = tensors.refusal(tensor)
         if reason is not None:
-            _refuse(trail, f"cannot be saved: {reason}")
+            refuse(trail, f"cannot be saved: {reason}")
         on_step = on_step or type(tensor) is nn.Parameter
         if tensor.is_quantized:
             return self._quantized(tensor, name, trail, on_step=on_step)
@@ -344,10 +348,13 @@ class _Walk:
         return self._add(tensor, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
 
     def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool) -> Node:
+        try:
+            scheme = str(tensor.qscheme())
+        except RuntimeError as error:
+            raise refusal(trail, f"cannot be saved: {tensors.UNSCALED}") from error
         flat = tensors.as_bytes(tensor.detach().contiguous())
         assert flat is not None, "a contiguous tensor without bytes"
         number = self._add(flat, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
-        scheme = str(tensor.qscheme())
         if tensor.qscheme() == torch.per_tensor_affine:
             settled = self._settle(
                 _Plain([codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
@@ -391,7 +398,3 @@ def _all_plain(found: list[Any]) -> bool:
 
 def _join(coded: Coded, found: list[_Plain]) -> _Plain:
     return _Plain(coded, [blob for child in found for blob in child.blobs])
-
-
-def _refuse(trail: Trail, reason: str) -> NoReturn:
-    raise CaptureError(f"save: {naming.path(trail)} {reason}")

@@ -280,6 +280,23 @@ def test_refusal_of_an_object_names_it() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+def test_object_that_cannot_tell_its_state_is_told_with_its_place() -> None:
+    class Failing(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("still loading")
+
+    class FailingModule(nn.Linear):
+        def get_extra_state(self) -> object:
+            raise RuntimeError("still loading")
+
+    for failing in (Failing(), FailingModule(1, 1)):
+        with pytest.raises(CaptureError) as caught:
+            describe({"x": {"it": failing}})
+        said = 'state["x"]["it"] cannot be saved: its state_dict() raised RuntimeError: still'
+        assert said in str(caught.value)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def test_object_that_only_one_side_has_is_named() -> None:
     image, _ = make_image({"a": {"loader": Loader(1)}, "rng": None})
     with pytest.raises(RestoreError) as caught:

@@ -139,6 +139,17 @@ def test_quantized_tensor_does_not_go_into_another_scheme() -> None:
         restore({"q": torch.zeros(4, 5, dtype=torch.int8), "rng": None}, image)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_quantized_tensor_without_a_scale_is_refused_on_either_side() -> None:
+    unscaled = torch.empty(4, 5, dtype=torch.qint8)
+    with pytest.raises(CaptureError, match=r'state\["q"\].*without a scale') as caught:
+        describe({"q": unscaled})
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    image, _ = make_image({"q": make_quantized(torch.qint8, "tensor"), "rng": None})
+    with pytest.raises(RestoreError, match=r"q: cannot be restored into: .*without a scale"):
+        restore({"q": unscaled, "rng": None}, image)
+
+
 # ---- kinds of tensor
 
 

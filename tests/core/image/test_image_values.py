@@ -299,6 +299,13 @@ def test_unknown_codec_is_said_before_anything_is_written(registered: None) -> N
     assert state["w"].tolist() == [0, 0]
 
 
+def test_codec_that_cannot_encode_is_told_with_the_place_of_the_value(registered: None) -> None:
+    register_codec(Fraction, "fraction", lambda f: [f.top, f.gone], lambda v: Fraction(*v))
+    with pytest.raises(CaptureError, match=r'state\["a"\]\[1\].*codec .fraction.*gone') as caught:
+        describe({"a": [0, Fraction(1, 2)]})
+    assert isinstance(caught.value.__cause__, AttributeError)
+
+
 @pytest.mark.usefixtures("registered")
 def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="int"):
