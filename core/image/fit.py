@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from tierfall.core.errors import RestoreError
 from tierfall.core.image import dtypes, tensors
 from tierfall.core.image.build import Builder
 from tierfall.core.image.nodes import QuantizedNode
@@ -24,7 +23,6 @@ class Fitter:
         self._builder = builder
         self._report = report
         self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
-        self.checks: list[Callable[[], None]] = []
         self.copies: list[Callable[[], None]] = []
 
     def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
@@ -91,34 +89,10 @@ class Fitter:
         if flat is not None:
             self._builder.add_target(slot, flat)
             return
-        once = tensors.without_repeats(live)
-        if once is None:
+        if tensors.shares_memory(live):
             self._report.refuses(
                 name, "its elements share memory: it cannot be restored into; clone it first"
             )
             return
         temporary = self._builder.flat(slot, live.device)
-        if once.numel() == live.numel():
-            self.copies.append(lambda: tensors.fill_whole(live, temporary))
-            return
-        self.checks.append(lambda: _check_repeats(live, once, temporary, name))
-        self.copies.append(lambda: tensors.fill_whole(once, _once(live, once, temporary)))
-
-
-def _elements(live: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """View flat bytes as rows of one element each, in the shape of ``live``."""
-    return flat.view(*live.shape, live.element_size())
-
-
-def _once(live: torch.Tensor, once: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    picked = _elements(live, flat)[tuple(slice(0, n) for n in once.shape)]
-    return picked.contiguous().view(-1)
-
-
-def _check_repeats(live: torch.Tensor, once: torch.Tensor, flat: torch.Tensor, name: str) -> None:
-    expanded = _once(live, once, flat).view(*once.shape, live.element_size())
-    if not torch.equal(expanded.expand(*live.shape, -1), _elements(live, flat)):
-        raise RestoreError(
-            f"restore: {name} is an expanded tensor in the state, and the checkpoint has different elements for the "
-            "same memory; replace it by a clone of itself"
-        )
+        self.copies.append(lambda: tensors.fill_whole(live, temporary))

@@ -128,12 +128,8 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(torch.int64) if bits is None else tensor.view(bits)
 
 
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the view of an expanded tensor that holds each of its elements once; None where elements share memory in
-    another way. A tensor whose elements do not share memory comes back as it is."""
-    for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and length > 1:
-            tensor = tensor.narrow(dim, 0, 1)
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Say whether elements of ``tensor`` may share memory: it is expanded, or a view that overlaps itself."""
     spans = sorted(
         (stride, length)
         for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
@@ -142,9 +138,9 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor | None:
     reach = 1
     for stride, length in spans:
         if stride < reach:
-            return None
+            return True
         reach = stride * (length - 1) + reach
-    return tensor
+    return False
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -49,7 +49,6 @@ class Work:
         self.fitter = Fitter(self.builder, self.report)
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """Return what is to be done, stage by stage: checks before anything that they guard."""
-        fitter = self.fitter
-        stages = (fitter.checks, fitter.copies, self.puts, self.loads, self.last)
+        """Return what is to be done, stage by stage."""
+        stages = (self.fitter.copies, self.puts, self.loads, self.last)
         return tuple(tuple(stage) for stage in stages)
