@@ -16,6 +16,7 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import isclass
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +66,9 @@ def register_codec(
     type had before is still read.
 
     ``encode`` returns anything that can stand in a state; ``decode`` gets that back and returns the value. Raises
-    ConfigError where the type is built in or the name belongs to another type.
+    ConfigError where the type is built in or the name belongs to another type, and where one of the four is none.
     """
+    _check_codec(type, name, encode, decode)
     if type in MAPPINGS or type in _ATOMS or type in (list, tuple, set, torch.Tensor):
         raise ConfigError(f"register_codec: {type.__qualname__} has a codec of tierfall's own")
     taken = _BY_NAME.get(name)
@@ -75,6 +77,16 @@ def register_codec(
             f"register_codec: the name {name!r} belongs to {taken.type.__qualname__}; choose another"
         )
     _BY_TYPE[type] = _BY_NAME[name] = Codec(type, name, encode, decode)
+
+
+def _check_codec(type: object, name: object, encode: object, decode: object) -> None:
+    if not isclass(type):
+        raise ConfigError(f"register_codec: {type!r} is not a type; the type comes first")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"register_codec: {name!r} is not a name; expected text")
+    for what, given in (("encode", encode), ("decode", decode)):
+        if not callable(given):
+            raise ConfigError(f"register_codec: {what} is {given!r}, which cannot be called")
 
 
 def codec_for(type: type) -> Codec | None:

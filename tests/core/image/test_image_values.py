@@ -7,6 +7,7 @@ import struct
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,6 +313,23 @@ def test_codec_for_a_built_in_type_or_a_taken_name_is_refused() -> None:
         register_codec(int, "whole", str, int)
     with pytest.raises(ConfigError, match="fraction"):
         register_codec(Point, "fraction", str, int)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("x", "i", str, int), "'x' is not a type"),
+        (([], "i", str, int), "is not a type"),
+        ((Fraction, 5, str, int), "5 is not a name"),
+        ((Fraction, "", str, int), "'' is not a name"),
+        ((Fraction, "f", "str", int), "encode is 'str', which cannot be called"),
+        ((Fraction, "f", str, None), "decode is None, which cannot be called"),
+    ],
+)
+def test_codec_that_is_none_is_refused(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        register_codec(*arguments)
 
 
 @pytest.mark.usefixtures("registered")
