@@ -11,7 +11,7 @@ import pytest
 import torch
 from image_help import load, make_image, restore
 
-from tierfall.core.errors import RestoreError
+from tierfall.core.errors import CaptureError, RestoreError
 from tierfall.core.image import describe, plan_layout
 
 
@@ -78,6 +78,31 @@ def test_own_entry_replaces_it() -> None:
     full, _ = make_image({"n": 1})
     with pytest.raises(RestoreError, match="rng: the checkpoint has the random state"):
         restore({"n": 0, "rng": None}, full)
+
+
+def test_generators_of_ones_own_are_saved_as_the_documentation_says() -> None:
+    python, numpy, of_torch = random.Random(3), np.random.default_rng(3), torch.Generator()
+    for mine in (python, numpy, np.random.RandomState(3)):
+        with pytest.raises(CaptureError, match="has no codec"):
+            describe({"generator": mine})
+
+    def told() -> dict[str, object]:
+        return {
+            "python": python.getstate(),
+            "numpy": numpy.bit_generator.state,
+            "torch": of_torch,
+        }
+
+    def three() -> tuple[float, ...]:
+        return python.random(), numpy.random(), torch.rand(1, generator=of_torch).item()
+
+    image, _ = make_image({"mine": told()})
+    expected = three()
+    state = {"mine": told()}
+    restore(state, image)
+    python.setstate(state["mine"]["python"])
+    numpy.bit_generator.state = state["mine"]["numpy"]
+    assert three() == expected
 
 
 def test_load_returns_it() -> None:
