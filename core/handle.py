@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tierfall.core.bell import Bell
 from tierfall.core.errors import CaptureError, ConfigError, FlushError, TierfallError
+from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, SaveOutcome
 
 
@@ -200,6 +201,7 @@ class SaveHandle:
         return name
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         if (
             self.before_wait is not None

@@ -97,6 +97,17 @@ def parse_duration(value: float | str) -> float:
     return float(seconds)
 
 
+def as_seconds(value: float | None, *, what: str) -> float | None:
+    """Return a span of time that an argument gives, in seconds; None is no bound. Raises ConfigError."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ConfigError(
+            f"{what} must be a number of seconds of at least 0, or None, not {value!r}"
+        )
+    return float(value)
+
+
 def parse_share(value: str) -> float:
     """Read a percentage as a fraction between 0 and 1. Raises ConfigError."""
     number, unit = _split(value, EXPECTED_SHARE)

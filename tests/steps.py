@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import tierfall
+from tierfall import checkpointer
 
 ELEMENTS = 20_000
 
@@ -46,6 +48,12 @@ def steps_on(root: Path, run: str = "run") -> list[int]:
 def files_below(root: Path) -> dict[str, bytes]:
     """Every file below a folder, by its relative name."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def open_elsewhere(config: Mapping[str, Any]) -> tierfall.Checkpointer:
+    """Open a run as a process on another node would, beside what this one has open; its folder of memory is another."""
+    with mock.patch.object(checkpointer, "_open", set()):
+        return tierfall.open(config)
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import (
     AccessDeniedError,
+    ConfigError,
     FlushError,
     StepError,
     TierfallError,
@@ -212,13 +216,12 @@ def test_what_is_left_behind_is_said(
     caplog.clear()
     with tierfall.open(make_config()) as ckpt:
         ckpt.restore(blank())
-        assert "left behind" not in caplog.text
+        assert "leaves behind" not in caplog.text
         ckpt.restore(blank(), step=1)
-        assert "1 checkpoints (2@1) are left behind by the line that begins at 1@1" in caplog.text
+        assert "the line that begins at 1@1 leaves behind 2@1; each tier deletes" in caplog.text
     caplog.clear()
     with tierfall.open(make_config(), fresh=True):
-        assert "2 checkpoints (1@1, 2@1) are left behind" in caplog.text
-        assert "begins anew" in caplog.text
+        assert "the line that begins anew leaves behind 1@1, 2@1; each tier" in caplog.text
 
 
 # Restoring -------------------------------------------------------------------------------------------
@@ -419,3 +422,65 @@ def test_who_asks_for_a_short_while_waits_no_longer_and_gives_nothing_up(
         asker.join()
         assert asked[0] < 10
         handle.wait(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("how", ["ends", "raises"])
+def test_a_script_that_ends_without_close_loses_nothing(
+    make_config: MakeConfig, tmp_path: Path, how: str
+) -> None:
+    script = (
+        "import sys, json, tierfall\n"
+        "from tests.steps import state_of\n"
+        "ckpt = tierfall.open(json.loads(sys.argv[1]))\n"
+        "ckpt.save(1, state_of(1))\n"
+    ) + ("1 / 0\n" if how == "raises" else "")
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(make_config())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (how == "raises")
+    assert "run run: the program ends and did not close it: closing" in done.stderr
+    assert steps_on(tmp_path / "disk") == [1]
+
+
+def test_a_second_one_with_other_memory_is_refused_too(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Its lock lies elsewhere; it would fence the first."""
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    with tierfall.open(make_config()) as ckpt:
+        with pytest.raises(ConfigError, match="a second Checkpointer of run 'run'"):
+            tierfall.open(make_config(host={"folder": str(other)}))
+        ckpt.save(1, state_of(1), block=True)
+
+
+@pytest.mark.parametrize("value", ["30s", -1, True, float("nan")])
+def test_a_span_of_time_that_is_none_is_refused(make_config: MakeConfig, value: Any) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        handle = ckpt.save(1, state_of(1), block=True)
+        for call in (ckpt.drain, ckpt.wait_captured, handle.captured):
+            with pytest.raises(ConfigError, match="must be a number of seconds"):
+                call(value)
+
+
+def test_close_says_where_what_is_owed_lies(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(make_config(disk={}, max_wait="1s")) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    config = make_config(fast={}, disk={}, max_wait="1s")
+
+    def refuse(tier: StoredTier, *words: Any) -> None:
+        raise UnreachableError("not now")
+
+    monkeypatch.setattr(StoredTier, "create_shard", refuse)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+    assert (
+        "still owed: 1@1 to fast; the next start copies it from the tier that has it" in caplog.text
+    )
+    assert "drain" not in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tests.steps import blank, files_below, state_of, step_in, steps_on, wait_until
+from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on, wait_until
 from tierfall.core.errors import FencedError, StepError
 from tierfall.session import Session
 from tierfall.tiers.stored import StoredTier
@@ -165,7 +165,7 @@ def test_a_zombie_is_fenced_and_changes_nothing(
     """Two machines: each its own memory, the same folder."""
     old_config = make_config(host={"folder": str(memory / "old")}, disk={"retain": {"last": 2}})
     new_config = make_config(host={"folder": str(memory / "new")}, disk={"retain": {"last": 2}})
-    zombie = tierfall.open(old_config)
+    zombie = open_elsewhere(old_config)
     zombie.save(1, state_of(1), block=True)
     zombie.save(2, state_of(2), block=True)
     with tierfall.open(new_config) as ckpt:
@@ -204,7 +204,7 @@ def test_what_a_zombie_left_in_memory_is_not_believed(
     """Its image stays in its own memory; the next start there continues the newer line."""
     old_config = make_config(host={"folder": str(memory / "old")})
     new_config = make_config(host={"folder": str(memory / "new")})
-    zombie = tierfall.open(old_config)
+    zombie = open_elsewhere(old_config)
     zombie.save(1, state_of(1), block=True)
     with tierfall.open(new_config) as ckpt:
         ckpt.restore(blank())
@@ -228,7 +228,7 @@ def test_a_zombie_that_restores_does_not_come_back_above_the_living(
     """Whether it has seen the newer attempt yet or not, it must not take a number above it."""
     other = tmp_path / "other"
     other.mkdir(mode=0o700)
-    zombie = tierfall.open(make_config())
+    zombie = open_elsewhere(make_config())
     zombie.save(1, state_of(1), block=True)
     with tierfall.open(make_config(host={"folder": str(other)}, run="run")) as living:
         living.restore(blank())

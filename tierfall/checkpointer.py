@@ -6,6 +6,7 @@ line that is being saved. Bytes are moved by the session's workers and the captu
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -30,6 +31,7 @@ from tierfall.core.restore.restore import Request, Restored, restore
 from tierfall.core.scheduler.tasks import (
     PersonsOrder,
 )
+from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision
 from tierfall.line import SavingLine, as_step
@@ -41,6 +43,7 @@ from tierfall.saving import Saver
 from tierfall.session import SHARD, Session
 
 logger = logging.getLogger("tierfall")
+_open: set[Checkpointer] = set()
 
 
 class Checkpointer:
@@ -55,6 +58,7 @@ class Checkpointer:
         self._run = run
         self._pid = os.getpid()
         self._closed = False
+        _check_first(config, run)
         self._session = Session(config, run=run)
         try:
             attempt = self._session.take_attempt()
@@ -70,6 +74,7 @@ class Checkpointer:
         except BaseException:
             self._session.abandon()
             raise
+        _open.add(self)
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ class Checkpointer:
         For loops whose updates no torch optimizer makes; a torch optimizer's step calls it by itself. After ``timeout``
         seconds (default: ``max_wait``) the snapshot is given up. Raises CaptureError where the capture failed.
         """
+        timeout = as_seconds(timeout, what="wait_captured: timeout")
         self._check_usable()
         self._capturer.barrier.bracketed_by_hand()
         self._capturer.wait_barrier(self._config.max_wait_s if timeout is None else timeout)
@@ -273,12 +279,11 @@ class Checkpointer:
         ]
         if left:
             logger.warning(
-                "run %s: %d checkpoints (%s) are left behind by the line that begins %s; each tier deletes its own "
-                "once the new line has a copy that is as safe. To keep one, pin it now",
+                "run %s: the line that begins %s leaves behind %s; each tier deletes its own once the new line has a "
+                "copy that is as safe. To keep one, pin it now",
                 self._run,
-                len(left),
-                ", ".join(str(c.id) for c in left[-4:]),
                 "anew" if from_id is None else f"at {from_id}",
+                _some([str(c.id) for c in left]),
             )
 
     def _knows_of_nothing(self) -> bool:
@@ -363,6 +368,7 @@ class Checkpointer:
         A tier that does not take copies at present is not waited for; what is left stands in the report.
         """
         began = time.monotonic()
+        deadline = as_seconds(deadline, what="drain: deadline")
         self._check_usable()
         self._finish_capture()
         session = self._session
@@ -398,18 +404,28 @@ class Checkpointer:
             self._say_left(report)
         finally:
             self._closed = True
+            _open.discard(self)
             self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
         if self._config.on_error is OnError.RAISE:
             self._raise_failures()
 
     def _say_left(self, report: DrainReport) -> None:
-        if report.left:
+        held = self._session.host.images()
+        in_memory: list[str] = []
+        elsewhere: list[str] = []
+        for step, attempt, tier in report.left:
+            there = CheckpointId(step, attempt) in held
+            (in_memory if there else elsewhere).append(f"{step}@{attempt} to {tier}")
+        if in_memory:
             logger.warning(
-                "close: %d copies are still owed (%s); they lie in %s, and the next start or 'tierfall drain' "
-                "finishes them",
-                len(report.left),
-                ", ".join(f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left[:4]),
+                "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
+                _some(in_memory),
                 self._session.host.path,
+            )
+        if elsewhere:
+            logger.warning(
+                "close: still owed: %s; the next start copies it from the tier that has it",
+                _some(elsewhere),
             )
 
     def __enter__(self) -> Self:
@@ -452,3 +468,33 @@ class Checkpointer:
         del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
         if fresh and self._config.on_error is OnError.RAISE:
             raise fresh[0]
+
+
+def _some(things: Sequence[str]) -> str:
+    """Name a few of many, and say how many more there are."""
+    more = len(things) - 4
+    return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")
+
+
+def _check_first(config: Config, run: str) -> None:
+    """Refuse a second Checkpointer of one run in one process: it would fence the first."""
+    paths = {os.path.realpath(tier.path) for tier in config.files}
+    for other in _open:
+        theirs = {os.path.realpath(tier.path) for tier in other._config.files}
+        if other._run == run and other._pid == os.getpid() and paths & theirs:
+            raise ConfigError(
+                f"open: a second Checkpointer of run {run!r} in this process, which has one with tier folder "
+                f"{sorted(paths & theirs)[0]} already: close it before opening another"
+            )
+
+
+@atexit.register
+def _close_what_was_not() -> None:
+    """A script that ends without close loses nothing that it saved."""
+    for ckpt in list(_open):
+        if ckpt._pid == os.getpid():
+            logger.warning("run %s: the program ends and did not close it: closing", ckpt._run)
+            try:
+                ckpt.close()
+            except Exception:
+                logger.exception("run %s could not be closed", ckpt._run)

@@ -146,9 +146,10 @@ def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
             continue
         if _found_elsewhere(listings, request):
             continue
+        named = "name a step (step=...), " if request.step is None else ""
         raise RestoreError(
             f"{request.operation}: tier {listing.tier} could not be read and may hold something newer: "
-            f"{listing.error}. Try again, name a step (step=...), {request.advice}"
+            f"{listing.error}. Try again, {named}{request.advice}"
         ) from listing.error
 
 
@@ -190,7 +191,8 @@ def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) 
     live = [c for c in merge(listings) if not c.tombstoned]
     damaged = any(listing.damaged for listing in listings)
     named = request.step is not None or request.attempt is not None
-    if not (live or damaged or named):
+    unread = [x.tier for x in listings if x.error is not None and request.tier in (None, x.tier)]
+    if not (live or damaged or named or unread):
         return
     asked = "" if request.step is None else f" of step {request.step}"
     if request.attempt is not None:
@@ -198,6 +200,11 @@ def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) 
     where = f" on tier {request.tier}" if request.tier else ""
     there = ", ".join(f"{c.id} on {'+'.join(c.copies)}" for c in live[-6:])
     there = there or ("only something damaged" if damaged else "none")
+    if unread:
+        there += (
+            f"; tier {', '.join(unread)} could not be read, so it is not known whether this is a first start: try "
+            "again, or open with fresh=True to begin anew"
+        )
     reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-6:])
     raise RestoreError(
         f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"

@@ -31,6 +31,10 @@ def interrupted(work: Callable[[], Any], after_s: float) -> bool:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         return True
+    except RuntimeError as error:  # what Python's own thread pool makes of one at a bad moment
+        if "unlocked lock" not in str(error):
+            raise
+        return True
     return False
 
 
