@@ -212,9 +212,9 @@ def test_memory_of_a_start_that_reached_other_tiers_is_not_taken_for_foreign(
     config = make_config(disk={}, far={}, max_wait="1s")
     with pytest.MonkeyPatch.context() as patch:
         cannot_be_listed(tmp_path / "far", patch)
-        with tierfall.open(config) as ckpt:
-            with pytest.raises(RestoreError, match="far could not be read, so it is not known"):
-                ckpt.restore(blank(), unreachable="ignore")
+        unknown = pytest.raises(RestoreError, match="far could not be read, so it is not known")
+        with tierfall.open(config) as ckpt, unknown:
+            ckpt.restore(blank(), unreachable="ignore")
         with tierfall.open(config, fresh=True) as ckpt:
             ckpt.save(1, state_of(1)).wait("disk")
     with pytest.MonkeyPatch.context() as patch:
