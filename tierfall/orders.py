@@ -7,11 +7,13 @@ does. It takes no attempt, so it can commit nothing. What could not be done is r
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tierfall.config import Config
 from tierfall.core import names
@@ -58,10 +60,23 @@ class Pruned:
 # Looking before doing --------------------------------------------------------------------------------
 
 
+def unread(listings: Iterable[Listing]) -> dict[str, TierfallError]:
+    """Return the tiers that could not be read, each with what kept it from answering."""
+    return {x.tier: x.error for x in listings if x.error is not None}
+
+
 def find(
-    known: Sequence[KnownCheckpoint], step: int, attempt: int | None, *, doing: str
+    known: Sequence[KnownCheckpoint],
+    step: int,
+    attempt: int | None,
+    *,
+    doing: str,
+    unread: Iterable[str] = (),
 ) -> KnownCheckpoint:
-    """Return the checkpoint that a person named: without an attempt, the live line's. Raises StepError."""
+    """Return the checkpoint that a person named: without an attempt, the live line's.
+
+    Raises StepError, which does not call absent what may lie on one of the tiers ``unread``.
+    """
     of_step = [c for c in known if c.id.step == step]
     if attempt is None:
         fitting = [c for c in of_step if not c.abandoned]
@@ -70,11 +85,15 @@ def find(
     if fitting:
         return fitting[-1]
     which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+    not_there, are = "is not there", "are"
+    if missing := ", ".join(unread):
+        not_there = f"is on none of the tiers that could be read, and may be on {missing}"
+        are = "could be seen"
     if of_step:
         there = ", ".join(_said(c) for c in of_step)
-        raise StepError(f"{doing}: {which} is not there, but {there}: name it so")
+        raise StepError(f"{doing}: {which} {not_there}, but {there}: name it so")
     newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
-    raise StepError(f"{doing}: {which} is not there; the newest that are: {newest}")
+    raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
 
 
 def _said(checkpoint: KnownCheckpoint) -> str:
@@ -106,11 +125,11 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
 def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
     """Say what retention decides for every copy on every stored tier that could be read."""
     view = view_of(config, merge(listings))
-    unread = {listing.tier for listing in listings if listing.error is not None}
+    silent = unread(listings)
     return tuple(
         decision
         for tier in config.files
-        if tier.name not in unread
+        if tier.name not in silent
         for decision in plan_retention(view, tier.name)
     )
 
@@ -130,6 +149,29 @@ def trained_elsewhere(
     return None if attempt.node == socket.gethostname() else attempt
 
 
+def check_folders(config: Config) -> None:
+    """Raise UnreachableError where a tier's folder is not there: it may not be mounted.
+
+    Opening a tier for writing makes its folder; from then on "could not look" would read as "nothing there".
+    """
+    missing = [f"tier {tier.name}: {tier.path}" for tier in config.files if _is_missing(tier.path)]
+    if missing:
+        raise UnreachableError(
+            f"nothing was changed, since a folder is not there ({', '.join(missing)}): mount or restore it; for a tier "
+            "that is new, make it"
+        )
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:  # what is wrong there is said where it is opened
+        return False
+    return False
+
+
 # Beside a living trainer -----------------------------------------------------------------------------
 
 
@@ -144,7 +186,8 @@ def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) 
             f"{kind} of {checkpoint.id}: it lies in the trainer's memory only, which nobody else may mark: wait until "
             "it is flushed, or let the trainer do it"
         )
-    stores, errors = open_stores(config, config.run)
+    holding = [tier for tier in config.tiers if tier.name in stored]
+    stores, errors = open_stores(config.model_copy(update={"tiers": holding}), config.run)
     done: list[str] = []
     failed: dict[str, BaseException] = {}
     try:
@@ -191,7 +234,11 @@ def _change(store: StoredTier, kind: PersonsOrder, id: CheckpointId) -> None:
 
 @contextmanager
 def tending(config: Config) -> Iterator[Session]:
-    """Own a run without an attempt; host memory is given back where nothing is left in it."""
+    """Own a run without an attempt; host memory is given back where nothing is left in it.
+
+    Raises UnreachableError, before anything is made, where a tier's folder is not there.
+    """
+    check_folders(config)
     session = Session(config, run=config.run)
     try:
         session.start()
@@ -211,11 +258,11 @@ def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
         failed = give(session, kind, id)
         if "tierfall" in failed:
             raise failed["tierfall"]
-        unread = {x.tier: x.error for x in session.listings if x.error is not None}
+        silent = unread(session.listings)
     return Carried(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
-        failed={**failed, **unread},
+        failed={**failed, **silent},
     )
 
 
@@ -274,5 +321,5 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
         while not session.wait_idle(POLL_S):
             watch(total - sum(drop.bytes for drop in session.ask(still_there)), total)
         left = session.ask(still_there)
-        unread = {x.tier: x.error for x in session.listings if x.error is not None}
-    return Pruned(decisions=decisions, left=left, unread=unread)
+        silent = unread(session.listings)
+    return Pruned(decisions=decisions, left=left, unread=silent)

@@ -17,6 +17,7 @@ from tierfall.cli.common import (
     RunOption,
     StepArgument,
     complain,
+    find_step,
     id_members,
     load_settings,
     owner_members,
@@ -75,22 +76,20 @@ def _order(
     kind: PersonsOrder, step: str, settings: Config, answer: Answer, *, yes: bool = True
 ) -> None:
     """Find what is meant, and carry the order out, or leave it for the trainer that lives."""
-    number, attempt = parse_step(step)
+    named = parse_step(step)
     verb = "rm" if kind is PersonsOrder.DELETE else str(kind)
     with Reader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
-        checkpoint = orders.find(known, number, attempt, doing=verb)
+        unread = orders.unread(listings)
+        checkpoint = find_step(answer, known, named, unread, doing=verb)
         owner = reader.owner()
         elsewhere = orders.trained_elsewhere(listings, reader.stores)
     if kind is PersonsOrder.DELETE:
         _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
     if owner is not None:
         carried = orders.leave_mark(settings, kind, checkpoint)
-        failed = {
-            **carried.failed,
-            **{x.tier: x.error for x in listings if x.error is not None},
-        }
+        failed = {**carried.failed, **unread}
     else:
         _warn_of(elsewhere)
         carried = orders.carry_out(settings, kind, checkpoint.id)
@@ -179,8 +178,8 @@ def prune(
             "nothing was changed. With --dry-run, see what it will do"
         )
     if dry_run:
-        unread = {x.tier: x.error for x in listings if x.error is not None}
-        pruned = orders.Pruned(decisions=orders.plan_prune(settings, listings), unread=unread)
+        planned = orders.plan_prune(settings, listings)
+        pruned = orders.Pruned(decisions=planned, unread=orders.unread(listings))
     else:
         _warn_of(elsewhere)
         with Watch("prune", 0, shown=watched(as_json)) as watch:

@@ -13,6 +13,7 @@ from tierfall.cli.common import (
     Exit,
     JsonOption,
     RunOption,
+    find_step,
     id_members,
     load_settings,
     parse_step,
@@ -25,7 +26,7 @@ from tierfall.config import Config
 from tierfall.core.catalog import Listing, merge
 from tierfall.core.restore.verify import CheckedCopy
 from tierfall.core.units import format_size
-from tierfall.orders import find
+from tierfall.orders import unread
 from tierfall.reading import Reader
 
 
@@ -51,7 +52,7 @@ def verify(
     answer = Answer(as_json)
     with Reader(settings) as reader:
         listings = reader.list()
-        scope = _scope(listings, named, tier)
+        scope = _scope(answer, listings, named, tier)
         with Watch("verify", planned_bytes(listings, scope), shown=watched(as_json)) as watch:
             report = check_run(reader, listings, scope, watch.add)
     _answer(answer, settings, report)
@@ -65,12 +66,17 @@ def _check_tier(settings: Config, tier: str | None) -> None:
 
 
 def _scope(
-    listings: tuple[Listing, ...], named: tuple[int, int | None] | None, tier: str | None
+    answer: Answer,
+    listings: tuple[Listing, ...],
+    named: tuple[int, int | None] | None,
+    tier: str | None,
 ) -> Scope:
     if named is None:
         return Scope(tier=tier)
     known = [c for c in merge(listings) if tier is None or tier in c.copies]
-    return Scope(checkpoint=find(known, *named, doing="verify").id, tier=tier)
+    silent = unread(listing for listing in listings if tier in (None, listing.tier))
+    found = find_step(answer, known, named, silent, doing="verify")
+    return Scope(checkpoint=found.id, tier=tier)
 
 
 def _answer(answer: Answer, settings: Config, report: RunReport) -> None:

@@ -21,10 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tierfall.config import Config, load_config
+from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.documents import float_to_json
-from tierfall.core.errors import ConfigError
+from tierfall.core.errors import ConfigError, StepError, TierfallError
 from tierfall.core.lock import Owner
 from tierfall.core.values import CheckpointId
+from tierfall.orders import find
 
 PIPED_WIDTH = 10_000
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
@@ -123,6 +125,13 @@ class Answer:
     def problem(self, message: object) -> None:
         self.problems.append(str(message))
 
+    def note_unread(self, unread: Mapping[str, TierfallError]) -> None:
+        """Say which tiers could not be read, once."""
+        for tier, error in unread.items():
+            line = f"tier {tier} could not be read: {error}"
+            if line not in self.problems:
+                self.problem(line)
+
     def refuse(self, message: object) -> NoReturn:
         """End the command, which does not go on: say why, and what went wrong before."""
         raise Refusal([*self.problems, str(message)])
@@ -137,6 +146,22 @@ class Answer:
             complain(problem)
         if self.problems:
             raise typer.Exit(Exit.COULD_NOT)
+
+
+def find_step(
+    answer: Answer,
+    known: Sequence[KnownCheckpoint],
+    named: tuple[int, int | None],
+    unread: Mapping[str, TierfallError],
+    *,
+    doing: str,
+) -> KnownCheckpoint:
+    """Find the checkpoint that STEP names; ends the command where no tier has it, saying which could not be read."""
+    try:
+        return find(known, *named, doing=doing, unread=unread)
+    except StepError as error:
+        answer.note_unread(unread)
+        answer.refuse(error)
 
 
 def _print_document(document: dict[str, Any], problems: Sequence[str]) -> None:

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
-from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError
+from tierfall.core.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    TierfallError,
+)
 from tierfall.core.lock import Owner
 from tierfall.core.records import Manifest
 from tierfall.core.restore.images import checked_manifest
 from tierfall.core.values import CheckpointId, CopyState, Shard, TierKind
 from tierfall.core.view import Decision, Verdict, View
-from tierfall.orders import view_of
+from tierfall.orders import unread, view_of
 from tierfall.policies.bundle import plan_retention
 from tierfall.reading import Reader
 
@@ -47,6 +52,10 @@ class Facts:
     @property
     def by_id(self) -> dict[CheckpointId, KnownCheckpoint]:
         return {c.id: c for c in self.known}
+
+    @property
+    def unread(self) -> dict[str, TierfallError]:
+        return unread(self.listings)
 
     def rows(self) -> list[CheckpointId]:
         """Every checkpoint, and what is not one yet."""
@@ -87,8 +96,10 @@ class Facts:
         return tuple(sorted(given))
 
     def owed(self, id: CheckpointId) -> tuple[str, ...]:
+        """Name the tiers that were read and still wait for it."""
         seen = next(c for c in self.view.checkpoints if c.id == id)
-        return tuple(tier.name for tier in self.view.tiers if tier.name in seen.owed)
+        owed = seen.owed - self.unread.keys()
+        return tuple(tier.name for tier in self.view.tiers if tier.name in owed)
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:
         """Say what becomes of a copy by rule, and why."""

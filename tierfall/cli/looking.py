@@ -16,6 +16,7 @@ from tierfall.cli.common import (
     JsonOption,
     RunOption,
     StepArgument,
+    find_step,
     id_members,
     load_settings,
     metric_members,
@@ -29,7 +30,6 @@ from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import BackendError
 from tierfall.core.units import format_duration, format_size
 from tierfall.core.values import CheckpointId
-from tierfall.orders import find
 from tierfall.reading import Reader
 
 LARGEST_SHOWN = 5
@@ -62,12 +62,12 @@ def show(
 ) -> None:
     """Show one step in full: its line, its files, its copies and why each stays or goes."""
     settings = load_settings(config, run)
-    number, attempt = parse_step(step)
+    named = parse_step(step)
     answer = Answer(as_json)
     with Reader(settings) as reader:
         facts = Facts.gather(reader)
         _note_unread(answer, facts)
-        checkpoint = find(facts.known, number, attempt, doing="show")
+        checkpoint = find_step(answer, facts.known, named, facts.unread, doing="show")
         files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
         manifests, problems = manifest_facts(reader, checkpoint)
         for problem in problems:
@@ -143,9 +143,8 @@ def _members(facts: Facts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
 
 
 def _note_unread(answer: Answer, facts: Facts) -> None:
+    answer.note_unread(facts.unread)
     for listing in facts.listings:
-        if listing.error is not None:
-            answer.problem(f"tier {listing.tier} could not be read: {listing.error}")
         for damage in listing.damaged:
             answer.problem(f"tier {listing.tier} holds something damaged: {damage}")
         for copy in listing.copies:

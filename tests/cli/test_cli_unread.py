@@ -1,0 +1,161 @@
+"""A tier that could not be read is named by every command, and is never taken for one that holds nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cli_kit import Cli, Trainer
+
+import tierfall
+from tests.steps import files_below, state_of
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.contracts import Stored
+from tierfall.core.errors import AccessDeniedError
+
+MakeCli = Callable[..., Cli]
+Saved = Callable[..., None]
+Train = Callable[[Cli], Trainer]
+Silence = Callable[[Path], None]
+NAMED = (["show", "3"], ["pin", "3"], ["unpin", "3"], ["rm", "3"], ["verify", "3"])
+ORDERS = (["prune"], ["pin", "2"], ["unpin", "2"], ["rm", "1"])
+
+
+@pytest.fixture(params=["missing", "denied"])
+def silence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Silence:
+    """``silence(root)``: keep a tier from answering."""
+    scan = PosixBackend.scan
+    denied: set[str] = set()
+
+    def refuse(self: PosixBackend, prefix: str) -> Iterator[Stored]:
+        if self.place in denied:
+            raise AccessDeniedError(f"list {prefix!r} in {self.place}: is not there for you")
+        return scan(self, prefix)
+
+    def hush(root: Path) -> None:
+        if request.param == "missing":
+            shutil.move(root, root.with_name(f"{root.name}-unmounted"))
+        else:
+            denied.add(str(root))
+
+    monkeypatch.setattr(PosixBackend, "scan", refuse)
+    return hush
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, saved: Saved, tmp_path: Path) -> Cli:
+    """Steps 1 and 2 on both tiers, step 3 on the far one alone."""
+    cli = make_cli(disk={}, far={})
+    saved(cli, [1, 2, 3])
+    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000003-a0001")
+    return cli
+
+
+@pytest.mark.parametrize("words", NAMED, ids=" ".join)
+def test_a_step_that_an_unread_tier_may_hold_is_not_called_absent(
+    cli: Cli, tmp_path: Path, silence: Silence, words: list[str]
+) -> None:
+    silence(tmp_path / "far")
+    answer = cli(*words, "--json", code=1)
+    unread, absent = answer.document["problems"]
+    assert answer.err == f"tierfall: {unread}\ntierfall: {absent}\n"
+    assert unread.startswith("tier far could not be read: ")
+    assert "is not there" in unread
+    assert "step 3 is on none of the tiers that could be read, and may be on far" in absent
+    assert "the newest that could be seen: 1@1, 2@1" in absent
+    assert not answer.document["ok"]
+
+
+@pytest.mark.parametrize("words", NAMED, ids=" ".join)
+def test_where_no_tier_could_be_read_each_of_them_is_named(
+    cli: Cli, tmp_path: Path, silence: Silence, words: list[str]
+) -> None:
+    for name in ("disk", "far"):
+        silence(tmp_path / name)
+    first, second, absent = cli(*words, code=1).err.splitlines()
+    assert first.startswith("tierfall: tier disk could not be read: ")
+    assert second.startswith("tierfall: tier far could not be read: ")
+    assert "may be on disk, far; the newest that could be seen: none" in absent
+
+
+def test_a_step_of_a_line_left_behind_does_not_hide_an_unread_tier(
+    make_cli: MakeCli, tmp_path: Path, silence: Silence
+) -> None:
+    cli = make_cli(disk={}, far={"flush": {"every": 2}})
+    with tierfall.open(cli.config) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.pin(3)
+        ckpt.drain()
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.restore(state_of(0), step=1)
+        ckpt.save(2, state_of(2), block=True)
+    silence(tmp_path / "far")
+    unread, absent = cli("show", "3", code=1).err.splitlines()
+    assert "tier far could not be read" in unread
+    assert "may be on far, but 3@1 (of a line that was left behind): name it so" in absent
+
+
+def test_only_the_tier_that_was_asked_for_counts(
+    cli: Cli, tmp_path: Path, silence: Silence
+) -> None:
+    silence(tmp_path / "far")
+    (absent,) = cli("verify", "3", "--tier", "disk", code=1).err.splitlines()
+    assert "verify: step 3 is not there; the newest that are: 1@1, 2@1" in absent
+    unread, absent = cli("verify", "3", "--tier", "far", code=1).err.splitlines()
+    assert "tier far could not be read" in unread
+    assert "may be on far" in absent
+
+
+def test_an_unread_tier_is_not_said_to_be_owed_anything(
+    cli: Cli, tmp_path: Path, silence: Silence
+) -> None:
+    silence(tmp_path / "far")
+    answer = cli("show", "2", code=1)
+    assert "still owed to" not in answer.out
+    assert cli.json("show", "2", code=1)["owed"] == []
+
+
+# Folders that are not there --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", ORDERS, ids=" ".join)
+def test_an_order_makes_no_folder_that_is_not_there(
+    cli: Cli, tmp_path: Path, memory: Path, words: list[str]
+) -> None:
+    """What was made would from then on look like a tier that holds nothing."""
+    shutil.move(tmp_path / "far", tmp_path / "unmounted")
+    shutil.rmtree(memory / "run", ignore_errors=True)
+    before = files_below(tmp_path)
+    answer = cli(*words, code=1)
+    assert answer.out == ""
+    assert f"a folder is not there (tier far: {tmp_path / 'far'})" in answer.err
+    assert answer.err.count("\n") == 1
+    assert files_below(tmp_path) == before
+    assert not (tmp_path / "far").exists()
+    assert list(memory.iterdir()) == []
+
+
+def test_prune_of_a_run_whose_only_tier_is_not_there_makes_nothing(
+    make_cli: MakeCli, tmp_path: Path, memory: Path
+) -> None:
+    cli = make_cli(host={"folder": str(memory / "deeper")})
+    assert "is not there" in cli("prune", code=1).err
+    assert not (tmp_path / "disk").exists()
+    assert not (memory / "deeper").exists()
+
+
+def test_beside_a_trainer_an_order_makes_no_folder_either(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, far={})
+    trainer = train(cli)
+    trainer.tell("save 1")
+    shutil.move(tmp_path / "far", tmp_path / "unmounted")
+    for command in ("pin", "unpin"):
+        answer = cli(command, "1", code=1)
+        assert answer.out.startswith(f"{command}ned 1@1 on disk: the trainer")
+        assert f"{command} 1@1: tier far: " in answer.err
+        assert not (tmp_path / "far").exists()
