@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.config import Config
+from tierfall.core.catalog import Listing, merge
 from tierfall.core.errors import FencedError
 from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
-from tierfall.orders import POLL_S, Watch, view_of
+from tierfall.orders import POLL_S, Watch, check_folders, unread, view_of
 from tierfall.session import Session
 from tierfall.telling import must_keep_memory
 from tierfall.tiers.host import HeldImage
@@ -50,9 +52,11 @@ def drain(
 ) -> Drained:
     """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
 
-    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives.
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives;
+    UnreachableError, before anything is made, where a tier's folder is not there.
     """
     began = time.monotonic()
+    check_folders(config)
     session = Session(config, run=config.run, accept_arena=True)
     try:
         images = session.host.images()
@@ -75,7 +79,10 @@ def drain(
         kept = must_keep_memory(session)
     finally:
         session.close(keep_memory=kept)
-    problems += [f"{name}: {error}" for name, error in session.errors.items()]
+    problems += [
+        f"tier {name} could not be read: {error}"
+        for name, error in unread(session.listings).items()
+    ]
     return Drained(
         done=tuple(owed for owed in planned if owed in done),
         left=tuple(owed for owed in planned if owed not in done),
@@ -125,7 +132,20 @@ def _is_dead(attempt: Attempt) -> bool:
 
 def _plan(session: Session) -> tuple[Owed, ...]:
     """Name every copy that is owed, oldest first, also to a tier that does not answer."""
-    view = view_of(session.config, session.known())
+    return _owed(session.config, session.listings)
+
+
+def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
+    """Name every copy that is owed to a tier that could be read, oldest first.
+
+    What the other tiers wait for is not known: they may have it.
+    """
+    silent = unread(listings)
+    return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
+
+
+def _owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
+    view = view_of(config, merge(listings))
     return tuple(
         Owed(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
         for c in view.checkpoints

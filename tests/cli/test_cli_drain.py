@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from cli_kit import Cli, Trainer
 
 import tierfall
-from tests.steps import blank, files_below, step_in, steps_on
+from tests.steps import blank, files_below, state_of, step_in, steps_on
 from tierfall.backends.posix import PosixBackend
 from tierfall.core.records import Attempt
 from tierfall.tiers.stored import StoredTier
@@ -137,12 +138,47 @@ def test_a_run_without_anything_in_memory_has_nothing_to_drain(
     make_cli: MakeCli, tmp_path: Path, memory: Path
 ) -> None:
     cli = make_cli()
-    assert cli.json("drain") == {
-        **{"run": "run", "done": [], "left": [], "memory_kept": False},
-        **{"ok": True, "problems": []},
-    }
+    nothing = {"run": "run", "done": [], "left": [], "memory_kept": False}
+    document = cli.json("drain", code=1)
+    (problem,) = document["problems"]
+    assert document == {**nothing, "ok": False, "problems": [problem]}
+    assert problem.startswith("tier disk could not be read: ")
     assert files_below(memory) == {}
     assert not (tmp_path / "disk").exists()
+    (tmp_path / "disk").mkdir()
+    assert cli.json("drain") == {**nothing, "ok": True, "problems": []}
+    assert files_below(memory) == {}
+
+
+def test_what_tiers_wait_for_from_another_tier_is_said_and_left_to_the_next_start(
+    make_cli: MakeCli, tmp_path: Path, memory: Path
+) -> None:
+    cli = make_cli(disk={})
+    with tierfall.open(cli.config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+    cli.configure(make_cli(disk={}, far={}).config)
+    (tmp_path / "far").mkdir()
+    nothing, first, second, why = cli("drain").out.splitlines()
+    assert nothing == "run run: nothing lies in host memory"
+    assert first.startswith("still owed from another tier: 1@1 to far (")
+    assert second.startswith("still owed from another tier: 2@1 to far (")
+    assert why == (
+        "drain finishes only what lies in memory: the next start of the trainer makes those 2 copies"
+    )
+    assert [(one["step"], one["tier"]) for one in cli.json("drain")["left"]] == [
+        (1, "far"),
+        (2, "far"),
+    ]
+    assert list((tmp_path / "far").iterdir()) == []
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.drain()
+    assert cli("drain").out == "run run: nothing lies in host memory\n"
+    shutil.move(tmp_path / "far", tmp_path / "unmounted")
+    answer = cli("drain", code=1)
+    assert answer.out == "run run: nothing lies in host memory\n", "far may hold all of it"
+    assert "tier far could not be read" in answer.err
 
 
 @pytest.mark.parametrize("deadline", ["soon", "10x", ""])

@@ -159,3 +159,19 @@ def test_beside_a_trainer_an_order_makes_no_folder_either(
         assert answer.out.startswith(f"{command}ned 1@1 on disk: the trainer")
         assert f"{command} 1@1: tier far: " in answer.err
         assert not (tmp_path / "far").exists()
+
+
+def test_drain_makes_no_folder_that_is_not_there(
+    make_cli: MakeCli, train: Train, tmp_path: Path, memory: Path
+) -> None:
+    cli = make_cli(disk={"flush": {"every": 2}}, max_wait="5s")
+    trainer = train(cli)
+    trainer.tell("capture 1")
+    trainer.kill()
+    cli.configure(make_cli(disk={}, far={}, max_wait="5s").config)
+    before = files_below(memory)
+    assert "a folder is not there (tier far: " in cli("drain", code=1).err
+    assert not (tmp_path / "far").exists()
+    assert files_below(memory) == before
+    (tmp_path / "far").mkdir()
+    assert cli.json("drain")["left"] == []

@@ -21,8 +21,9 @@ from tierfall.cli.progress import Watch
 from tierfall.config import Config
 from tierfall.core.errors import ConfigError
 from tierfall.core.units import format_duration, format_size, parse_duration
-from tierfall.draining import Drained, Owed
+from tierfall.draining import Drained, Owed, known_owed
 from tierfall.draining import drain as drain_run
+from tierfall.orders import unread
 from tierfall.reading import Reader
 
 
@@ -39,11 +40,11 @@ def drain(
     settings = load_settings(config, run)
     deadline_s = None if deadline is None else _seconds(deadline)
     answer = Answer(as_json)
-    if not _holds_images(settings, answer):
-        answer.document = {"run": settings.run, "done": [], "left": [], "memory_kept": False}
-        answer.show(f"run {settings.run}: nothing lies in host memory")
-        answer.finish()
-        return
+    with Reader(settings) as reader:
+        if not _holds_images(reader, answer):
+            _say_nothing_lies_there(reader, answer)
+            answer.finish()
+            return
     with Watch("drain", 0, shown=watched(as_json)) as watch:
         drained = drain_run(settings, deadline_s, watch.set)
     answer.document = {
@@ -64,20 +65,40 @@ def _seconds(text: str) -> float:
         refuse(f"--deadline: {error}", Exit.USAGE)
 
 
-def _holds_images(settings: Config, answer: Answer) -> bool:
+def _holds_images(reader: Reader, answer: Answer) -> bool:
     """Look into memory without owning it; a living trainer is left alone."""
-    with Reader(settings) as reader:
-        owner = reader.owner()
-        if owner is not None:
-            refuse(
-                f"drain: a trainer owns run {settings.run!r} ({owner}) and flushes its memory itself; nothing was done"
-            )
-        memory = reader.memory()
-        if memory.error is not None:
-            refuse(f"drain: host memory cannot be read: {memory.error}")
-        for damage in memory.damaged:
-            answer.problem(f"host memory holds something damaged: {damage}")
-        return bool(memory.copies)
+    owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
+        )
+    memory = reader.memory()
+    if memory.error is not None:
+        refuse(f"drain: host memory cannot be read: {memory.error}")
+    for damage in memory.damaged:
+        answer.problem(f"host memory holds something damaged: {damage}")
+    return bool(memory.copies)
+
+
+def _say_nothing_lies_there(reader: Reader, answer: Answer) -> None:
+    """Say what tiers wait for all the same: it lies on other tiers, and only a trainer's attempt may copy it."""
+    listings = reader.list()
+    left = known_owed(reader.config, listings)
+    answer.note_unread(unread(listings))
+    answer.document = {
+        "run": reader.run,
+        "done": [],
+        "left": [_members(owed) for owed in left],
+        "memory_kept": False,
+    }
+    answer.show(f"run {reader.run}: nothing lies in host memory")
+    for owed in left:
+        answer.show(f"still owed from another tier: {owed}")
+    if left:
+        them = "that copy" if len(left) == 1 else f"those {len(left)} copies"
+        answer.show(
+            f"drain finishes only what lies in memory: the next start of the trainer makes {them}"
+        )
 
 
 def _say(answer: Answer, settings: Config, drained: Drained) -> None:
