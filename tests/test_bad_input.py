@@ -101,7 +101,8 @@ def test_a_state_that_is_no_mapping(state: Any, make_config: MakeConfig) -> None
         ({"loss": torch.ones(1)}, r"metrics\['loss'\].*0-dim"),
         ({"loss": 1 + 2j}, r"metrics\['loss'\]"),
         ({3: 0.5}, "a name is 3"),
-        ([("loss", 0.5)], "metrics"),
+        ([("loss", 0.5)], "metrics is a list, expected"),
+        (7, "metrics is an int, expected"),
     ],
 )
 def test_metrics_that_are_no_numbers(

@@ -17,6 +17,7 @@ from tierfall.core.records import Line, chunk_count
 from tierfall.core.restore.restore import Restored
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, SaveOutcome
+from tierfall.core.words import with_article
 from tierfall.reports import CheckpointInfo, RestoreReport, ShardSource, Statistics
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse, before anything is written, metrics that are not numbers; tensors are read when captured."""
     if not isinstance(metrics, Mapping):
         raise CaptureError(
-            f"save: metrics is a {type(metrics).__name__}, expected a mapping of names to numbers"
+            f"save: metrics is {with_article(type(metrics).__name__)}, expected a mapping of names to numbers"
         )
     for name, value in metrics.items():
         if not isinstance(name, str):
@@ -58,7 +59,7 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             raise CaptureError(f"save: metrics[{name!r}] is not a number or a 0-dim tensor")
         if not hasattr(value, "__float__"):
             raise CaptureError(
-                f"save: metrics[{name!r}] is a {type(value).__name__}, expected a number or a 0-dim tensor"
+                f"save: metrics[{name!r}] is {with_article(type(value).__name__)}, expected a number or a 0-dim tensor"
             )
     return {name: _at_rest(value) for name, value in metrics.items()}
 

@@ -40,6 +40,7 @@ from tierfall.core.image.nodes import (
 from tierfall.core.image.report import Report
 from tierfall.core.image.walk import is_stateful
 from tierfall.core.image.work import Action, Selection, Work
+from tierfall.core.words import with_article
 
 Put = Callable[[object], None]
 
@@ -72,7 +73,9 @@ def plan_fill(
     that tensors and objects are the same on both sides. Raises RestoreError that names what does not fit.
     """
     if not isinstance(state, Mapping):
-        raise RestoreError(f"restore: state is a {type(state).__name__}; expected a mapping")
+        raise RestoreError(
+            f"restore: state is {with_article(type(state).__name__)}; expected a mapping"
+        )
     if isinstance(only, str):
         raise RestoreError(
             f"restore: only must be a list of names, such as [{only!r}], not a string"
@@ -149,7 +152,7 @@ class _Filler:
             case ObjectNode() | OptimizerNode() if is_stateful(live):
                 self._object(node, live, name, trail)
             case _:
-                self.report.differs(name, _kind(node), f"a {type(live).__qualname__}")
+                self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
 
     def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str, trail: Trail) -> None:
         stored = dict(node.entries)
@@ -194,7 +197,7 @@ class _Filler:
 
     def _tensor(self, node: TensorNode | QuantizedNode, live: Any, name: str) -> None:
         if not isinstance(live, torch.Tensor):
-            self.report.differs(name, _kind(node), f"a {type(live).__qualname__}")
+            self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
         elif isinstance(node, QuantizedNode):
             self.fitter.quantized(node, live, name)
         else:
@@ -202,7 +205,7 @@ class _Filler:
 
     def _value(self, node: ValueNode | CodecNode, live: Any, place: Put, name: str) -> None:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
-            self.report.differs(name, "a plain value", f"a {type(live).__qualname__}")
+            self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
             return
         self.builder.prepare(node, CPU)
         if any(True for _ in live_names(live, name)):
@@ -354,7 +357,7 @@ def _kind(node: Node) -> str:
         case TensorNode() | QuantizedNode():
             return "a tensor"
         case MapNode():
-            return f"a {node.kind} that holds tensors"
+            return f"{with_article(node.kind)} that holds tensors"
         case SequenceNode():
             return f"a {'tuple' if node.is_tuple else 'list'} that holds tensors"
         case ModuleNode():

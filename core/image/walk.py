@@ -36,6 +36,7 @@ from tierfall.core.image.naming import Trail
 from tierfall.core.image.refusing import asked, refusal, refuse
 from tierfall.core.image.table import SourceTensor, TensorTable
 from tierfall.core.values import Changes
+from tierfall.core.words import with_article
 
 Node = Any  # int, or one of the tuples above
 T = TypeVar("T")
@@ -63,7 +64,7 @@ def describe(state: Mapping[Any, object]) -> StateView:
     """Walk a state; CaptureError, naming the path, where something in it cannot be saved."""
     if not isinstance(state, Mapping):
         raise CaptureError(
-            f"save: state is a {type(state).__name__}; expected a mapping of names to what is to be saved"
+            f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to what is to be saved"
         )
     scans = modules.scan_state(state)
     walk = _Walk(scans)
