@@ -38,6 +38,8 @@ _MARK = re.compile(
 
 def check_name(name: str, *, what: str) -> str:
     """Return a run, tier or tag name unchanged, or raise ConfigError."""
+    if not isinstance(name, str):
+        raise ConfigError(f"{what}: {name!r} is not a name; expected text")
     if len(name) > 200 or not NAME_PATTERN.match(name):
         raise ConfigError(
             f"{what}: {name!r} is not a usable name; expected up to 200 letters, digits, '.', '_' and '-', "

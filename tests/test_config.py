@@ -290,7 +290,10 @@ def test_a_dict_has_places_and_no_lines() -> None:
             'on_error: "ignore" does not fit; expected one of warn, raise',
         ),
         (config_of(max_wait="1min"), r'max_wait: unknown unit "min" \(did you mean "m"\?\)'),
-        (config_of(max_wait=-1), "max_wait: -1 is out of range"),
+        (config_of(max_wait=-1), "max_wait: -1 is out of range; expected a time such as"),
+        (config_of(max_wait=-0.5), "max_wait: -0.5 is not usable here; expected a time such as"),
+        (config_of(max_wait=0), "max_wait: .*; expected a time above 0, such as 60s"),
+        (config_of(max_wait="0ms"), "max_wait: .*; expected a time above 0, such as 60s"),
         (config_of(chunk="6KiB"), "chunk: .*expected a multiple of 4KiB from 4KiB to 1GiB"),
         (config_of(chunk="2GiB"), "chunk: .*expected a multiple of 4KiB from 4KiB to 1GiB"),
         (config_of(chunk=0), "chunk: 0 does not fit"),
@@ -311,6 +314,21 @@ def test_a_dict_has_places_and_no_lines() -> None:
         (tier_of(path="a\0b"), "path: not a path as text"),
         (tier_of(path="\ud800"), "path: .* is no usable path"),
         (tier_of(path="~nobody-of-that-name/c"), "path: '~nobody.*' is no usable path"),
+        (
+            tier_of(path="$HOME/ck"),
+            r'tiers\[1\].path: "\$HOME/ck" holds \$HOME, .*write \$\{env:HOME\}$',
+        ),
+        (
+            tier_of(path="/x/${USER}/ck"),
+            r"tiers\[1\].path: \$\{USER\} is not a reference; .*write \$\{env:USER\}$",
+        ),
+        (tier_of(path=Path("/x/${USER}")), r"tiers\[1\].path: .*write \$\{env:USER\}$"),
+        (host_of(folder="/dev/shm/$USER"), r"tiers\[0\].folder: .*write \$\{env:USER\}$"),
+        (config_of(tiers="$HOME/ck"), r"tiers\[1\].path: .*write \$\{env:HOME\}$"),
+        (
+            tier_of(path="${env:HOME}/$USER"),
+            r"path: the value of \$\{env:HOME\}/\$USER does not fit; .*\$\{env:NAME\} for a var",
+        ),
         (tier_of(shared="maybe"), 'shared: "maybe" does not fit; expected true or false'),
         (tier_of(bandwidth="500MB"), r'bandwidth: unknown unit "MB" \(did you mean "MB/s"\?\)'),
         (tier_of(bandwidth=0), "bandwidth: nothing moves at 0 bytes per second"),
@@ -338,6 +356,18 @@ def test_what_is_wrong_is_refused_with_what_was_expected(
     assert not isinstance(caught.value, NotSupportedError)
 
 
+@pytest.mark.parametrize("run", [5, b"x", ["x"]])
+def test_an_argument_run_that_is_no_name_is_refused(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^run: .* is not a name; expected text$"):
+        load_config(config_of(), run=run)
+
+
+def test_an_unknown_key_of_an_object_tier_is_told_in_good_english() -> None:
+    tier = {"name": "o", "kind": "object", "url": "s3://b", "zebra": 1}
+    with pytest.raises(ConfigError, match="unknown key of an object tier"):
+        load_config(config_of(tiers=[HOST, tier]))
+
+
 HOST = {"name": "host", "kind": "host"}
 DEVICE = {"name": "device", "kind": "device"}
 FILE = {"name": "file", "kind": "file", "path": "./c"}
@@ -349,8 +379,14 @@ FILE = {"name": "file", "kind": "file", "path": "./c"}
         ([FILE], "tiers: there is no host tier"),
         ([FILE, HOST], r"tiers\[1\].kind: a host tier must stand earlier"),
         ([HOST, DEVICE], r"tiers\[1\].kind: a device tier must stand earlier"),
-        ([HOST, {**HOST, "name": "b"}], r"tiers\[1\].kind: a second host tier"),
-        ([DEVICE, {**DEVICE, "name": "b"}, HOST], r"tiers\[1\].kind: a second device tier"),
+        (
+            [HOST, {**HOST, "name": "b"}],
+            r"tiers\[1\].kind: a second host tier; expected exactly one",
+        ),
+        (
+            [DEVICE, {**DEVICE, "name": "b"}, HOST],
+            r"tiers\[1\].kind: a second device tier; expected one at most",
+        ),
         ([HOST, {**FILE, "name": "host"}], r"tiers\[1\].name: the same name as tiers\[0\]"),
         (
             [HOST, FILE, {**FILE, "name": "b", "path": "x/../c/"}],
@@ -750,6 +786,7 @@ def test_the_schema_serves_editors() -> None:
     first = Config.model_json_schema()["properties"]
     assert first["on_error"]["enum"] == ["warn", "raise"]
     assert first["max_wait"]["default"] == "60s"
+    assert {"type": "number", "exclusiveMinimum": 0} in first["max_wait"]["anyOf"]
     assert any("pattern" in way for way in first["chunk"]["anyOf"])
     json.dumps(Config.model_json_schema())
 

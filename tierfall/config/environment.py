@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tierfall.config.places import Place, Problem
 
 _REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}|(\$\{[^}]*\}?)")
+_BRACED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 
 
 @dataclass(slots=True)
@@ -49,8 +50,9 @@ class Filling:
     def _value_of(self, match: re.Match[str], place: Place) -> str:
         name, malformed = match[1], match[2]
         if malformed is not None:
-            self._complain(place, f"{malformed} is not a reference; expected ${{env:NAME}}")
-            return malformed
+            hint = f": write ${{env:{malformed[2:-1]}}}" if _BRACED.fullmatch(malformed) else ""
+            self._complain(place, f"{malformed} is not a reference; expected ${{env:NAME}}{hint}")
+            return "nothing"  # text, so that no other reader complains of the same
         if name not in self.environ:
             self._complain(
                 place, f"the environment variable {name} is not set; set it, or write the value"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,11 @@ _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "ma
 _EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
 _EXPECTED_COUNT = "a whole number, 1 or more"
 _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
+_EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
+_EXPECTED_WAIT = "a time above 0, such as 60s"
 _EXPECTED_STEPS = "a whole number of training steps, 1 or more"
+
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
 
 def wrong(message: str, *, expected: str) -> PydanticCustomError:
@@ -139,6 +144,15 @@ def _positive_rate(value: int | str) -> int:
     return bytes_per_s
 
 
+def _wait(value: float | str) -> float:
+    seconds = units.parse_duration(value)
+    if seconds == 0:
+        raise ConfigError(
+            f"{show(value)} leaves a close no time for what is on its way; expected {_EXPECTED_WAIT}"
+        )
+    return seconds
+
+
 def _chunk(value: int | str) -> int:
     size_bytes = units.parse_size(value)
     if size_bytes % CHUNK_BYTES_MIN or not CHUNK_BYTES_MIN <= size_bytes <= CHUNK_BYTES_MAX:
@@ -195,6 +209,11 @@ def _path(value: object) -> Path:
     text = os.fspath(value)
     if not isinstance(text, str) or "\0" in text:
         raise ConfigError("not a path as text; expected a folder such as ./checkpoints")
+    if variable := _VARIABLE.search(text):
+        name = variable[1] or variable[2]
+        raise ConfigError(
+            f"{show(text)} holds {variable[0]}, which is not filled in; write ${{env:{name}}}"
+        )
     try:
         os.fsencode(text)
         expanded = Path(text).expanduser()
@@ -223,6 +242,18 @@ Duration = Annotated[
     _parsed(units.parse_duration, units.EXPECTED_DURATION),
     _number_or_text(units.DURATION_PATTERN, number="number"),
 ]
+Wait = Annotated[
+    float,
+    _parsed(_wait, _EXPECTED_WAIT),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": units.DURATION_PATTERN},
+            ]
+        }
+    ),
+]
 Share = Annotated[
     float,
     _parsed(units.parse_share, units.EXPECTED_SHARE),
@@ -238,6 +269,6 @@ Flag = Annotated[bool, _parsed(_flag, "true or false"), WithJsonSchema({"type": 
 Name = Annotated[str, _parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
 Folder = Annotated[
     Path,
-    _parsed(_path, "a folder such as ./checkpoints"),
+    _parsed(_path, _EXPECTED_FOLDER),
     WithJsonSchema({"type": "string", "minLength": 1}),
 ]

@@ -14,12 +14,12 @@ from pydantic_core import PydanticCustomError
 
 from tierfall.config.fields import (
     Chunk,
-    Duration,
     Flag,
     Folder,
     Name,
     Rate,
     Size,
+    Wait,
     any_word,
     choice,
     not_yet,
@@ -201,10 +201,10 @@ class Config(Section):
         "the next save, or close, raise it.",
         examples=["raise"],
     )
-    max_wait_s: Duration = Field(
+    max_wait_s: Wait = Field(
         default=60.0,
         alias="max_wait",
-        description="The most that a save, a barrier or a close may wait for a tier.",
+        description="The most that a save, a barrier or a close may wait for a tier; above 0.",
         examples=["60s"],
         json_schema_extra={"default": "60s"},
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tierfall.config.places import Problem
 from tierfall.core.values import TierKind
+from tierfall.core.words import with_article
 
 _RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, TierKind.FILE: 2, TierKind.OBJECT: 2}
 
@@ -65,7 +66,8 @@ def _kinds(links: Sequence[Link]) -> Iterator[Problem]:
     kinds = [link.kind for link in links]
     for kind in (TierKind.DEVICE, TierKind.HOST):
         for index in [i for i, found in enumerate(kinds) if found is kind][1:]:
-            yield _problem(f"a second {kind} tier; expected one at most", "tiers", index, "kind")
+            expected = "exactly one" if kind is TierKind.HOST else "one at most"
+            yield _problem(f"a second {kind} tier; expected {expected}", "tiers", index, "kind")
     if TierKind.HOST not in kinds and None not in kinds:
         yield _problem(
             "there is no host tier, and every checkpoint falls through one; add {name: host, kind: host}",
@@ -81,7 +83,7 @@ def _order(links: Sequence[Link]) -> Iterator[Problem]:
             continue
         if _RANKS[link.kind] < highest:
             yield _problem(
-                f"a {link.kind} tier must stand earlier; expected device, host, then file and object "
+                f"{with_article(link.kind)} tier must stand earlier; expected device, host, then file and object "
                 "tiers, fastest first",
                 *("tiers", index, "kind"),
             )

@@ -18,6 +18,7 @@ from tierfall.config.fields import NOT_SUPPORTED, WRONG, nearest, show
 from tierfall.config.model import CHAIN, TIER_MODELS, Config
 from tierfall.config.places import Place, Problem
 from tierfall.core.values import TierKind
+from tierfall.core.words import with_article
 
 _EXPECTED = {
     "string_type": "text",
@@ -74,7 +75,11 @@ def _unknown_key(location: Place) -> str:
     model, key = _model_at(location[:-1]), location[-1]
     known = list(_fields(model))
     near = nearest(str(key), known) or f"; expected one of {', '.join(known)}"
-    kind = f" of a {location[2]} tier" if len(location) == 4 and location[0] == "tiers" else ""
+    kind = (
+        f" of {with_article(str(location[2]))} tier"
+        if len(location) == 4 and location[0] == "tiers"
+        else ""
+    )
     return f"unknown key{kind}{near}"
 
 
