@@ -58,12 +58,14 @@ class Dropper:
 
     def busy(self, tier: str | None = None) -> bool:
         """Say whether something is on its way out (of one tier); what failed to go is not waited for."""
-        under_way = {
-            (name, id) for name, ids in self._leaving.items() for id in ids
-        } - self._failed.keys()
+        under_way = self._under_way()
         if tier is not None:
             return any(name == tier for name, _ in under_way)
         return bool(self._due or self._surveying or under_way)
+
+    def _under_way(self) -> set[tuple[str, CheckpointId]]:
+        leaving = {(name, id) for name, ids in self._leaving.items() for id in ids}
+        return leaving - self._failed.keys()
 
     def retry(self, now_s: float) -> None:
         """Try again what could not be dropped, once its pause is over."""
@@ -92,11 +94,9 @@ class Dropper:
         if self._surveying:
             self._changed.add(id)
 
-    def is_leaving(self, id: CheckpointId) -> bool:
-        """Say whether a copy of it is just being dropped somewhere; one that failed to go is not."""
-        return any(
-            id in ids and (tier, id) not in self._failed for tier, ids in self._leaving.items()
-        )
+    def is_dropping(self) -> bool:
+        """Say whether a copy is just being dropped somewhere; one that failed to go is not."""
+        return bool(self._under_way())
 
     def dispatch_surveys(self) -> None:
         """Read the marks that are due, unless a restore is reading the tiers."""

@@ -133,7 +133,8 @@ class Orders:
                 lane.give_up(StepError(f"{entry.id} was deleted by a person"))
         busy = any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
-        return not (busy or arriving or self._dropper.is_leaving(entry.id))
+        # what is leaving now may have been let go because of this one
+        return not (busy or arriving or self._dropper.is_dropping())
 
     def _begin(self, order: Order, entry: Entry) -> None:
         order.reserving = True

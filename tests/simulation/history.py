@@ -517,7 +517,8 @@ class History:
                     assert kept, f"{id} should be deleted on {tier}"
             for id in set(now[tier].commits) & self.buried - pinned - set(self.pinned):
                 entry = coordinator.ledger.entries.get(id)
-                assert entry is None, f"{id} was deleted from outside, and is still on {tier}"
+                unseen = entry is None or not entry.readable_on(tier)
+                assert unseen, f"{id} was deleted from outside, and is still on {tier}"
             latest = self._clean(tier).read_latest()
             assert latest is None or latest in now[tier].commits, f"{tier}: latest names {latest}"
         owed = {id for id, _ in coordinator.left_undone()}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.world import World, file_rules
+from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import CapacityError, FlushError, StepError
@@ -493,6 +493,23 @@ def test_no_deletion_begins_or_goes_on_while_a_restore_reads() -> None:
     world.settle()
     assert answer == [{}]
     assert world.steps_on("nvme") == [2]
+
+
+def test_a_deletion_waits_for_what_leaves_because_of_the_checkpoint_that_it_takes() -> None:
+    """Room is made by dropping the older one, since the newer one is there: one after the other, not both at once."""
+    world = World([file_rules("nvme", capacity_bytes=int(2.5 * IMAGE))])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    world.save(3)
+    assert waiting(world, DropCopy)
+    answer = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    assert not waiting(world, ChangeMark)
+    until(world, lambda: waiting(world, ChangeMark))
+    assert world.steps_on("nvme") == [2]
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == [3]
 
 
 def test_what_was_deleted_by_a_found_tombstone_is_deleted_for_whoever_asks_again() -> None:
