@@ -82,7 +82,7 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     cli.configure(crawling(make_cli, None).config)
     first, summary, memory = cli("drain").out.splitlines()
     assert first.startswith("flushed 1@1 to far (")
-    assert summary.startswith("run run: 1 of 1 copies made durable, ")
+    assert summary.startswith("run run: 1 of 1 copy made durable, ")
     assert memory == "host memory is given back"
 
 

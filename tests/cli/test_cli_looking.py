@@ -213,3 +213,30 @@ def test_show_falls_back_to_a_good_manifest_and_says_which_is_bad(
     answer = cli("show", "1", code=1)
     assert "tier disk" in answer.err
     assert "TENSOR" in answer.out
+
+
+def test_what_is_one_is_said_in_the_singular(make_cli: MakeCli, saved: Saved) -> None:
+    cli = make_cli()
+    saved(cli, [1])
+    assert "0 of 1 copy dropped" in cli("prune").out
+    assert "1 of 1 copy is good" in cli("verify").out
+    assert "1 checkpoint (" in cli("ls").out
+    text = cli("show", "1").out
+    assert "(1 rank)" in text
+    assert " chunks of 64 KiB, " in text
+    saved(cli, [2])
+    assert "0 of 2 copies dropped" in cli("prune").out
+    assert "2 of 2 copies are good" in cli("verify").out
+    assert "2 checkpoints (" in cli("ls").out
+
+
+def test_what_is_damaged_is_said_with_its_tier_once(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, far={})
+    saved(cli, [1, 2])
+    flip(tmp_path / "disk" / "run" / "step-00000001-a0001" / "commit.json", 40)
+    flip(tmp_path / "disk" / "run" / "step-00000002-a0001" / "rank-00000-of-00001.json", 40)
+    record, manifest = cli("show", "2", code=1).err.splitlines()
+    assert record.startswith("tierfall: 1@1 is damaged on tier disk: run/step-00000001-a0001/")
+    assert manifest.startswith("tierfall: tier disk: rank-00000-of-00001.json of 2@1: ")

@@ -17,9 +17,11 @@ from tierfall.cli.common import (
     RunOption,
     StepArgument,
     complain,
+    counted,
     find_step,
     id_members,
     load_settings,
+    of_tier,
     owner_members,
     parse_step,
     refuse,
@@ -104,7 +106,7 @@ def _order(
     }
     answer.show(*_said(kind, carried, owner))
     for tier, error in failed.items():
-        answer.problem(f"{verb} {checkpoint.id}: tier {tier}: {error}")
+        answer.problem(f"{verb} {checkpoint.id}: {of_tier(tier, error)}")
     answer.finish()
 
 
@@ -222,5 +224,6 @@ def _decided(pruned: orders.Pruned, dry_run: bool) -> Sequence[Table | str]:
         )
     verb = "would be dropped" if dry_run else "dropped"
     total = format_size(sum(d.bytes for d in drops))
-    summary = f"{len(drops)} of {len(pruned.decisions)} copies {verb}, {total}"
+    copies = counted(len(pruned.decisions), "copy", "copies")
+    summary = f"{len(drops)} of {copies} {verb}, {total}"
     return (made, summary) if pruned.decisions else (summary,)

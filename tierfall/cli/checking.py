@@ -13,6 +13,7 @@ from tierfall.cli.common import (
     Exit,
     JsonOption,
     RunOption,
+    counted,
     find_step,
     id_members,
     load_settings,
@@ -102,13 +103,10 @@ def _answer(answer: Answer, settings: Config, report: RunReport) -> None:
         answer.show(made)
     answer.show(*(f"note: {note}" for note in report.notes))
     total = format_size(sum(copy.bytes for copy in report.copies))
-    damage = len(report.findings)
-    what = "nothing is damaged"
-    if damage:
-        what = f"{damage} {'place is' if damage == 1 else 'places are'} damaged"
-    answer.show(
-        f"run {settings.run}: {len(good)} of {len(report.copies)} copies are good, {total} read; {what}"
-    )
+    damage = counted(len(report.findings), "place is", "places are")
+    what = f"{damage} damaged" if report.findings else "nothing is damaged"
+    copies = counted(len(report.copies), "copy is", "copies are")
+    answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
 
 
 def _verdict(copy: CheckedCopy) -> str:

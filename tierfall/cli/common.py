@@ -199,6 +199,16 @@ def watched(as_json: bool) -> bool:
     return not as_json and sys.stdout.isatty()
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """Write a count and its noun: ``1 copy``, ``2 copies``."""
+    return f"{count} {one if count == 1 else many}"
+
+
+def of_tier(tier: str, error: object) -> str:
+    """Say what is wrong on a tier, which many a message names first by itself."""
+    return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
+
+
 def id_members(id: CheckpointId) -> dict[str, int]:
     return {"step": id.step, "attempt": id.attempt}
 

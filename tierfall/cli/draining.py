@@ -12,6 +12,7 @@ from tierfall.cli.common import (
     Exit,
     JsonOption,
     RunOption,
+    counted,
     id_members,
     load_settings,
     refuse,
@@ -106,7 +107,8 @@ def _say(answer: Answer, settings: Config, drained: Drained) -> None:
         answer.show(f"flushed {owed}")
     if drained.done or drained.left:
         total = format_size(sum(owed.bytes for owed in drained.done))
-        count = f"{len(drained.done)} of {len(drained.done) + len(drained.left)} copies"
+        planned = counted(len(drained.done) + len(drained.left), "copy", "copies")
+        count = f"{len(drained.done)} of {planned}"
         answer.show(
             f"run {settings.run}: {count} made durable, {total} in {format_duration(drained.seconds)}"
         )

@@ -163,10 +163,10 @@ class Manifested:
 
 def manifest_facts(
     reader: Reader, checkpoint: KnownCheckpoint
-) -> tuple[list[Manifested], list[str]]:
+) -> tuple[list[Manifested], list[tuple[str, TierfallError]]]:
     """Read each shard's manifest from the fastest copy that has a good one; the second are the bad ones met."""
     found: list[Manifested] = []
-    problems: list[str] = []
+    problems: list[tuple[str, TierfallError]] = []
     if checkpoint.commit is None:
         return found, problems
     size = checkpoint.commit.world_size
@@ -180,7 +180,7 @@ def manifest_facts(
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
                 found.append(_manifested(manifest))
             except (IntegrityError, NotSupportedError, BackendError) as error:
-                problems.append(f"tier {tier}: {error}")
+                problems.append((tier, error))
                 continue
             break
     return found, problems

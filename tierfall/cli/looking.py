@@ -16,10 +16,12 @@ from tierfall.cli.common import (
     JsonOption,
     RunOption,
     StepArgument,
+    counted,
     find_step,
     id_members,
     load_settings,
     metric_members,
+    of_tier,
     owner_members,
     parse_step,
     table,
@@ -70,8 +72,8 @@ def show(
         checkpoint = find_step(answer, facts.known, named, facts.unread, doing="show")
         files = {tier: _files(reader, tier, checkpoint, answer) for tier in checkpoint.copies}
         manifests, problems = manifest_facts(reader, checkpoint)
-        for problem in problems:
-            answer.problem(problem)
+        for tier, error in problems:
+            answer.problem(of_tier(tier, error))
         answer.document = {
             "run": settings.run,
             **_members(facts, checkpoint),
@@ -149,7 +151,7 @@ def _note_unread(answer: Answer, facts: Facts) -> None:
             answer.problem(f"tier {listing.tier} holds something damaged: {damage}")
         for copy in listing.copies:
             if copy.damage is not None:
-                answer.problem(f"tier {listing.tier}: {copy.id} is damaged: {copy.damage}")
+                answer.problem(f"{copy.id} is damaged on {of_tier(listing.tier, copy.damage)}")
 
 
 def _steps(facts: Facts) -> Table:
@@ -195,7 +197,7 @@ def _remarks(facts: Facts, checkpoint: KnownCheckpoint) -> Iterable[str]:
 
 def _summary(facts: Facts, settings: Config) -> Iterable[str]:
     count = len(facts.known)
-    what = "no checkpoint" if count == 0 else f"{count} checkpoint{'s' * (count != 1)}"
+    what = counted(count, "checkpoint", "checkpoints") if count else "no checkpoint"
     held = ", ".join(
         f"{listing.tier} {format_size(sum(copy.bytes for copy in listing.copies))}"
         for listing in facts.listings
@@ -246,7 +248,9 @@ def _head(facts: Facts, checkpoint: KnownCheckpoint) -> Table:
         start = commit.line.started_from
         made.add_row("line", f"number {commit.line.ordinal}, {_from(start)}")
         made.add_row("saved", f"{_wall_time(commit.wall_time_s)}, {_age(facts, checkpoint)} ago")
-        made.add_row("by", f"{', '.join(commit.nodes)} ({commit.world_size} rank)")
+        made.add_row(
+            "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
+        )
     made.add_row("size", format_size(facts.bytes(checkpoint)))
     if commit is not None and commit.metrics:
         made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in commit.metrics.items()))
@@ -266,9 +270,11 @@ def _wall_time(wall_time_s: float) -> str:
 
 
 def _manifest_lines(manifest: Manifested) -> Iterable[Table | str]:
+    chunks = counted(manifest.chunks, "chunk", "chunks")
+    tensors = counted(len(manifest.tensors), "tensor", "tensors")
     yield (
-        f"{manifest.shard}: {manifest.chunks} chunks of {format_size(manifest.chunk_bytes)}, "
-        f"{len(manifest.tensors)} tensors of {format_size(manifest.tensor_bytes)}, the largest:"
+        f"{manifest.shard}: {chunks} of {format_size(manifest.chunk_bytes)}, "
+        f"{tensors} of {format_size(manifest.tensor_bytes)}, the largest:"
     )
     made = table("TENSOR", "DTYPE", "SHAPE", "SIZE", right=("SIZE",))
     for tensor in manifest.largest(LARGEST_SHOWN):
