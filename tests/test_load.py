@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 
 import tierfall
 from tests.steps import files_below, state_of, step_in
-from tierfall.core.errors import ConfigError, RestoreError
+from tierfall.core.errors import ConfigError, RestoreError, StepError, TierfallError
 
 MakeConfig = Callable[..., dict[str, Any]]
 SHARD = "rank-00000-of-00001.safetensors"
@@ -95,6 +97,33 @@ def test_tensors_come_to_the_device_that_is_asked_for(config: dict[str, Any]) ->
         assert tierfall.load(config, map_location=device)["w"].is_cpu
 
 
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", "Expected one of cpu, cuda"),
+        ("cuda:99", ""),
+        (None, "expected one such as 'cpu'"),
+        ({"cuda": "cpu"}, "expected one such as 'cpu'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told_before_anything_is_read(
+    device: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"is not a device that can be used here: .*{said}"):
+        tierfall.load(tmp_path / "nowhere", map_location=device)
+
+
+@pytest.mark.parametrize("number", ["3", True, 1.0, [3]])
+def test_a_step_or_attempt_that_is_no_integer_is_refused(
+    number: Any, config: dict[str, Any], tmp_path: Path
+) -> None:
+    for source in (config, tmp_path / "disk"):
+        with pytest.raises(StepError, match="load: step must be an integer"):
+            tierfall.load(source, step=number)
+        with pytest.raises(StepError, match="load: attempt must be an integer"):
+            tierfall.load(source, step=1, attempt=number)
+
+
 def test_loading_changes_nothing(config: dict[str, Any], tmp_path: Path, memory: Path) -> None:
     before, held = files_below(tmp_path), files_below(memory)
     tierfall.load(config)
@@ -158,6 +187,58 @@ def test_a_path_that_leads_to_no_checkpoint_says_what_was_expected(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         tierfall.load(tmp_path / path)
+
+
+@pytest.mark.parametrize("place", ["sc/step-00000003-a0001", "run/step-00000009-a0001", "my copy"])
+def test_a_copied_step_says_where_it_belongs_and_loads_there(
+    place: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    step = step_folder(tmp_path / "disk", 3)
+    copied = tmp_path / "copies" / place
+    shutil.copytree(step, copied)
+    belongs = r"below a folder named run, as it was written \(run/step-0+3-a0001\)"
+    wanted = rf"(speaks of run 3@1|under another name).*{belongs}"
+    with pytest.raises(TierfallError, match=wanted):
+        tierfall.load(copied)
+    with pytest.raises(TierfallError, match="below a folder named" if "/" in place else "RUN/step"):
+        tierfall.load(copied / SHARD)
+    home = tmp_path / "home" / "run" / step.name
+    shutil.copytree(copied, home)
+    assert step_in(tierfall.load(home)) == step_in(tierfall.load(home / SHARD)) == 3
+
+
+def test_a_copied_step_below_a_folder_that_names_no_run_says_where_it_belongs(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    step = step_folder(tmp_path / "disk", 3)
+    copied = tmp_path / "my copies" / step.name
+    shutil.copytree(step, copied)
+    for path in (copied, copied / SHARD):
+        with pytest.raises(ConfigError, match="below a folder named run, as it was written"):
+            tierfall.load(path)
+
+
+def test_a_renamed_run_says_how_it_was_named(config: dict[str, Any], tmp_path: Path) -> None:
+    renamed = tmp_path / "copies" / "other"
+    shutil.copytree(tmp_path / "disk" / "run", renamed)
+    for path in (renamed, renamed.parent):
+        with pytest.raises(RestoreError, match=r"other speaks of run run: .*name it run, as it"):
+            tierfall.load(path)
+    renamed.rename(renamed.parent / "run")
+    assert step_in(tierfall.load(renamed.parent)) == 3
+
+
+@pytest.mark.parametrize("folder", ["lone", "run/step-00000003-a0001"])
+def test_a_shard_that_was_copied_alone_says_what_opens_it(
+    folder: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    lone = tmp_path / "copies" / folder / SHARD
+    lone.parent.mkdir(parents=True)
+    shutil.copy(step_folder(tmp_path / "disk", 3) / SHARD, lone)
+    with pytest.raises(ConfigError, match=r"without the records.*safetensors\.torch\.load_file"):
+        tierfall.load(lone)
+    opened = safetensors.torch.load_file(lone)
+    assert torch.equal(opened["w"], state_of(3)["w"])
 
 
 def test_a_root_with_two_runs_asks_for_one(make_config: MakeConfig, tmp_path: Path) -> None:

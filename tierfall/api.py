@@ -18,7 +18,8 @@ from tierfall.core.image import plan_load
 from tierfall.core.restore.images import Image, StoredImage
 from tierfall.core.restore.restore import OpenImage, Request, restore
 from tierfall.core.values import CheckpointId, Shard
-from tierfall.reading import Reader, open_place, resolve_path
+from tierfall.line import as_step
+from tierfall.reading import Reader, moved, open_place, resolve_path
 from tierfall.session import SHARD
 
 _YAML = (".yaml", ".yml")
@@ -70,17 +71,16 @@ def load(
     ``config_or_path`` is a configuration (all its tiers are looked at, memory too), or a path: a .yaml, a tier's root
     with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is unpickled.
 
-    Raises ConfigError for a path that is none of these, RestoreError where nothing can be read whole.
+    Raises ConfigError for a path that is none of these and for a device that is not there, RestoreError where nothing
+    can be read whole.
     """
     request = Request(
-        step=step, attempt=attempt, operation="load", advice="or load from another tier's folder"
+        step=None if step is None else as_step(step, doing="load"),
+        attempt=None if attempt is None else as_step(attempt, doing="load", what="attempt"),
+        operation="load",
+        advice="or load from another tier's folder",
     )
-    try:
-        torch.device(map_location)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"load: map_location={map_location!r} is not a device: {error}"
-        ) from error
+    _check_device(map_location)
     if isinstance(config_or_path, str | os.PathLike):
         path = Path(config_or_path).expanduser()
         if path.suffix not in _YAML:
@@ -88,6 +88,17 @@ def load(
     config = load_config(config_or_path)
     with Reader(config) as reader:
         return _load(reader.list(), request, reader.opener(), map_location, SHARD, config.run)
+
+
+def _check_device(map_location: str | torch.device) -> None:
+    """Find out, before anything is read, whether tensors can be had on a device."""
+    what = f"load: map_location={map_location!r} is not a device that can be used here"
+    if not isinstance(map_location, str | torch.device):
+        raise ConfigError(f"{what}: expected one such as 'cpu' or 'cuda:0'")
+    try:
+        torch.empty(0, device=map_location)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{what}: {str(error).splitlines()[0][:200]}") from error
 
 
 def _load_path(path: Path, request: Request, map_location: str | torch.device) -> dict[str, Any]:
@@ -108,6 +119,13 @@ def _load_path(path: Path, request: Request, map_location: str | torch.device) -
             place.shard or SHARD,
             str(path),
         )
+    except RestoreError as error:
+        elsewhere = moved(place)
+        if elsewhere is None:
+            raise
+        raise RestoreError(
+            f"{error}; {elsewhere}" if place.checkpoint else f"load: {elsewhere}"
+        ) from error
     finally:
         store.close()
 

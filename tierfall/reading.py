@@ -20,6 +20,7 @@ from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.lock import Owner, RunLock
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Shard
+from tierfall.origin import moved_run, moved_shard, moved_step
 from tierfall.session import SHARD, SLOT, list_all, open_stores, run_folder
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.host import HeldImage, HostTier
@@ -127,25 +128,44 @@ def resolve_path(path: Path) -> Place:
     if path.is_file():
         shard = names.parse_shard(path.name)
         checkpoint = names.parse_step_folder(path.parent.name)
+        alone = moved_shard(path) if shard and path.suffix == ".safetensors" else None
+        if alone is not None:
+            raise ConfigError(f"load: {alone}")
         if shard is None or checkpoint is None or path.suffix != ".safetensors":
             raise ConfigError(
                 f"load: {path} is not a shard of a checkpoint (RUN/step-...-a.../rank-...-of-....safetensors); for any "
                 "other safetensors file use safetensors.torch.load_file"
             )
-        return Place(
-            root=path.parents[2], run=path.parents[1].name, checkpoint=checkpoint, shard=shard
-        )
+        return _place(path.parent, checkpoint, shard)
     if not path.is_dir():
         raise ConfigError(f"load: {path} is not there; expected a .yaml file, a folder or a shard")
     if checkpoint := names.parse_step_folder(path.name):
-        return Place(root=path.parents[1], run=path.parent.name, checkpoint=checkpoint)
+        return _place(path, checkpoint)
     if _is_run(path):
         return Place(root=path.parent, run=path.name)
     runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
     if len(runs) == 1:
         return Place(root=path, run=runs[0])
+    if elsewhere := moved_step(path):
+        raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
     found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "no run lies in it"
     raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
+
+
+def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> Place:
+    run = folder.parent.name
+    if not names.NAME_PATTERN.match(run):
+        elsewhere = moved_step(folder) or "put it below a folder named like its run"
+        raise ConfigError(f"load: {folder} does not lie below a run's folder: {elsewhere}")
+    return Place(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
+
+
+def moved(place: Place) -> str | None:
+    """Say where what a path led to belongs; None where it lies there."""
+    run = place.root / place.run
+    if place.checkpoint is None:
+        return moved_run(run)
+    return moved_step(run / names.step_folder(place.checkpoint))
 
 
 def _is_run(path: Path) -> bool:
