@@ -96,9 +96,8 @@ def open_stores(
             except BackendError as error:
                 if not read_only and not isinstance(error, UnreachableError):
                     raise type(error)(f"open: tier {tier.name}: {error}") from error
-                errors[tier.name] = type(error)(
-                    f"{error} (when it was opened; open again once it answers)"
-                )
+                later = "" if read_only else " (open again once it answers)"
+                errors[tier.name] = type(error)(f"{error}{later}")
                 continue
             wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
             stores[tier.name] = StoredTier(name=tier.name, run=run, backend=wrapped)

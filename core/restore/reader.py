@@ -86,8 +86,7 @@ class ChunkReader:
             if failure.retryable:
                 raise failure
         raise IntegrityError(
-            f"restore of {self._manifest.line.checkpoint}: chunk {index} is damaged in every copy: "
-            + "; ".join(map(str, failures))
+            f"chunk {index} is damaged in every copy: " + "; ".join(map(str, failures))
         )
 
     def _check(self, image: Image, index: int, view: memoryview) -> None:
