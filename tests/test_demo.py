@@ -156,25 +156,32 @@ def memory_folder(folder: Path) -> Path:
 def test_demo_kills_restores_compares_and_falls_to_the_next_tier(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     done = subprocess.run(
-        [sys.executable, "-m", "tierfall.demo", str(folder), "--small", "--steps", "96"],
+        [sys.executable, "-m", "tierfall.demo", str(folder), "--small", "--steps", "96", "--json"],
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    killed = re.search(r"(\d+)% of checkpoint (\d+) has arrived on slow\. SIGKILL", done.stdout)
-    assert killed, done.stdout
+    document, told = json.loads(done.stdout), done.stderr
+    killed = re.search(r"(\d+)% of checkpoint (\d+) has arrived on slow\. SIGKILL", told)
+    assert killed, told
     share, cut = map(int, killed.groups())
     assert 0 < share < 100
-    assert re.search(rf"^  {cut} .* cut off$", done.stdout, re.MULTILINE)
-    assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", done.stdout)
-    assert f"the dead process still owes checkpoint {cut}@1 to slow" in done.stdout
-    assert f"finished by adoption: checkpoint {cut}@1 is committed on slow" in done.stdout
-    assert "equal to the last bit" in done.stdout
-    fall = done.stdout.partition("is flipped")[2]
+    assert re.search(rf"^  {cut} .* cut off$", told, re.MULTILINE)
+    assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", told)
+    assert f"the dead process still owes checkpoint {cut}@1 to slow" in told
+    assert f"finished by adoption: checkpoint {cut}@1 is committed on slow" in told
+    assert "equal to the last bit" in told
+    fall = told.partition("is flipped")[2]
     assert re.search(r"passed over: chunk \d+ of 96@2 on fast", fall)
     assert "from slow" in fall
     assert "the same bytes as were saved" in fall
+    assert document["ok"]
+    assert document["steps"] == 96
+    assert document["killed"]["copying"] == f"{cut}@1"
+    assert {tier for _, tier, _ in document["restored"]["sources"]} == {"host"}
+    assert "slow" in {tier for _, tier, _ in document["beside_damage"]["sources"]}
+    assert document["equal_losses"]["after_the_restore"] == 96 - document["restored"]["step"]
     check_files(folder)
 
 

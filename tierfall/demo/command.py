@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from tierfall.core.units import format_duration
 from tierfall.demo import story
-from tierfall.demo.chain import TIERS, Chain, write_chain
+from tierfall.demo.chain import SLOW, TIERS, Chain, write_chain
 from tierfall.demo.model import Gpt, parameter_count
 from tierfall.demo.process import DemoError
 from tierfall.demo.screen import Screen
@@ -37,21 +39,31 @@ def demo(
     steps: Annotated[
         int, typer.Option(min=SAVES, help=f"Steps to train, rounded up to a multiple of {SAVES}.")
     ] = 120,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Tell the story on stderr, and end with one JSON document on stdout."
+        ),
+    ] = False,
     small: Annotated[bool, typer.Option("--small", hidden=True)] = False,
 ) -> None:
     """Train a small real model through a chain of tiers, kill it, restore it, and show that nothing was lost."""
     every = -(-steps // SAVES)
     plan = SMALL if small else NORMAL
-    screen = Screen(TIERS)
+    screen = Screen(TIERS, aside=as_json)
     try:
         parameters = parameter_count(Gpt(plan.shape))
         image_bytes = BYTES_A_PARAMETER * parameters
         with _folder(folder) as place, _chain(place, plan, every, image_bytes) as chain:
             stage = Stage(screen=screen, chain=chain, steps=every * SAVES, every=every, small=small)
-            _play(stage, parameters, kept=folder)
+            facts = _play(stage, parameters, kept=folder)
     except DemoError as error:
         screen.say(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}")
+        if as_json:
+            typer.echo(json.dumps({"ok": False, "problems": [str(error)]}, indent=2))
         raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(facts | {"ok": True, "problems": []}, indent=2))
 
 
 @contextmanager
@@ -92,7 +104,8 @@ def _chain(folder: Path, plan: Plan, every: int, image_bytes: int) -> Iterator[C
         chain.remove_memory()
 
 
-def _play(stage: Stage, parameters: int, *, kept: Path | None) -> None:
+def _play(stage: Stage, parameters: int, *, kept: Path | None) -> dict[str, Any]:
+    """Play all acts; return what came of them."""
     began = time.monotonic()
     screen = stage.screen
     screen.say(
@@ -108,13 +121,27 @@ def _play(stage: Stage, parameters: int, *, kept: Path | None) -> None:
     again = story.go_on(stage, left)
     screen.head(5, "The same training without tierfall and without a kill")
     undisturbed = story.train_undisturbed(stage)
-    story.compare(stage, first, again, undisturbed)
+    before, after = story.compare(stage, first, again, undisturbed)
     screen.head(6, "Damage the nearest copy, and restore in a fresh process")
-    story.damage_and_restore(stage, again)
+    fallen = story.damage_and_restore(stage, again)
     screen.head(7, "Summary")
-    story.sum_up(stage, (first, again))
-    screen.say(f"  the demo took {format_duration(time.monotonic() - began)}")
+    costs = story.sum_up(stage, (first, again))
+    seconds = time.monotonic() - began
+    screen.say(f"  the demo took {format_duration(seconds)}")
     _say_where_next(stage, kept)
+    assert again.started is not None
+    assert again.started.restored is not None
+    return {
+        "parameters": parameters,
+        "steps": stage.steps,
+        "killed": {"after_step": first.steps[-1].step, "copying": str(cut), "to": SLOW},
+        "restored": asdict(again.started.restored),
+        "equal_losses": {"before_the_kill": before, "after_the_restore": after},
+        "beside_damage": asdict(fallen),
+        **costs,
+        "seconds": seconds,
+        "folder": None if kept is None else str(kept),
+    }
 
 
 def _say_where_next(stage: Stage, kept: Path | None) -> None:

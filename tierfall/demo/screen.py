@@ -22,11 +22,11 @@ RATE_WINDOW_S = 1.0
 
 
 class Screen:
-    """Prints to standard output."""
+    """Prints to standard output, or, with ``aside``, to standard error."""
 
-    def __init__(self, tiers: Sequence[str]) -> None:
+    def __init__(self, tiers: Sequence[str], *, aside: bool = False) -> None:
         self._tiers = tiers
-        self._console = Console(file=sys.stdout, highlight=False)
+        self._console = Console(file=sys.stderr if aside else sys.stdout, highlight=False)
         self._live: Live | None = None
         self._moved: dict[str, deque[tuple[float, int]]] = {}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tierfall.core.catalog import Listing, merge
 from tierfall.core.units import format_duration, format_share, format_size
@@ -229,8 +230,11 @@ def train_undisturbed(stage: Stage) -> Act:
     return act
 
 
-def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> None:
-    """Compare losses and the final state bit for bit; DemoError where anything differs."""
+def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> tuple[int, int]:
+    """Compare losses and the final state bit for bit; return how many losses before the kill and after the restore.
+
+    DemoError where anything differs.
+    """
     expected = {event.step: event.loss for event in undisturbed.steps}
     before = check_equal(first.steps, expected, "before the kill")
     after = check_equal(again.steps, expected, "after the restore")
@@ -244,6 +248,7 @@ def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> None:
         f"  [bold green]equal to the last bit[/bold green]: {after} losses after the restore, {before} before the kill"
     )
     stage.screen.say("  equal too: every byte of model and optimizer state after the last step")
+    return before, after
 
 
 def check_equal(steps: Sequence[StepDone], expected: dict[int, str], when: str) -> int:
@@ -266,8 +271,8 @@ def _fingerprint(act: Act) -> str:
 # 6: damage --------------------------------------------------------------------------------------------
 
 
-def damage_and_restore(stage: Stage, again: Act) -> None:
-    """Damage the nearest copy; a fresh process has to restore the same bytes all the same."""
+def damage_and_restore(stage: Stage, again: Act) -> Restored:
+    """Damage the nearest copy; a fresh process has to restore the same bytes all the same. Returns what it restored."""
     listings = chains.look(stage.chain)
     show_tiers(stage, listings)
     if listings[HOST].copies:
@@ -293,6 +298,7 @@ def damage_and_restore(stage: Stage, again: Act) -> None:
         stage.screen.quote(reason)
     _tell_sources(stage, restored)
     stage.screen.say("  [bold green]the same bytes as were saved[/bold green]")
+    return restored
 
 
 def _check_fell(restored: Restored, newest: CheckpointId) -> None:
@@ -307,8 +313,8 @@ def _check_fell(restored: Restored, newest: CheckpointId) -> None:
 # 7: sum up --------------------------------------------------------------------------------------------
 
 
-def sum_up(stage: Stage, acts: Sequence[Act]) -> None:
-    """Print what saving has cost, over both starts."""
+def sum_up(stage: Stage, acts: Sequence[Act]) -> dict[str, Any]:
+    """Print, and return, what saving has cost, over both starts."""
     totals = [act.last.totals for act in acts if act.last.totals is not None]
     blocked_s = sum(total.blocked_s for total in totals)
     trained_s = sum(event.seconds for act in acts for event in act.steps)
@@ -324,3 +330,10 @@ def sum_up(stage: Stage, acts: Sequence[Act]) -> None:
     )
     for line in format_edges(edges):
         stage.screen.say(f"  {line}")
+    return {
+        "saves": saves,
+        "image_bytes": max(total.image_bytes for total in totals),
+        "blocked_s": blocked_s,
+        "trained_s": trained_s,
+        "edge_bytes": edges,
+    }
