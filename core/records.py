@@ -6,14 +6,14 @@ doubt them; a member that is missing or wrong is damage (IntegrityError), never 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from tierfall.core import documents, names
 from tierfall.core.documents import Spliced
-from tierfall.core.errors import ConfigError, IntegrityError
+from tierfall.core.errors import IntegrityError
+from tierfall.core.members import Members
 from tierfall.core.values import CheckpointId, Shard
 
 CHUNK_BYTES_MIN = 4 << 10
@@ -21,8 +21,6 @@ CHUNK_BYTES_MAX = 1 << 30
 HEADER_BYTES_MAX = 64 << 20
 IMAGE_BYTES_MAX = 1 << 50
 DIGEST_PREFIX = "xxh3-128:"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ def chunk_range(index: int, image_bytes: int, data_start: int, chunk_bytes: int)
 
 def read_manifest(data: bytes, *, what: str) -> Manifest:
     """Read a manifest from bytes that nobody vouches for."""
-    reader = _Members(documents.open_sealed(data, what=what), what)
+    reader = Members(documents.open_sealed(data, what=what), what)
     world_size = reader.number("world_size", 1, 10**9)
     image_bytes = reader.number("image_bytes", 1, IMAGE_BYTES_MAX)
     data_start = reader.number("data_start", 8, min(image_bytes, HEADER_BYTES_MAX + (1 << 20)))
@@ -106,7 +104,7 @@ def read_manifest(data: bytes, *, what: str) -> Manifest:
         raise IntegrityError(f"{what}: a chunk's digest is not of the form {DIGEST_PREFIX}...")
     pieces = reader.get("pieces", list)
     return Manifest(
-        line=reader.line(),
+        line=_line(reader),
         shard=Shard(reader.number("rank", 0, world_size - 1), world_size),
         image_bytes=image_bytes,
         data_start=data_start,
@@ -174,12 +172,12 @@ class Commit:
 
 def read_commit(data: bytes, *, what: str) -> Commit:
     """Read a commit record from bytes that nobody vouches for."""
-    reader = _Members(documents.open_sealed(data, what=what), what)
+    reader = Members(documents.open_sealed(data, what=what), what)
     metrics = reader.get("metrics", dict)
     if not all(isinstance(v, int | float | str) for v in metrics.values()):
         raise IntegrityError(f"{what}: a metric is not a number")
     return Commit(
-        line=reader.line(),
+        line=_line(reader),
         world_size=reader.number("world_size", 1, 10**9),
         files=tuple(_named_file(entry, what) for entry in reader.list_of("files", dict)),
         nodes=tuple(reader.list_of("nodes", str)),
@@ -193,7 +191,7 @@ def read_commit(data: bytes, *, what: str) -> Commit:
 
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
-    reader = _Members(entry, f"{what}: files")
+    reader = Members(entry, f"{what}: files")
     digest = reader.get("digest", str) if "digest" in entry else None
     return NamedFile(
         name=reader.name("name"),
@@ -227,7 +225,7 @@ class Attempt:
 
 
 def read_attempt(data: bytes, *, what: str) -> Attempt:
-    reader = _Members(documents.open_sealed(data, what=what), what)
+    reader = Members(documents.open_sealed(data, what=what), what)
     return Attempt(
         run=reader.name("run"),
         number=reader.number("attempt", 1, names.ATTEMPT_MAX),
@@ -266,15 +264,13 @@ def stops_drop(marks: Collection[str], *, tombstoned: bool) -> bool:
 
 
 def read_mark(data: bytes, *, what: str) -> Mark:
-    reader = _Members(documents.open_sealed(data, what=what), what)
+    reader = Members(documents.open_sealed(data, what=what), what)
     name = reader.name("mark")
     if not names.is_ours(f"{names.MARKS_FOLDER}/{name}"):
         raise IntegrityError(f"{what}: {name!r} is not a mark that tierfall writes")
     return Mark(
         name=name,
-        checkpoint=CheckpointId(
-            reader.number("step", 0, names.STEP_MAX), reader.number("attempt", 1, names.ATTEMPT_MAX)
-        ),
+        checkpoint=_checkpoint(reader),
         wall_time_s=reader.real("wall_time_s"),
         reason=reader.get("reason", str),
     )
@@ -292,67 +288,17 @@ def _line_members(line: Line) -> dict[str, object]:
     }
 
 
-class _Members:
-    """Typed access to a parsed object; whatever is missing or of another type is damage."""
+def _line(reader: Members) -> Line:
+    return Line(
+        run=reader.name("run"),
+        checkpoint=_checkpoint(reader),
+        attempt_id=reader.get("attempt_id", str),
+        ordinal=reader.number("ordinal", 1, 10**18),
+        started_from=reader.optional("started_from", _checkpoint),
+    )
 
-    def __init__(self, members: Mapping[str, Any], what: str) -> None:
-        self._members = members
-        self._what = what
 
-    def get(self, name: str, kind: Any) -> Any:
-        value = self._members.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise IntegrityError(f"{self._what}: member {name!r} is missing or of a wrong type")
-        return value
-
-    def number(self, name: str, low: int, high: int) -> int:
-        value: int = self.get(name, int)
-        if not low <= value <= high:
-            raise IntegrityError(f"{self._what}: {name!r} is {value}, not within {low} to {high}")
-        return value
-
-    def list_of(self, name: str, kind: type[T]) -> list[T]:
-        values = self.get(name, list)
-        if not all(isinstance(value, kind) for value in values):
-            raise IntegrityError(f"{self._what}: {name!r} holds an entry of a wrong type")
-        return list(values)
-
-    def parse(self, name: str, parse: Callable[[Any], T], value: Any) -> T:
-        try:
-            return parse(value)
-        except (ValueError, OverflowError) as error:
-            raise IntegrityError(f"{self._what}: {name!r}: {error}") from error
-
-    def real(self, name: str) -> float:
-        value: float = self.parse(name, float, self.get(name, int | float))
-        if not math.isfinite(value):
-            raise IntegrityError(f"{self._what}: {name!r} is {value}, not a finite number")
-        return value
-
-    def name(self, name: str) -> str:
-        """Read what becomes part of a key: nothing that could lead out of a folder."""
-        value: str = self.get(name, str)
-        try:
-            return names.check_name(value, what=f"{self._what}: {name!r}")
-        except ConfigError as error:
-            raise IntegrityError(str(error)) from error
-
-    def line(self) -> Line:
-        if "started_from" not in self._members:
-            raise IntegrityError(f"{self._what}: member 'started_from' is missing")
-        start = self._members["started_from"]
-        if start is not None:
-            reader = _Members(self.get("started_from", dict), f"{self._what}: started_from")
-            start = CheckpointId(
-                reader.number("step", 0, names.STEP_MAX),
-                reader.number("attempt", 1, names.ATTEMPT_MAX),
-            )
-        return Line(
-            run=self.name("run"),
-            checkpoint=CheckpointId(
-                self.number("step", 0, names.STEP_MAX), self.number("attempt", 1, names.ATTEMPT_MAX)
-            ),
-            attempt_id=self.get("attempt_id", str),
-            ordinal=self.number("ordinal", 1, 10**18),
-            started_from=start,
-        )
+def _checkpoint(reader: Members) -> CheckpointId:
+    return CheckpointId(
+        reader.number("step", 0, names.STEP_MAX), reader.number("attempt", 1, names.ATTEMPT_MAX)
+    )
