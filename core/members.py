@@ -33,7 +33,7 @@ class Members:
 
     def list_of(self, name: str, kind: type[T]) -> list[T]:
         values = self.get(name, list)
-        if not all(isinstance(value, kind) for value in values):
+        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
             raise IntegrityError(f"{self._what}: {name!r} holds an entry of a wrong type")
         return list(values)
 

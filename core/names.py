@@ -2,6 +2,7 @@
 
     <run>/attempts/a0007.json
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json, marks/<name>
+    <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
     <run>/latest
 
 Numbers are padded to at least these widths and compared as integers. A name that does not parse is not ours: it is
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 
 from tierfall.core.errors import ConfigError
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, Codec, Shard
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 COMMIT_NAME = "commit.json"
@@ -29,7 +30,14 @@ ATTEMPT_MAX = 10**_ATTEMPT_DIGITS - 1
 
 _STEP = re.compile(rf"step-([0-9]{{8,{_STEP_DIGITS}}})-a([0-9]{{4,{_ATTEMPT_DIGITS}}})\Z")
 _ATTEMPT = re.compile(rf"a([0-9]{{4,{_ATTEMPT_DIGITS}}})\.json\Z")
-_SHARD = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.json)\Z")
+_SHARD = re.compile(
+    r"rank-([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors(?:\.zst|\.tfz)?|\.json|\.stored\.json)\Z"
+)
+_IMAGE_SUFFIXES = {
+    Codec.NONE: ".safetensors",
+    Codec.ZSTD: ".safetensors.zst",
+    Codec.PLANES: ".safetensors.tfz",
+}
 _MARK = re.compile(
     r"(pin|unpin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
     rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
@@ -71,16 +79,26 @@ def step_prefix(run: str, checkpoint: CheckpointId) -> str:
     return f"{run}/{step_folder(checkpoint)}/"
 
 
-def shard_name(shard: Shard) -> str:
-    return f"rank-{shard.rank:05d}-of-{shard.world_size:05d}.safetensors"
+def shard_name(shard: Shard, codec: Codec = Codec.NONE) -> str:
+    """Name an image as it is stored: raw, or packed by a codec."""
+    return _rank(shard) + _IMAGE_SUFFIXES[codec]
 
 
 def manifest_name(shard: Shard) -> str:
-    return f"rank-{shard.rank:05d}-of-{shard.world_size:05d}.json"
+    return _rank(shard) + ".json"
+
+
+def stored_name(shard: Shard) -> str:
+    """Name the record of how a packed image lies in its file."""
+    return _rank(shard) + ".stored.json"
+
+
+def _rank(shard: Shard) -> str:
+    return f"rank-{shard.rank:05d}-of-{shard.world_size:05d}"
 
 
 def parse_shard(name: str) -> Shard | None:
-    """Read rank and world size from the name of an image or of its manifest."""
+    """Read rank and world size from the name of an image, raw or packed, or of a record beside it."""
     match = _SHARD.match(name)
     return Shard(int(match[1]), int(match[2])) if match else None
 

@@ -37,6 +37,14 @@ class TierKind(StrEnum):
     OBJECT = "object"
 
 
+class Codec(StrEnum):
+    """How the chunks of a stored image are packed; ``none`` stores the image as it is."""
+
+    NONE = "none"
+    ZSTD = "zstd"
+    PLANES = "planes"
+
+
 class LossClass(StrEnum):
     """What may be lost at one blow; a copy survives its own class and every smaller one."""
 

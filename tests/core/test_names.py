@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tierfall.core import names
 from tierfall.core.errors import ConfigError
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, Codec, Shard
 
 steps = st.integers(0, names.STEP_MAX)
 attempts = st.integers(1, names.ATTEMPT_MAX)
@@ -23,6 +23,9 @@ def test_names_are_those_of_the_format() -> None:
     assert names.step_prefix("gpt", checkpoint) == "gpt/step-00000400-a0007/"
     assert names.shard_name(shard) == "rank-00000-of-00004.safetensors"
     assert names.manifest_name(shard) == "rank-00000-of-00004.json"
+    assert names.shard_name(shard, Codec.ZSTD) == "rank-00000-of-00004.safetensors.zst"
+    assert names.shard_name(shard, Codec.PLANES) == "rank-00000-of-00004.safetensors.tfz"
+    assert names.stored_name(shard) == "rank-00000-of-00004.stored.json"
     assert names.tag_mark("best") == "tag-best"
 
 
@@ -48,11 +51,12 @@ def test_an_attempt_parses_back(number: int) -> None:
 
 
 @given(shards)
-def test_a_shard_parses_back_from_image_and_manifest(shard: Shard) -> None:
-    assert names.parse_shard(names.shard_name(shard)) == shard
-    assert names.parse_shard(names.manifest_name(shard)) == shard
-    assert names.is_ours(names.shard_name(shard))
-    assert names.is_ours(names.manifest_name(shard))
+def test_a_shard_parses_back_from_the_names_of_its_files(shard: Shard) -> None:
+    images = [names.shard_name(shard, codec) for codec in Codec]
+    assert images[0] == names.shard_name(shard)
+    for name in (*images, names.manifest_name(shard), names.stored_name(shard)):
+        assert names.parse_shard(name) == shard
+        assert names.is_ours(name)
 
 
 def test_numbers_wider_than_the_padding_sort_as_numbers() -> None:
@@ -93,6 +97,11 @@ def test_an_attempt_that_is_not_ours_does_not_parse(name: str) -> None:
     [
         "rank-00000-of-00004.safetensors.tmp",
         "rank-00000-of-00004.bin",
+        "rank-00000-of-00004.zst",
+        "rank-00000-of-00004.safetensors.gz",
+        "rank-00000-of-00004.safetensors.zst.tmp",
+        "rank-00000-of-00004.safetensors.stored.json",
+        "rank-00000-of-00004.json.zst",
         "rank-00000-of-00004",
         "rank-0-of-4.json",
         "model.safetensors",
