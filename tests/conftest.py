@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 
 import tierfall
 from tests.media import Medium
+from tests.object_store import SeaweedFS
 from tests.steps import state_of
 from tierfall.backends import wrap
 
@@ -109,3 +111,20 @@ def run_folder(make_config: Callable[..., dict[str, Any]], tmp_path: Path) -> Pa
 @pytest.fixture
 def newest(run_folder: Path) -> Path:
     return run_folder / "step-00000002-a0001"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """A running S3 server, one for the session; ``make_bucket`` gives a test its own place."""
+    server = SeaweedFS(tmp_path_factory.mktemp("seaweedfs"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(s3_server: SeaweedFS) -> str:
+    """A fresh bucket on the server."""
+    name = f"bucket-{secrets.token_hex(6)}"
+    s3_server.make_bucket(name)
+    return name
