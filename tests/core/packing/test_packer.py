@@ -1,0 +1,180 @@
+"""Chunks come back from their frames byte for byte, whatever the codec, the item size and the length."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from packing_help import CODECS, like_floats, pack, packer, scratch, unpack, unpacker
+
+from tierfall.core.buffers import BufferPool
+from tierfall.core.errors import ConfigError, IntegrityError
+from tierfall.core.packing import planes
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.packing.packer import Packer, Unpacker
+from tierfall.core.packing.planes import WIDTHS
+from tierfall.core.values import Codec
+
+BLOCK_BYTES = 128 << 10
+
+
+@given(
+    st.sampled_from(CODECS),
+    st.one_of(
+        st.binary(min_size=1, max_size=300),
+        st.builds(lambda part, times: part * times, st.binary(min_size=1, max_size=9), st.just(99)),
+    ),
+    st.sampled_from(WIDTHS),
+    st.integers(1, 19),
+)
+def test_any_bytes_come_back(codec: Codec, raw: bytes, width: int, level: int) -> None:
+    frame = pack(codec, raw, width=width, level=level)
+    assert unpack(codec, frame, len(raw), width=width) == raw
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "length",
+    [
+        1,
+        15,
+        16,
+        17,
+        4096,
+        65537,
+        BLOCK_BYTES - 1,
+        BLOCK_BYTES,
+        BLOCK_BYTES + 1,
+        3 * BLOCK_BYTES + 7,
+    ],
+)
+def test_every_width_and_length_comes_back(codec: Codec, width: int, length: int) -> None:
+    for raw in (like_floats(length, width=4), random.Random(7).randbytes(length), bytes(length)):
+        frame = pack(codec, raw, width=width)
+        assert len(frame) <= frame_bytes_max(length)
+        assert unpack(codec, frame, length, width=width) == raw
+
+
+def test_one_packer_takes_chunk_after_chunk_and_a_failure_between() -> None:
+    chance = random.Random(3)
+    into, out_of = packer(Codec.PLANES), unpacker(Codec.PLANES)
+    target = memoryview(bytearray(frame_bytes_max(1 << 20)))
+    back = memoryview(bytearray(1 << 20))
+    for _ in range(30):
+        raw = like_floats(chance.randrange(1, 1 << 20), width=4, seed=chance.randrange(99))
+        width = chance.choice(WIDTHS)
+        length = into.pack(memoryview(raw), target, width=width)
+        with pytest.raises(ValueError, match="a target of"):
+            into.pack(memoryview(raw), target[: len(raw)], width=width)
+        damaged = bytearray(target[:length])
+        damaged[-1] ^= 1
+        with pytest.raises(IntegrityError, match="damaged"):
+            out_of.unpack(memoryview(damaged), back[: len(raw)], width=width, what="x")
+        out_of.unpack(target[:length], back[: len(raw)], width=width, what="x")
+        assert back[: len(raw)] == raw
+
+
+def test_planes_are_the_bytes_by_their_place_and_then_the_remainder() -> None:
+    target = bytearray(11)
+    planes.split(memoryview(b"abcdABCDxyz"), memoryview(target), 4)
+    assert target == b"aAbBcCdDxyz"
+    back = bytearray(11)
+    planes.join(memoryview(target), memoryview(back), 4)
+    assert back == b"abcdABCDxyz"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("extra", [0, 1, 15])
+def test_planes_agree_with_slicing(width: int, extra: int) -> None:
+    raw = random.Random(width).randbytes(width * 100 + min(extra, width - 1))
+    target = bytearray(len(raw))
+    planes.split(memoryview(raw), memoryview(target), width)
+    whole = width * 100
+    assert target == b"".join(raw[place:whole:width] for place in range(width)) + raw[whole:]
+
+
+def test_the_frame_of_planes_holds_the_planes() -> None:
+    frame = pack(Codec.PLANES, b"abcdABCDxyz", width=4)
+    assert zstandard.ZstdDecompressor().decompress(frame) == b"aAbBcCdDxyz"
+
+
+def test_planes_make_floats_smaller_than_zstd_alone() -> None:
+    raw = like_floats(1 << 20, width=4)
+    by_planes, alone = pack(Codec.PLANES, raw, width=4), pack(Codec.ZSTD, raw)
+    assert len(by_planes) < 0.92 * len(alone)
+
+
+def test_bytes_that_do_not_compress_stay_within_the_bound() -> None:
+    for length in (1, 100, BLOCK_BYTES, 9 * BLOCK_BYTES + 1):
+        raw = random.Random(length).randbytes(length)
+        assert len(pack(Codec.ZSTD, raw, level=19)) <= frame_bytes_max(length)
+
+
+def test_a_chunk_without_write_access_is_packed() -> None:
+    assert memoryview(b"read-only").readonly
+    assert (
+        unpack(Codec.PLANES, pack(Codec.PLANES, b"read-only", width=4), 9, width=4) == b"read-only"
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("level", [-1, 0, 20, 23])
+def test_a_level_out_of_range_is_refused(codec: Codec, level: int) -> None:
+    with pytest.raises(ConfigError, match="not within 1 to 19"):
+        Packer(codec, level=level, scratch=scratch())
+
+
+def test_the_codec_none_packs_nothing() -> None:
+    with pytest.raises(ConfigError, match="none"):
+        Packer(Codec.NONE, level=1, scratch=scratch())
+    with pytest.raises(ConfigError, match="none"):
+        Unpacker(Codec.NONE, scratch=scratch())
+
+
+def test_packing_in_steady_state_takes_no_fresh_memory(tmp_path: Path) -> None:
+    """Measured in a process of its own: what is mapped after ten chunks is what was mapped after two."""
+    done = subprocess.run(
+        [sys.executable, "-c", STEADY], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = map(int, done.stdout.split())
+    assert last - first < 1 << 20
+
+
+STEADY = """
+import resource
+from tierfall.core.buffers import BufferPool
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.packing.packer import Packer, Unpacker
+from tierfall.core.values import Codec
+
+SIZE = 8 << 20
+pool = BufferPool(bytes=SIZE, count=1)
+packer, unpacker = Packer(Codec.PLANES, level=1, scratch=pool), Unpacker(Codec.PLANES, scratch=pool)
+raw = memoryview(bytearray(range(256)) * (SIZE // 256))
+target, back = memoryview(bytearray(frame_bytes_max(SIZE))), memoryview(bytearray(SIZE))
+for turn in range(10):
+    length = packer.pack(raw, target, width=4)
+    unpacker.unpack(target[:length], back, width=4, what="x")
+    if turn in (1, 9):
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+assert back == raw
+"""
+
+
+def test_a_pool_with_smaller_buffers_serves_a_larger_chunk() -> None:
+    raw = like_floats(50_000, width=8)
+    small = BufferPool(bytes=4096, count=1)
+    target = memoryview(bytearray(frame_bytes_max(len(raw))))
+    length = Packer(Codec.PLANES, level=3, scratch=small).pack(memoryview(raw), target, width=8)
+    back = bytearray(len(raw))
+    out_of = Unpacker(Codec.PLANES, scratch=small)
+    out_of.unpack(target[:length], memoryview(back), width=8, what="x")
+    assert back == raw
