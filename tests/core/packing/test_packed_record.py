@@ -1,0 +1,203 @@
+"""The record of a packed image: it reads back, it fits its manifest, and whatever is wrong in it is damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from packing_help import CODECS, image_of, packed_file, unpacker
+
+from tierfall.core import documents
+from tierfall.core.documents import Spliced
+from tierfall.core.errors import IntegrityError, NotSupportedError
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.packing.packed import Packed, chunk_widths, describe, read_packed
+from tierfall.core.records import Manifest
+from tierfall.core.values import Codec
+
+# Seven chunks: the header, and data of 22,275 bytes in slices of 4096.
+RAW, MANIFEST = image_of({"complex128": 5008, "float32": 9000, "bfloat16": 8190, "bool": 77})
+FILES = {codec: packed_file(RAW, MANIFEST, codec) for codec in CODECS}
+PACKED = {codec: packed for codec, (_, packed) in FILES.items()}
+LENGTHS = PACKED[Codec.PLANES].lengths
+OFFSETS = PACKED[Codec.PLANES].offsets
+HUGE = 10**400
+NO_NUMBER = [None, "7", 1.0, True, [], {}, -1, 0, 10**19, HUGE]
+NO_NUMBERS = [None, "x", 7, {}, [], [None] * 7, ["1"] * 7, [1.0] * 7, [True] * 7, [[1]] * 7]
+
+
+def with_entry(numbers: tuple[int, ...], index: int, number: int) -> list[int]:
+    return [*numbers[:index], number, *numbers[index + 1 :]]
+
+
+HOSTILE: dict[str, list[Any]] = {
+    "codec": [None, 7, True, [], {}, "", "none", "ZSTD", "lz4", "zstd\0"],
+    "level": [*NO_NUMBER, 20],
+    "raw_bytes": [*NO_NUMBER, len(RAW) - 1, len(RAW) + 1, 1 << 50],
+    "lengths": [
+        *NO_NUMBERS,
+        LENGTHS[:-1],
+        [*LENGTHS, 10],
+        with_entry(LENGTHS, 2, 0),
+        with_entry(LENGTHS, 2, -5),
+        with_entry(LENGTHS, 2, LENGTHS[2] + 1),
+        with_entry(LENGTHS, 2, HUGE),
+        with_entry(LENGTHS, 6, frame_bytes_max(4096) + 1),
+        with_entry(LENGTHS, 6, 1 << 40),
+    ],
+    "offsets": [
+        *NO_NUMBERS,
+        OFFSETS[:-1],
+        [*OFFSETS, OFFSETS[-1] + 10],
+        with_entry(OFFSETS, 0, 1),
+        with_entry(OFFSETS, 0, -1),
+        with_entry(OFFSETS, 3, OFFSETS[3] - 1),
+        with_entry(OFFSETS, 3, OFFSETS[3] + 1),
+        with_entry(OFFSETS, 6, 1 << 60),
+        with_entry(OFFSETS, 6, HUGE),
+        [offset + 8 for offset in OFFSETS],
+        OFFSETS[::-1],
+    ],
+    "widths": [*NO_NUMBERS, [1] * 6, [1] * 8]
+    + [[1] * 6 + [width] for width in (-1, 0, 3, 32, 1 << 40, HUGE)],
+}
+
+
+def members_of(codec: Codec) -> dict[str, Any]:
+    return {k: v for k, v in json.loads(PACKED[codec].encode()).items() if k != "digest"}
+
+
+def sealed(members: dict[str, Any]) -> bytes:
+    """Seal as a stranger would, who also knows how to compute a digest."""
+    body = json.dumps(members)[:-1]
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body},"digest":"sha256:{digest}"}}\n'.encode()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_record_reads_back_as_it_was(codec: Codec) -> None:
+    assert read_packed(PACKED[codec].encode(), MANIFEST, what="x") == PACKED[codec]
+
+
+def test_only_planes_have_widths() -> None:
+    assert "widths" not in members_of(Codec.ZSTD)
+    assert set(HOSTILE) == set(members_of(Codec.PLANES)) - {"format", "requires"}
+    assert PACKED[Codec.ZSTD].widths == (1,) * 7
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("member", HOSTILE)
+def test_a_hostile_value_is_damage(codec: Codec, member: str) -> None:
+    members = members_of(codec)
+    if member not in members:
+        return
+    for value in HOSTILE[member]:
+        with pytest.raises(IntegrityError, match="disk: gpt"):
+            read_packed(sealed({**members, member: value}), MANIFEST, what="disk: gpt")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_missing_member_is_damage_and_never_a_default(codec: Codec) -> None:
+    members = members_of(codec)
+    for name in set(members) - {"format", "requires"}:
+        with pytest.raises(IntegrityError, match=name):
+            read_packed(sealed({k: v for k, v in members.items() if k != name}), MANIFEST, what="x")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_record_of_another_image_is_damage(codec: Codec) -> None:
+    others = [
+        replace(MANIFEST, image_bytes=MANIFEST.image_bytes + 1),
+        replace(MANIFEST, image_bytes=MANIFEST.image_bytes + 8192),
+        replace(MANIFEST, chunk_bytes=8192),
+    ]
+    for other in others:
+        with pytest.raises(IntegrityError):
+            read_packed(PACKED[codec].encode(), other, what="x")
+
+
+def test_flipped_bits_and_cuts_are_found() -> None:
+    data, chance = PACKED[Codec.PLANES].encode(), random.Random(11)
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        with pytest.raises(IntegrityError):
+            read_packed(bytes(damaged), MANIFEST, what="x")
+    for cut in (b"", data[:-1], data + b"\n"):
+        with pytest.raises(IntegrityError):
+            read_packed(cut, MANIFEST, what="x")
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"requires": ["other-objects"]}])
+def test_a_newer_record_is_refused_and_an_unknown_member_is_not(change: dict[str, Any]) -> None:
+    members = members_of(Codec.ZSTD)
+    with pytest.raises(NotSupportedError, match="install the tierfall that wrote it"):
+        read_packed(sealed({**members, **change}), MANIFEST, what="x")
+    more = sealed({**members, "nonces": ["00"] * 7, "widths": "x"})
+    assert read_packed(more, MANIFEST, what="x") == PACKED[Codec.ZSTD]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_chunk_is_found_by_the_record_alone(codec: Codec) -> None:
+    stored, packed = FILES[codec]
+    assert len(stored) == packed.stored_bytes
+    out_of, back = unpacker(codec), bytearray(len(RAW))
+    for index in range(packed.chunk_count):
+        frame = memoryview(stored)[slice(*packed.chunk_range(index))]
+        target = memoryview(back)[slice(*MANIFEST.chunk_range(index))]
+        out_of.unpack(frame, target, width=packed.widths[index], what="x")
+    assert back == RAW
+
+
+def test_only_a_file_of_zstd_frames_has_a_seek_table() -> None:
+    for codec in CODECS:
+        stored, packed = FILES[codec]
+        table = packed.seek_table(MANIFEST)
+        assert stored[packed.frames_bytes :] == table
+        assert bool(table) == (codec is Codec.ZSTD)
+
+
+def test_widths_are_those_of_the_tensor_at_the_first_byte() -> None:
+    # The data: complex128 to 5008, float32 to 14008, bfloat16 to 22198, bool to 22275.
+    assert MANIFEST.chunk_count == 7
+    assert chunk_widths(MANIFEST, what="x") == (1, 16, 16, 4, 4, 2, 2)
+    assert PACKED[Codec.PLANES].widths == (1, 16, 16, 4, 4, 2, 2)
+
+
+def test_a_tensor_without_bytes_and_an_unknown_dtype_have_no_say() -> None:
+    _, manifest = image_of({"float64": 0, "float32": 4096, "float128": 4096, "int16": 0})
+    assert chunk_widths(manifest, what="x") == (1, 4, 1)
+    _, header_alone = image_of({})
+    assert chunk_widths(header_alone, what="x") == (1,)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [None, 7, "x", [], {}, {"start": 0, "end": 8}, {"start": 8, "end": 0, "dtype": "bool"}]
+    + [{"start": number, "end": 8, "dtype": "bool"} for number in (None, -1, "0", True, HUGE)]
+    + [{"start": 0, "end": 8, "dtype": dtype} for dtype in (None, 7, [])],
+)
+def test_a_hostile_piece_is_damage(piece: Any) -> None:
+    manifest: Manifest = replace(MANIFEST, pieces=Spliced(documents.dumps([piece])))
+    with pytest.raises(IntegrityError, match="disk: gpt"):
+        chunk_widths(manifest, what="disk: gpt")
+
+
+def test_a_description_counts_its_chunks() -> None:
+    for lengths, widths in (([1] * 6, [1] * 7), ([1] * 7, [1] * 6), ([], [])):
+        with pytest.raises(ValueError, match="frames and"):
+            describe(MANIFEST, Codec.ZSTD, level=1, lengths=lengths, widths=widths)
+
+
+def test_a_description_says_where_the_frames_lie() -> None:
+    packed: Packed = describe(
+        MANIFEST, Codec.ZSTD, level=3, lengths=[5, 6, 7, 8, 9, 10, 11], widths=[4] * 7
+    )
+    assert packed.offsets == (0, 5, 11, 18, 26, 35, 45)
+    assert packed.chunk_range(6) == (45, 56)
+    assert packed.frames_bytes == 56
+    assert packed.stored_bytes == 56 + 8 + 7 * 8 + 9
