@@ -23,7 +23,7 @@ class BufferPool:
     def __init__(self, *, bytes: int, count: int) -> None:
         self.bytes = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._left = count
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -42,18 +42,27 @@ class BufferPool:
             self._free.put(buffer)
 
     def _take(self) -> memoryview:
-        with suppress(queue.Empty):
-            return self._free.get_nowait()
-        with self._lock:
-            fresh = self._left > 0
-            self._left -= fresh
-        if not fresh:
-            return self._free.get()
+        """None in the queue says that a place came free without a buffer: whoever gets it looks again."""
+        while True:
+            with suppress(queue.Empty):
+                if (buffer := self._free.get_nowait()) is not None:
+                    return buffer
+                continue
+            with self._lock:
+                fresh = self._left > 0
+                self._left -= fresh
+            if fresh:
+                return self._allocate()
+            if (buffer := self._free.get()) is not None:
+                return buffer
+
+    def _allocate(self) -> memoryview:
         try:
             return _allocate(self.bytes)
         except BaseException:
             with self._lock:
                 self._left += 1
+            self._free.put(None)
             raise
 
 

@@ -215,6 +215,7 @@ class SaveHandle:
                 self._bells.append(bell)
             if not bell.wait(None if deadline is None else deadline - time.monotonic()):
                 with self._lock:
+                    self._bells = [other for other in self._bells if other is not bell]
                     if ready():
                         return
                 raise TimeoutError(

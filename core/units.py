@@ -71,6 +71,9 @@ _DURATION_WORDS = {
     "days": "d",
 }
 
+FOREVER_S = 1e9
+"""No wait is longer: the system's calls bound what they take."""
+
 
 def parse_size(value: int | str) -> int:
     """Read a size in bytes; an integer, or text without a unit, is bytes. Raises ConfigError."""
@@ -105,7 +108,7 @@ def as_seconds(value: float | None, *, what: str) -> float | None:
         raise ConfigError(
             f"{what} must be a number of seconds of at least 0, or None, not {value!r}"
         )
-    return float(value)
+    return min(float(value), FOREVER_S)
 
 
 def parse_share(value: str) -> float:

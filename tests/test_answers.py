@@ -146,7 +146,7 @@ def test_an_order_that_waits_for_a_reader_says_so(
     with tierfall.open(make_config(max_wait="1s")) as ckpt:
         ckpt.save(1, state_of(1))
         assert held.arrived.wait(PATIENCE_S)
-        with pytest.raises(TierfallError, match=r"delete of 1@1: .*still reads or writes"):
+        with pytest.raises(TierfallError, match=r"delete of 1@1: .*still being read, written"):
             ckpt.delete(1)
         held.opened.set()
         ckpt.drain()

@@ -179,6 +179,8 @@ class Checkpointer:
         request = self._request(step, attempt, tier, unreachable)
         if only is None and (fenced := self._session.coordinator.fenced) is not None:
             raise fenced
+        if only is None and self._line.saved_any:
+            self._session.check_newest()
         self._finish_capture()
         self._wait_sealed()
         with self._nothing_dropped():
@@ -260,7 +262,6 @@ class Checkpointer:
         attempt = self._line.attempt
         if self._line.saved_any:
             self._session.listings = self._session.list_now()
-            self._session.check_newest()
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
         self._say_left_behind(self._session.known(), id)
@@ -410,12 +411,20 @@ class Checkpointer:
             self._raise_failures()
 
     def _say_left(self, report: DrainReport) -> None:
-        held = self._session.host.images()
+        if not report.left:
+            return
+        session, held = self._session, self._session.host.images()
+        entries = session.coordinator.ledger.entries
+        capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
         in_memory: list[str] = []
         elsewhere: list[str] = []
+        lost: list[str] = []
         for step, attempt, tier in report.left:
-            there = CheckpointId(step, attempt) in held
-            (in_memory if there else elsewhere).append(f"{step}@{attempt} to {tier}")
+            id = CheckpointId(step, attempt)
+            place = lost if id in capturing else in_memory if id in held else elsewhere
+            place.append(f"{step}@{attempt} to {tier}")
+        if lost:
+            logger.warning("close: not captured in time, and lost: %s", _some(lost))
         if in_memory:
             logger.warning(
                 "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
@@ -479,7 +488,7 @@ def _some(things: Sequence[str]) -> str:
 def _check_first(config: Config, run: str) -> None:
     """Refuse a second Checkpointer of one run in one process: it would fence the first."""
     paths = {os.path.realpath(tier.path) for tier in config.files}
-    for other in _open:
+    for other in list(_open):
         theirs = {os.path.realpath(tier.path) for tier in other._config.files}
         if other._run == run and other._pid == os.getpid() and paths & theirs:
             raise ConfigError(

@@ -259,6 +259,9 @@ def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
         if "tierfall" in failed:
             raise failed["tierfall"]
         silent = unread(session.listings)
+        if kind is PersonsOrder.DELETE:
+            for tier in set(session.ask(lambda: _still_held(session, id))) - failed.keys():
+                failed[tier] = StepError(f"{id} is marked, and goes once every tier has the mark")
     return Carried(
         id=id,
         done=tuple(tier for tier in held if tier not in failed),
@@ -268,6 +271,11 @@ def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
 
 def _holds(session: Session, tier: str, id: CheckpointId) -> bool:
     return any(x.tier == tier and x.copy(id) is not None for x in session.listings)
+
+
+def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
+    entry = session.coordinator.ledger.entries.get(id)
+    return () if entry is None else tuple(entry.states)
 
 
 def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
@@ -291,7 +299,7 @@ def give(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, Ba
     if done.rung:  # just now
         return failed
     if not late:
-        why = f"somebody still reads or writes {id} after {waited}; the order is carried out after that"
+        why = f"{id} is noted; something is still being read, written or dropped after {waited}, and it goes on then"
         return {"tierfall": TierfallError(f"{kind}: {why}")}
     return {tier: UnreachableError(f"no answer within {waited}; it goes on") for tier in late}
 

@@ -238,9 +238,11 @@ class Session:
     def check_newest(self) -> None:
         """Raise FencedError where a tier knows a newer attempt than this process's: it must not come back above it."""
         assert self.attempt is not None
-        for listing in self.listings:
-            if listing.tier in self.stores and listing.error is None:
-                self.stores[listing.tier].check_fence(self.attempt)
+        for store in self.stores.values():
+            try:
+                store.check_fence(self.attempt)
+            except (StorageFullError, UnreachableError) as error:
+                logger.warning("tier %s was not asked for newer attempts: %s", store.name, error)
 
     def _take(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
         """Leave the attempt's record on each tier; False where another process has its number.
@@ -306,6 +308,7 @@ class Session:
             policies=bundle,
             submit=self.workers.submit,
             max_wait_s=self.config.max_wait_s,
+            unread=[x.tier for x in self.listings if x.error is not None],
         )
         if self.attempt is None:
             self.coordinator.start_tending()

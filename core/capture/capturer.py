@@ -240,7 +240,13 @@ class Capturer:
                 snapshot.filling.wait_idle()
                 snapshot.filling.release_sources()
                 traceback.clear_frames(error.__traceback__)
-                self._post(CaptureFailed(id=snapshot.id, error=snapshot.filling.failure or error))
+                self._post(
+                    CaptureFailed(
+                        id=snapshot.id,
+                        error=snapshot.filling.failure or error,
+                        region=snapshot.region,
+                    )
+                )
                 del error
             del snapshot  # let go of the memory while this thread sleeps
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -97,7 +97,9 @@ class Coordinator:
         policies: Policies,
         submit: Callable[[Task], None],
         max_wait_s: float,
+        unread: Collection[str] = (),
     ) -> None:
+        """``unread`` names the tiers that could not be looked at when the run was opened."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -138,6 +140,7 @@ class Coordinator:
             dropper=self.dropper,
             free_region=self._admissions.free,
             dispatch=self._dispatch,
+            unread=unread,
         )
         self.dropper.delete = self._orders.finish_deletion
         self.fenced: FencedError | None = None
@@ -276,7 +279,7 @@ class Coordinator:
             case CaptureSealed():
                 self._sealed(event.id)
             case CaptureFailed():
-                self._capture_failed(event.id, event.error)
+                self._capture_failed(event)
             case Order():
                 self._orders.give(event)
             case Ask():
@@ -314,10 +317,14 @@ class Coordinator:
         entry.snapshot = None
         entry.set_state(self.ledger.host, CopyState.SEALED)
 
-    def _capture_failed(self, id: CheckpointId, error: BaseException) -> None:
+    def _capture_failed(self, event: CaptureFailed) -> None:
+        id, error = event.id, event.error
         entry = self.ledger.entries.get(id)
-        if entry is None or entry.snapshot is None:
-            return  # it was reported before
+        if entry is None:  # it was interrupted before it was announced, or reported before
+            event.region.release()
+            return
+        if entry.snapshot is None:
+            return
         self.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:
@@ -374,11 +381,7 @@ class Coordinator:
             entry = lane.active.entry
             # a save waits for room: read from storage what lies there too, so that memory becomes free
             lane.spare_memory = self._admissions.busy()
-            lane.advance(
-                self._marks_of(entry),
-                name_latest=self._is_newest(lane.tier, entry),
-                hold=entry.id in self.dropper.reserved,
-            )
+            lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
             transfer = lane.aborted()
             if transfer is None:
                 return
@@ -415,15 +418,14 @@ class Coordinator:
             free = min(free, 0)
         if free >= need:
             return True
+        held = self.dropper.reserved | self.dropper.awaited  # a person's orders see to those
         plan = self._policies.plan_eviction(
-            self.ledger.view(), lane.tier, need_bytes=need, free_bytes=free
+            self.ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
         if plan.drops and (lane.full or plan.missing_bytes == 0):
-            leaving = [self.dropper.drop(lane.tier, d.checkpoint, d.reason) for d in plan.drops]
-            if any(leaving):
-                lane.full = False
-            else:  # a person's order about them is being carried out: that makes the room
-                lane.not_before_s = now_s + LONGEST_RETRY_S
+            lane.full = False
+            for decision in plan.drops:
+                self.dropper.drop(lane.tier, decision.checkpoint, decision.reason)
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
         return False
@@ -524,7 +526,7 @@ class Coordinator:
 
     def _marks_of(self, entry: Entry) -> tuple[Mark, ...]:
         """The marks that go along with a copy."""
-        if not entry.pinned or entry.commit is None:
+        if not entry.pinned or entry.commit is None or self._orders.is_unpinning(entry.id):
             return ()
         wall_time_s = entry.commit.wall_time_s
         return (Mark(name=names.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)

@@ -110,14 +110,14 @@ class Lane:
             )
         )
 
-    def advance(self, marks: Sequence[Mark], *, name_latest: bool, hold: bool) -> None:
-        """Dispatch what can be done now; with ``hold`` all but the commit, while its marks are being changed."""
+    def advance(self, marks: Sequence[Mark], *, name_latest: bool) -> None:
+        """Dispatch what can be done now."""
         transfer = self.active
         if transfer is None:
             return
         if transfer.phase is Phase.COPYING:
             self._dispatch_chunks(transfer)
-        if transfer.phase is Phase.COPYING and not hold and self._all_copied(transfer):
+        if transfer.phase is Phase.COPYING and self._all_copied(transfer):
             self._finish(transfer, marks, name_latest)
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)

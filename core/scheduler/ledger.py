@@ -5,7 +5,7 @@ It keeps facts and answers questions; what follows from them is the coordinator'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tierfall.core import names
@@ -151,12 +151,13 @@ class Ledger:
     def abandoned(self) -> frozenset[CheckpointId]:
         return abandoned((e.id, e.started_from) for e in self.entries.values() if self.whole(e))
 
-    def view(self) -> View:
+    def view(self, held: Collection[CheckpointId] = ()) -> View:
+        """Make the picture for policies; ``held`` are not to be touched, as if they were being read."""
         left = self.abandoned()
         return View(
             tiers=self.rules,
             checkpoints=tuple(
-                self._view(entry, entry.id in left)
+                self._view(entry, entry.id in left, entry.id in held)
                 for entry in sorted(self.entries.values(), key=lambda e: e.id)
             ),
             failing=frozenset(self.failing),
@@ -164,7 +165,7 @@ class Ledger:
             attempt=self.attempt,
         )
 
-    def _view(self, entry: Entry, left: bool) -> CheckpointView:
+    def _view(self, entry: Entry, left: bool, held: bool) -> CheckpointView:
         return CheckpointView(
             id=entry.id,
             ordinal=entry.ordinal,
@@ -176,7 +177,7 @@ class Ledger:
                 tier: CopyView(
                     state=state,
                     bytes=entry.bytes.get(tier, 0),
-                    leased=entry.leases.get(tier, 0) > 0,
+                    leased=held or entry.leases.get(tier, 0) > 0,
                 )
                 for tier, state in entry.states.items()
             },

@@ -8,10 +8,10 @@ tier (another process left it) is carried out as if it had been ordered here: on
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tierfall.core import names
-from tierfall.core.errors import StepError, TierfallError
+from tierfall.core.errors import StepError, TierfallError, UnreachableError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import Lane, Phase
@@ -36,7 +36,9 @@ class Orders:
         dropper: Dropper,
         free_region: Callable[[Entry], None],
         dispatch: Callable[[Task], None],
+        unread: Collection[str],
     ) -> None:
+        self._unread = frozenset(unread)
         self._ledger = ledger
         self._lanes = list(lanes)
         self._dropper = dropper
@@ -76,7 +78,7 @@ class Orders:
         for order in list(self._open):
             if not order.begun:
                 self._try_to_begin(order)
-            if order.dropping and not order.waiting and not self._dropper.paused:
+            if order.dropping and not order.waiting and self._may_drop(order):
                 self._drop_all(order)
             if order.begun and not order.waiting and not order.dropping:
                 self._end(order, now_s)
@@ -86,8 +88,9 @@ class Orders:
         if order.reserving:
             self._dropper.reserved.discard(order.id)
         if order.kind is PersonsOrder.DELETE:
-            if order.reserving and order.unmarked:
-                self._again[order.id] = now_s + RETRY_S  # it stays awaited until then
+            if order.reserving and order.unmarked:  # it stays awaited until then, or for good
+                if not self._unread:
+                    self._again[order.id] = now_s + RETRY_S
             elif not any(o.id == order.id and o.kind is order.kind for o in self._open):
                 self._dropper.awaited.discard(order.id)
             if order.reserving:
@@ -105,10 +108,7 @@ class Orders:
             order.failed["tierfall"] = StepError(f"pin: {entry.id} was deleted by a person")
         elif order.kind is PersonsOrder.DELETE and entry.pinned:
             order.failed["tierfall"] = StepError(f"delete: {entry.id} is pinned; unpin it first")
-        elif self._is_settling(entry) or (
-            order.kind is PersonsOrder.DELETE
-            and (self._dropper.paused or not self._is_quiet(entry))
-        ):
+        elif self._is_settling(entry):
             return
         elif order.kind is PersonsOrder.PIN and not (self._ledger.whole(entry) or entry.damage):
             order.failed["tierfall"] = StepError(f"pin: {entry.id} is just being dropped")
@@ -125,13 +125,21 @@ class Orders:
             for lane in self._lanes
         )
 
-    def _is_quiet(self, entry: Entry) -> bool:
-        """Take the checkpoint from whoever is at work on it; say whether all are done."""
+    def is_unpinning(self, id: CheckpointId) -> bool:
+        return any(o.id == id and o.begun and o.kind is PersonsOrder.UNPIN for o in self._open)
+
+    def _take_from_lanes(self, entry: Entry) -> None:
         entry.give_up(tuple(entry.owed), entry.given_up("it was deleted by a person"))
         for lane in self._lanes:
             if lane.active is not None and lane.active.entry is entry:
                 lane.give_up(StepError(f"{entry.id} was deleted by a person"))
-        busy = any(count > 0 for count in entry.leases.values())
+
+    def _may_drop(self, order: Order) -> bool:
+        """Say whether nobody is at work on a checkpoint any more, nor reads the tiers to restore from them."""
+        entry = self._ledger.entries.get(order.id)
+        if entry is None:
+            return True
+        busy = self._dropper.paused or any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
         # what is leaving now may have been let go because of this one
         return not (busy or arriving or self._dropper.is_dropping())
@@ -144,6 +152,7 @@ class Orders:
         removing = order.kind is PersonsOrder.UNPIN
         if order.kind is PersonsOrder.DELETE:
             entry.deleted = True  # however many tiers take the tombstone
+            self._take_from_lanes(entry)
         else:
             self._note_in_memory(order, entry)
         held = self._held(entry)
@@ -153,6 +162,13 @@ class Orders:
                 entry.set_mark(tier, name, there=True)
             self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
         order.dropping = order.kind is PersonsOrder.DELETE
+        if order.dropping and self._unread:  # one of those may have a copy, without the mark
+            order.unmarked = True
+            for tier in self._unread:
+                order.failed[tier] = UnreachableError(
+                    f"it could not be read when the run was opened: {entry.id} is marked, and goes from everywhere at "
+                    "the next start that can read all tiers"
+                )
 
     def _drop_all(self, order: Order) -> None:
         """Every copy bears its tombstone: let them go. Where one does not, all stay, to be tried again: the mark is for

@@ -161,6 +161,7 @@ class CaptureSealed:
 class CaptureFailed:
     id: CheckpointId
     error: BaseException
+    region: HostRegion
 
 
 class PersonsOrder(StrEnum):

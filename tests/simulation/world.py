@@ -17,6 +17,7 @@ from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing, merge
 from tierfall.core.contracts import Backend
 from tierfall.core.documents import Spliced, sha256
+from tierfall.core.errors import UnreachableError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.records import Attempt, Commit, Line, Manifest, NamedFile, read_commit
 from tierfall.core.scheduler.coordinator import Coordinator, LaneLimits
@@ -147,9 +148,14 @@ class World:
 
     # Starts ------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Open the run as a new attempt, adopting what memory and disks hold."""
-        listings = tuple(store.list() for store in self.stores.values())
+    def start(self, *, unread: Iterable[str] = ()) -> None:
+        """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
+        listings = tuple(
+            Listing(tier=store.name, error=UnreachableError("on purpose"))
+            if store.name in unread
+            else store.list()
+            for store in self.stores.values()
+        )
         held = {self._id(r): r for r in self.memory.regions if r.sealed}
         numbers = [n for x in listings for n in x.attempts]
         numbers += [c.id.attempt for x in listings for c in x.copies]
@@ -182,6 +188,7 @@ class World:
             policies=bundle,
             submit=self.tasks.append,
             max_wait_s=self.max_wait_s,
+            unread=[x.tier for x in listings if x.error is not None],
         )
         self.coordinator.start()
 
@@ -315,7 +322,8 @@ class World:
         self.coordinator.post(CaptureSealed(id=snapshot.id))
 
     def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:
-        self.coordinator.post(CaptureFailed(id=snapshot.id, error=error))
+        region = snapshot.region
+        self.coordinator.post(CaptureFailed(id=snapshot.id, error=error, region=region))
 
     def save(self, step: int) -> SaveHandle:
         """Save one step wholly into memory; memory must have room."""

@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
-from tierfall.core.errors import CapacityError, FlushError, StorageFullError
+from tierfall.core.errors import CapacityError, FlushError, StorageFullError, UnreachableError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.tasks import OpenShard, Order, PersonsOrder
 from tierfall.core.values import CheckpointId, SaveOutcome
@@ -121,4 +121,52 @@ def test_a_full_disk_beside_a_deletion_that_waits_is_not_tried_over_and_over() -
     assert opened <= 3
     full = False
     world.settle()
-    assert world.steps_on("nvme") == [2, 3]
+    assert world.steps_on("nvme") == [3]
+    assert world.steps_on("store") == [2, 3]
+
+
+def test_whoever_waits_for_room_that_a_deletion_cannot_make_yet_is_told() -> None:
+    """Another tier takes no marks, so what is deleted stays on this one meanwhile, and the rest is pinned."""
+    world = World([file_rules("disk", capacity_bytes=int(2.5 * IMAGE)), file_rules("slow")])
+    for step in (1, 2):
+        world.save(step)
+        world.settle()
+    assert world.order(PersonsOrder.PIN, CheckpointId(1, 1)) == {}
+    marking = world.stores["slow"].add_mark
+    world.stores["slow"].add_mark = _refuse  # type: ignore[method-assign]
+    failed = world.order(PersonsOrder.DELETE, CheckpointId(2, 1))
+    assert list(failed) == ["slow"]
+    third = world.save(3)
+    world.settle(limit_s=20)
+    assert isinstance(third.exception(), CapacityError)
+    world.stores["slow"].add_mark = marking  # type: ignore[method-assign]
+    world.settle()
+    assert third.done("disk")
+    assert 2 not in world.steps_on("disk") + world.steps_on("slow")
+
+
+def _refuse(mark: Mark) -> None:
+    raise UnreachableError("not now")
+
+
+def test_a_tier_whose_marks_hang_keeps_no_copy_from_another_tier() -> None:
+    world = World([file_rules("disk"), file_rules("slow")], memory_images=4)
+    world.save(1)
+    while world.steps_on("disk") != [1]:
+        task = next(t for t in world.tasks if t.tier == "disk")
+        world.tasks.remove(task)
+        world.coordinator.post(world.runner.run(task))
+        world.step()
+    for kind in (PersonsOrder.PIN, PersonsOrder.UNPIN):
+        world.coordinator.post(
+            Order(kind=kind, id=CheckpointId(1, 1), wall_time_s=0.0, answer=lambda failed: None)
+        )
+    world.step()
+    for step in (2, 3):
+        world.save(step)
+    while any(t.tier == "slow" for t in world.tasks):  # those of disk hang
+        task = next(t for t in world.tasks if t.tier == "slow")
+        world.tasks.remove(task)
+        world.coordinator.post(world.runner.run(task))
+        world.step()
+    assert world.steps_on("slow") == [1, 2, 3]
