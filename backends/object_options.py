@@ -4,7 +4,8 @@
 (region_name, endpoint_url, verify, use_ssl) and config_kwargs (connect_timeout, read_timeout, s3: addressing_style).
 What is not given obstore looks for in the environment (AWS_*), at a metadata service and in a role. ``memory://`` takes
 none; it is for tests. ``file://`` is not served: obstore's deletes and lookups fail on a folder of the key's name, and
-it takes no name near 255 bytes; folders have a backend of their own. An option that is not known is an error, never ignored.
+it takes no name near 255 bytes; folders have a backend of their own. An option that is not known is an error, never
+ignored.
 """
 
 from __future__ import annotations
@@ -96,11 +97,14 @@ def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Tim
     if endpoint is not None:
         config["endpoint"] = config["aws_endpoint_url_s3"] = _checked_endpoint(endpoint, place)
     config["client_options"] = {
-        "allow_http": str(endpoint or "").startswith("http://") or not use_ssl,
-        "allow_invalid_certificates": not verify,
         "connect_timeout": timedelta(seconds=timeouts.connect_s),
         "timeout": timedelta(seconds=timeouts.request_s),
     }
+    # Only what is given: what is set here hides what the environment says.
+    if not verify:
+        config["client_options"]["allow_invalid_certificates"] = True
+    if str(endpoint or "").startswith("http://") or not use_ssl:
+        config["client_options"]["allow_http"] = True
     given = {name: value for name, value in config.items() if value is not None}
     return given, timeouts, verify
 

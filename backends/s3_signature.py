@@ -34,7 +34,9 @@ class Keys:
     region: str
 
 
-def sign_with(keys: Keys, method: str, url: str, *, now: datetime | None = None) -> str:
+def sign_with(
+    keys: Keys, method: str, url: str, *, now: datetime | None = None, valid: timedelta = _VALID
+) -> str:
     """Return the address with a signature for this method; the body is not signed."""
     parts = urlsplit(url)
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
@@ -44,7 +46,7 @@ def sign_with(keys: Keys, method: str, url: str, *, now: datetime | None = None)
         ("X-Amz-Algorithm", "AWS4-HMAC-SHA256"),
         ("X-Amz-Credential", "/".join([keys.key, *scope])),
         ("X-Amz-Date", stamp),
-        ("X-Amz-Expires", str(int(_VALID.total_seconds()))),
+        ("X-Amz-Expires", str(int(valid.total_seconds()))),
         ("X-Amz-SignedHeaders", "host"),
     ]
     if keys.token:

@@ -123,8 +123,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
 
 
 @pytest.fixture
-def bucket(s3_server: SeaweedFS) -> str:
+def bucket(s3_server: SeaweedFS) -> Iterator[str]:
     """A fresh bucket on the server."""
     name = f"bucket-{secrets.token_hex(6)}"
     s3_server.make_bucket(name)
-    return name
+    yield name
+    s3_server.remove_bucket(name)

@@ -78,6 +78,10 @@ class SeaweedFS:
         store = self.store(name)
         self.wait_until(lambda: _takes_objects(store))
 
+    def remove_bucket(self, name: str) -> None:
+        """Remove a bucket with all that is in it."""
+        assert self._answers("DELETE", name)
+
     def store(self, bucket: str, **changes: Any) -> S3Store:
         """A client of obstore's own, to look at the server beside what is tested."""
         return S3Store(
@@ -121,9 +125,9 @@ class SeaweedFS:
             "master.telemetry": "false",
             # A master that comes back waits this long (10 s) for others before it leads.
             "master.electionTimeout": "1s",
-            # 30 GB volumes, eight of them, are the default: a bucket takes several.
+            # Eight volumes are the default, and a bucket takes seven with its first object.
             "master.volumeSizeLimitMB": 512,
-            "volume.max": 100,
+            "volume.max": 1000,
             # On by default for an administrator: a missing bucket would never be missing.
             "s3.autoCreateBucket": "false",
             "s3.config": self._folder / "s3.json",

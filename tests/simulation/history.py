@@ -393,13 +393,15 @@ class History:
         }
 
     def _tombstoned(self, now: dict[str, Held]) -> set[CheckpointId]:
-        marked = {
+        return self._marked_deleted(now) | self.deleted
+
+    def _marked_deleted(self, now: dict[str, Held]) -> set[CheckpointId]:
+        return {
             id
             for held in now.values()
             for id, marks in held.marks.items()
             if names.TOMBSTONE_MARK in marks
         }
-        return marked | self.deleted
 
     # What must hold ----------------------------------------------------------------------------------
 
@@ -545,7 +547,7 @@ class History:
 
     def _check_flushed(self, now: dict[str, Held]) -> None:
         """What an earlier start left in memory has come to every tier that is owed it."""
-        gone = self._abandoned(self._known(now)) | self._tombstoned(now)
+        gone = self._abandoned(self._known(now)) | self._marked_deleted(now)
         for rules in self.world.rules[1:]:
             there = set(now[rules.name].commits) - gone
             for id, commit in now["host"].commits.items():
