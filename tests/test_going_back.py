@@ -261,10 +261,11 @@ def test_what_is_restored_is_protected_before_anything_may_be_dropped(
         session.ask(lambda: None)
         return take(session)
 
-    commit = threading.Event()
+    commit, arrived = threading.Event(), threading.Event()
     original = StoredTier.commit
 
     def held(*words: Any, **more: Any) -> None:
+        arrived.set()
         assert commit.wait(30)
         original(*words, **more)
 
@@ -273,7 +274,7 @@ def test_what_is_restored_is_protected_before_anything_may_be_dropped(
             ckpt.save(step, state_of(step), block=True)
         monkeypatch.setattr(StoredTier, "commit", held)
         handle = ckpt.save(3, state_of(3))
-        handle.captured(30)
+        assert arrived.wait(30)
         monkeypatch.setattr(Session, "take_attempt", slowly)
         report = ckpt.restore(blank(), step=1)
         assert report is not None
