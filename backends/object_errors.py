@@ -73,6 +73,11 @@ def answer_error(status: int, code: str, what: str) -> BackendError:
     return kind(f"{what}: the store answered {' '.join([str(status), code]).strip()}; {hint}")
 
 
+def was_answered(error: Exception) -> bool:
+    """Say whether a store's answer stands behind an exception of obstore's."""
+    return _STATUS.search(str(error)) is not None
+
+
 def silence_error(reason: str, what: str) -> UnreachableError:
     """Make the error for a request that got no answer."""
     return UnreachableError(f"{what}: {reason}; nothing is known about what is stored; try again")
@@ -104,6 +109,8 @@ def store_error(error: Exception, what: str) -> BackendError:
     ):
         return AccessDeniedError(f"{what}: not allowed; {_KEYS[1]}")
     reason = text.splitlines()[0].rpartition(" - ")[2]
+    if "redirect without LOCATION" in reason:
+        return answer_error(301, "", what)
     if isinstance(error, exceptions.GenericError) and text.startswith("Generic S3 error"):
         return silence_error(reason, what)
     return BackendError(f"{what}: {reason}")

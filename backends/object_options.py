@@ -1,7 +1,7 @@
 """From an address and fsspec's option names to obstore's stores.
 
-``s3://bucket/prefix`` takes s3fs's names: key, secret, token, anon, endpoint_url, use_ssl, client_kwargs
-(region_name, endpoint_url, verify, use_ssl) and config_kwargs (connect_timeout, read_timeout, s3: addressing_style).
+``s3://bucket/prefix`` takes s3fs's names: key, secret, token, anon, endpoint_url, client_kwargs
+(region_name, endpoint_url, verify) and config_kwargs (connect_timeout, read_timeout, s3: addressing_style).
 What is not given obstore looks for in the environment (AWS_*), at a metadata service and in a role. ``memory://`` takes
 none; it is for tests. ``file://`` is not served: obstore's deletes and lookups fail on a folder of the key's name, and
 it takes no name near 255 bytes; folders have a backend of their own. An option that is not known is an error, never
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import obstore
 from obstore.store import MemoryStore, ObjectStore, S3Store
@@ -25,8 +25,6 @@ from tierfall.backends.object_errors import translated
 from tierfall.backends.s3_multipart import Multipart, Timeouts
 from tierfall.backends.s3_signature import Keys, Sign, sign_by_obstore, sign_with
 from tierfall.core.errors import BackendError
-
-_DEFAULT_REGION = "us-east-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +39,16 @@ class Site:
 
 def open_site(url: str, options: Mapping[str, Any] | None = None) -> Site:
     """Make the client; nothing is asked of the store yet. Raises BackendError naming what is wrong."""
-    parts = urlsplit(url)
-    if parts.scheme == "s3":
-        return _open_s3(parts.netloc, unquote(parts.path), dict(options or {}))
+    # Taken literally, as fsspec does: '?', '#' and '%' are letters of a key.
+    scheme, _, rest = url.partition("://")
+    if scheme == "s3":
+        bucket, _, path = rest.partition("/")
+        return _open_s3(bucket, path, dict(options or {}))
     if options:
-        raise BackendError(f"{parts.scheme}:// takes no options: {', '.join(sorted(options))}")
-    if parts.scheme == "memory":
+        raise BackendError(f"{scheme}:// takes no options: {', '.join(sorted(options))}")
+    if scheme == "memory":
         return Site(url="memory://", prefix="", store=MemoryStore(), uploads=None)
-    raise BackendError(f"{parts.scheme}:// is not known here; expected s3://bucket/prefix")
+    raise BackendError(f"{scheme}:// is not known here; expected s3://bucket/prefix")
 
 
 def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> Site:
@@ -60,10 +60,11 @@ def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> Site:
     place = "/".join([f"s3://{bucket}", *([prefix] if prefix else [])])
     config, timeouts, verify = _translate(options, place)
     with translated(f"open {place}"):
+        address, region = _address(bucket, config)
+        # Whoever names an http:// address, here or in the environment, means it.
+        config["client_options"]["allow_http"] = address.startswith("http://")
         store = S3Store(bucket, **config)
-        # Where obstore puts objects is learnt from an address that it signs: with what the environment says, too.
-        address = _unsigned(store, config, bucket)
-    sign = _signer(config)
+    sign = _signer(config, region)
     uploads = Multipart(address, sign, timeouts=timeouts, verify=verify)
     return Site(url=place, prefix=f"{prefix}/" if prefix else "", store=store, uploads=uploads)
 
@@ -71,9 +72,9 @@ def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> Site:
 def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Timeouts, bool]:
     client = _taken_dict(options, "client_kwargs", place)
     more = _taken_dict(options, "config_kwargs", place)
-    style = _taken_dict(more, "s3", place).pop("addressing_style", "path")
+    addressing = _taken_dict(more, "s3", place)
+    style = addressing.pop("addressing_style", "path")
     verify = bool(client.pop("verify", True))
-    use_ssl = bool(client.pop("use_ssl", options.pop("use_ssl", True)))
     endpoint = client.pop("endpoint_url", None) or options.pop("endpoint_url", None)
     timeouts = Timeouts(
         connect_s=float(more.pop("connect_timeout", Timeouts().connect_s)),
@@ -91,20 +92,16 @@ def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Tim
         # Wrappers retry.
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(minutes=1)},
     }
-    unknown = [*options, *client, *more]
+    unknown = [*options, *client, *more, *addressing]
     if unknown:
         raise BackendError(f"open {place}: unknown options {', '.join(map(str, sorted(unknown)))}")
     if endpoint is not None:
         config["endpoint"] = config["aws_endpoint_url_s3"] = _checked_endpoint(endpoint, place)
     config["client_options"] = {
+        "allow_invalid_certificates": not verify,
         "connect_timeout": timedelta(seconds=timeouts.connect_s),
         "timeout": timedelta(seconds=timeouts.request_s),
     }
-    # Only what is given: what is set here hides what the environment says.
-    if not verify:
-        config["client_options"]["allow_invalid_certificates"] = True
-    if str(endpoint or "").startswith("http://") or not use_ssl:
-        config["client_options"]["allow_http"] = True
     given = {name: value for name, value in config.items() if value is not None}
     return given, timeouts, verify
 
@@ -125,7 +122,7 @@ def _checked_endpoint(endpoint: Any, place: str) -> str:
     return str(endpoint).rstrip("/")
 
 
-def _signer(config: dict[str, Any]) -> Sign:
+def _signer(config: dict[str, Any], region: str) -> Sign:
     if config.get("skip_signature"):
         return lambda method, url: url
     key, secret = config.get("access_key_id"), config.get("secret_access_key")
@@ -134,18 +131,20 @@ def _signer(config: dict[str, Any]) -> Sign:
             key=str(key),
             secret=str(secret),
             token=config.get("session_token"),
-            region=str(config.get("region") or _DEFAULT_REGION),
+            region=region,
         )
         return partial(sign_with, keys)
     return partial(sign_by_obstore, config)
 
 
-def _unsigned(store: S3Store, config: dict[str, Any], bucket: str) -> str:
-    """Return the address of the bucket."""
-    signing = store
-    if not (config.get("access_key_id") and config.get("secret_access_key")):
-        # Any key will do, since only the address is looked at; a metadata service need not be asked for one.
-        known = {"access_key_id": "any", "secret_access_key": "any", "session_token": "any"}
-        signing = S3Store(bucket, **{**config, **known, "skip_signature": False})
-    address = obstore.sign(signing, "GET", "x", timedelta(minutes=1))
-    return address.partition("?")[0].removesuffix("/x")
+def _address(bucket: str, config: dict[str, Any]) -> tuple[str, str]:
+    """Return where the bucket is, and its region, learnt from an address that obstore signs: it heeds the environment.
+
+    Any keys will do, since nothing is asked there; so no metadata service is asked for others.
+    """
+    anyone = {"access_key_id": "any", "secret_access_key": "any", "session_token": "any"}
+    store = S3Store(bucket, **{**config, **anyone, "skip_signature": False})
+    signed, _, query = obstore.sign(store, "GET", "x", timedelta(minutes=1)).partition("?")
+    # The scope of a signature is key/day/region/s3/aws4_request.
+    region = parse_qs(query)["X-Amz-Credential"][0].split("/")[2]
+    return signed.removesuffix("/x"), region

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import obstore
+from obstore import exceptions
 
 from tierfall.backends.keys import check_key, check_prefix, is_key, unfinished_name
-from tierfall.backends.object_errors import translated
+from tierfall.backends.object_errors import translated, was_answered
 from tierfall.backends.object_options import open_site
 from tierfall.backends.object_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
 from tierfall.backends.views import copy_bytes, flat
@@ -117,8 +118,10 @@ class ObjectStoreBackend:
         with translated(self._what("stat", key)):
             try:
                 found = obstore.head(store, full)
-            except FileNotFoundError:
-                # An answer to HEAD has no body: a missing bucket looks the same. A GET says which.
+            except (exceptions.BaseError, FileNotFoundError) as error:
+                # An answer to HEAD has no body: a missing bucket looks like a missing object. A GET says why.
+                if not was_answered(error):
+                    raise
                 obstore.get(store, full)
                 found = obstore.head(store, full)
         return Stored(key=key, bytes=found["size"])

@@ -38,14 +38,14 @@ class Answer:
 
 
 class Multipart:
-    """The five requests of multipart uploads to one bucket, whose address is ``bucket_url``."""
+    """The five requests of multipart uploads to one bucket, whose address is ``address``."""
 
     def __init__(
-        self, bucket_url: str, sign: Sign, *, timeouts: Timeouts, verify: bool = True
+        self, address: str, sign: Sign, *, timeouts: Timeouts, verify: bool = True
     ) -> None:
-        self._bucket_url = bucket_url
-        self._sign = sign
-        self._lines = _Lines(bucket_url, timeouts=timeouts, verify=verify)
+        self.address = address
+        self.sign = sign
+        self._lines = _Lines(address, timeouts=timeouts, verify=verify)
 
     def begin(self, key: str, what: str) -> str:
         """Begin an upload; return its id."""
@@ -119,8 +119,8 @@ class Multipart:
         body: memoryview | None = None,
     ) -> Answer:
         path = f"/{quote(key, safe='/-_.~')}" if key else ""
-        url = f"{self._bucket_url}{path}?{urlencode(query, quote_via=quote, safe='')}"
-        return self._lines.send(method, self._sign(method, url), body, what)
+        url = f"{self.address}{path}?{urlencode(query, quote_via=quote, safe='')}"
+        return self._lines.send(method, self.sign(method, url), body, what)
 
 
 class _Lines:
