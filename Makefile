@@ -49,9 +49,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-# For a user: the package and what it needs, at the versions that were tested. (torch warns where there is no numpy.)
+# For a user: the package and what it needs, at the versions that were tested.
 .venv/.installed: .venv/.made pyproject.toml requirements-dev.txt
-	$(PIP) -c requirements-dev.txt numpy -e .
+	$(PIP) -c requirements-dev.txt -e .
 	@touch $@
 
 # For a developer: the tools as well. setuptools is one of them, so the build needs no environment of its own.

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -399,17 +398,14 @@ def test_who_asks_for_a_short_while_waits_no_longer_and_gives_nothing_up(
         model.bias.grad = torch.ones_like(model.bias)
         optimizer.step()
 
-    busy = threading.Event()
-    asked: list[float] = []
+    answered = threading.Event()
 
     def ask() -> None:
-        began = time.monotonic()
         with pytest.raises(TimeoutError):
             handle.captured(timeout=0.1)
-        asked.append(time.monotonic() - began)
-        busy.set()
+        answered.set()
 
-    config = {**make_config(max_wait="15s"), "capture": {"verify": True}}
+    config = {**make_config(max_wait="90s"), "capture": {"verify": True}}
     with tierfall.open(config) as ckpt:
         step()
         ckpt.save(1, {"model": model}, block=True)
@@ -418,9 +414,8 @@ def test_who_asks_for_a_short_while_waits_no_longer_and_gives_nothing_up(
         with ckpt._capturer._waiting:  # the training thread is at its barrier, and takes long
             asker = threading.Thread(target=ask)
             asker.start()
-            assert busy.wait(PATIENCE_S)
+            assert answered.wait(PATIENCE_S), "it waits for max_wait, not for its own time"
         asker.join()
-        assert asked[0] < 10
         handle.wait(timeout=PATIENCE_S)
 
 

@@ -150,9 +150,8 @@ class Filling:
             self.fail(CaptureError(f"save: interrupted: {error!r}") if interrupted else error)
             raise
         finally:
-            self._copying.discard(
-                me
-            )  # no call of Python's: an interrupt could come before its first line
+            # no function of our own: an interrupt could come before its first line
+            self._copying.discard(me)
             self._left_copy()
 
     def _left_copy(self) -> None:
