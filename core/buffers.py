@@ -33,7 +33,7 @@ class BufferPool:
         What is larger than the pool's buffers is allocated for this once.
         """
         if bytes > self.bytes:
-            yield _allocate(bytes)
+            yield allocate(bytes)
             return
         buffer = self._take()
         try:
@@ -58,7 +58,7 @@ class BufferPool:
 
     def _allocate(self) -> memoryview:
         try:
-            return _allocate(self.bytes)
+            return allocate(self.bytes)
         except BaseException:
             with self._lock:
                 self._left += 1
@@ -66,7 +66,7 @@ class BufferPool:
             raise
 
 
-def _allocate(bytes: int) -> memoryview:
+def allocate(bytes: int) -> memoryview:
     """Map anonymous memory, on huge pages where the system gives them: direct I/O pins every page that it fills.
 
     The mapping is private, since the kernel gives shared ones no huge pages by default. A forked child finds zeros

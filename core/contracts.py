@@ -59,9 +59,11 @@ class Writer(Protocol):
     no reference to the view, and returns once the bytes are taken. After a ``write`` that failed with a retryable error
     the writer lives, and the same range may be written again; after any other failure it is dead and leaves nothing.
     ``publish`` makes the object visible whole, and durable where the trait says so; it raises KeyExistsError under
-    ``Publish.IF_ABSENT`` when the key is taken, and after any failure of it the writer is dead. After a failed fsync
-    the bytes count as lost: write a new object. ``abort``, and leaving the ``with`` without publish, leave nothing
-    visible; both may be called twice.
+    ``Publish.IF_ABSENT`` when the key is taken. After a retryable failure of ``publish`` it may be called again, and
+    nothing but that and ``abort``: it finishes, or says by an error that is not retryable that the writer is dead, as
+    it is after any other failure: then write a new object. The answer to a publish may be lost after it took effect,
+    so after a retryable failure the object may be visible already, whole. After a failed fsync the bytes count as
+    lost. ``abort``, and leaving the ``with`` without publish, leave nothing visible; both may be called twice.
     """
 
     def write(self, offset: int, view: memoryview) -> None: ...
@@ -96,10 +98,17 @@ class Backend(Protocol):
         ...
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         """Begin an object. With ``length`` given, space is reserved where the medium can, and ``publish`` raises a
-        BackendError unless exactly ``length`` bytes are covered."""
+        BackendError unless exactly ``length`` bytes are covered. ``length_max`` says, where the length is not known
+        yet, what it will not exceed: an upload in parts chooses the size of its parts by it, and to write beyond it is
+        a BackendError. A negative one, or a length above length_max, is a BackendError."""
         ...
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:

@@ -21,6 +21,7 @@ COMMIT_NAME = "commit.json"
 LATEST_NAME = "latest"
 ATTEMPTS_FOLDER = "attempts"
 MARKS_FOLDER = "marks"
+STORED_SUFFIX = ".stored.json"
 PIN_MARK = "pin"
 TOMBSTONE_MARK = "tombstone"
 
@@ -90,7 +91,7 @@ def manifest_name(shard: Shard) -> str:
 
 def stored_name(shard: Shard) -> str:
     """Name the record of how a packed image lies in its file."""
-    return _rank(shard) + ".stored.json"
+    return _rank(shard) + STORED_SUFFIX
 
 
 def _rank(shard: Shard) -> str:

@@ -117,11 +117,21 @@ def read_manifest(data: bytes, *, what: str) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedFile:
-    """A file that a commit record vouches for: its size, and its digest where the manifest does not hold one."""
+    """A file that a commit record vouches for: its size, its digest where the manifest does not hold one, and, of a
+    packed image, how long it is unpacked."""
 
     name: str
     bytes: int
     digest: str | None
+    raw_bytes: int | None = None
+
+    def members(self) -> dict[str, object]:
+        members: dict[str, object] = {"name": self.name, "bytes": self.bytes}
+        if self.digest is not None:
+            members["digest"] = self.digest
+        if self.raw_bytes is not None:
+            members["raw_bytes"] = self.raw_bytes
+        return members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +139,8 @@ class Commit:
     """The record whose presence makes a checkpoint exist on a tier.
 
     ``files`` names the image and the manifest of every shard; a manifest with its SHA-256, an image with its size (its
-    digests stand in its manifest). ``metrics`` are rank 0's.
+    digests stand in its manifest); and where a tier packs images, the records of their frames with their SHA-256.
+    ``metrics`` are rank 0's.
     """
 
     line: Line
@@ -142,11 +153,12 @@ class Commit:
 
     @property
     def image_bytes(self) -> int:
-        """All images together, as they are stored."""
-        return sum(file.bytes for file in self.files if file.digest is None)
+        """All images together, unpacked."""
+        return sum(file.raw_bytes or file.bytes for file in self.files if file.digest is None)
 
     @property
     def stored_bytes(self) -> int:
+        """All that the record names, as it is stored."""
         return sum(file.bytes for file in self.files)
 
     def file(self, name: str) -> NamedFile | None:
@@ -161,11 +173,7 @@ class Commit:
                 "nodes": list(self.nodes),
                 "metrics": {k: documents.float_to_json(v) for k, v in self.metrics.items()},
                 "tags": list(self.tags),
-                "files": [
-                    {"name": f.name, "bytes": f.bytes}
-                    | ({} if f.digest is None else {"digest": f.digest})
-                    for f in self.files
-                ],
+                "files": [file.members() for file in self.files],
             }
         )
 
@@ -197,6 +205,7 @@ def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
         name=reader.name("name"),
         bytes=reader.number("bytes", 0, IMAGE_BYTES_MAX),
         digest=digest,
+        raw_bytes=reader.number("raw_bytes", 1, IMAGE_BYTES_MAX) if "raw_bytes" in entry else None,
     )
 
 

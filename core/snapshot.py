@@ -68,6 +68,18 @@ class Geometry:
     def chunk_range(self, index: int) -> tuple[int, int]:
         return chunk_range(index, self.image_bytes, self.data_start, self.chunk_bytes)
 
+    def runs(self, bytes_min: int) -> tuple[tuple[int, int], ...]:
+        """Put chunks together into runs of at least ``bytes_min`` bytes, but for the last: first chunk, and the one
+        after its last."""
+        runs: list[tuple[int, int]] = []
+        first = 0
+        for index in range(self.chunk_count):
+            whole = self.chunk_range(index)[1] - self.chunk_range(first)[0] >= bytes_min
+            if whole or index == self.chunk_count - 1:
+                runs.append((first, index + 1))
+                first = index + 1
+        return tuple(runs)
+
 
 def geometry(manifest: Manifest) -> Geometry:
     return Geometry(

@@ -45,6 +45,13 @@ class Codec(StrEnum):
     PLANES = "planes"
 
 
+class Driver(StrEnum):
+    """The library that speaks to an object store."""
+
+    OBSTORE = "obstore"
+    FSSPEC = "fsspec"
+
+
 class LossClass(StrEnum):
     """What may be lost at one blow; a copy survives its own class and every smaller one."""
 

@@ -57,6 +57,7 @@ VALUES = {
     },
     "DrainReport": set(),
     "Statistics": set(),
+    "Compression": set(),
     "SaveStats": set(),
     "ShardSource": set(),
     "Fallback": set(),

@@ -15,6 +15,7 @@ from tierfall.core.handle import SaveHandle, SaveStats
 from tierfall.core.image import item, register_codec
 from tierfall.reports import (
     CheckpointInfo,
+    Compression,
     DrainReport,
     Fallback,
     RestoreReport,
@@ -27,6 +28,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "CheckpointInfo",
     "Checkpointer",
+    "Compression",
     "Config",
     "DrainReport",
     "Fallback",

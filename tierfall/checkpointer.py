@@ -487,13 +487,13 @@ def _some(things: Sequence[str]) -> str:
 
 def _check_first(config: Config, run: str) -> None:
     """Refuse a second Checkpointer of one run in one process: it would fence the first."""
-    paths = {os.path.realpath(tier.path) for tier in config.files}
+    places = {tier.place for tier in config.stored}
     for other in list(_open):
-        theirs = {os.path.realpath(tier.path) for tier in other._config.files}
-        if other._run == run and other._pid == os.getpid() and paths & theirs:
+        theirs = {tier.place for tier in other._config.stored}
+        if other._run == run and other._pid == os.getpid() and places & theirs:
             raise ConfigError(
-                f"open: a second Checkpointer of run {run!r} in this process, which has one with tier folder "
-                f"{sorted(paths & theirs)[0]} already: close it before opening another"
+                f"open: a second Checkpointer of run {run!r} in this process, which has one with a tier in "
+                f"{sorted(places & theirs)[0]} already: close it before opening another"
             )
 
 

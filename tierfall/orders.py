@@ -128,7 +128,7 @@ def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, .
     silent = unread(listings)
     return tuple(
         decision
-        for tier in config.files
+        for tier in config.stored
         if tier.name not in silent
         for decision in plan_retention(view, tier.name)
     )
@@ -154,7 +154,11 @@ def check_folders(config: Config) -> None:
 
     Opening a tier for writing makes its folder; from then on "could not look" would read as "nothing there".
     """
-    missing = [f"tier {tier.name}: {tier.path}" for tier in config.files if _is_missing(tier.path)]
+    missing = [
+        f"tier {tier.name}: {tier.folder}"
+        for tier in config.stored
+        if tier.folder is not None and _is_missing(tier.folder)
+    ]
     if missing:
         raise UnreachableError(
             f"nothing was changed, since a folder is not there ({', '.join(missing)}): mount or restore it; for a tier "
@@ -180,7 +184,7 @@ def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) 
 
     Raises StepError where no stored tier holds it: memory is the trainer's alone.
     """
-    stored = [tier.name for tier in config.files if tier.name in checkpoint.copies]
+    stored = [tier.name for tier in config.stored if tier.name in checkpoint.copies]
     if not stored:
         raise StepError(
             f"{kind} of {checkpoint.id}: it lies in the trainer's memory only, which nobody else may mark: wait until "

@@ -19,7 +19,7 @@ from tierfall.core.catalog import Listing
 from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.lock import Owner, RunLock
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, Codec, Shard
 from tierfall.origin import moved_run, moved_shard, moved_step
 from tierfall.session import SHARD, SLOT, list_all, open_stores, run_folder
 from tierfall.tiers.arena import lock_name
@@ -128,12 +128,14 @@ def resolve_path(path: Path) -> Place:
     if path.is_file():
         shard = names.parse_shard(path.name)
         checkpoint = names.parse_step_folder(path.parent.name)
-        alone = moved_shard(path) if shard and path.suffix == ".safetensors" else None
+        is_image = shard is not None and path.name in {names.shard_name(shard, c) for c in Codec}
+        alone = moved_shard(path) if is_image else None
         if alone is not None:
             raise ConfigError(f"load: {alone}")
-        if shard is None or checkpoint is None or path.suffix != ".safetensors":
+        if shard is None or checkpoint is None or not is_image:
             raise ConfigError(
-                f"load: {path} is not a shard of a checkpoint (RUN/step-...-a.../rank-...-of-....safetensors); for any "
+                f"load: {path} is not a shard of a checkpoint (RUN/step-...-a.../rank-...-of-....safetensors, .zst or "
+                ".tfz behind it where it is packed); for any "
                 "other safetensors file use safetensors.torch.load_file"
             )
         return _place(path.parent, checkpoint, shard)

@@ -10,6 +10,7 @@ from tierfall.core.values import CopyState, LossClass
 
 __all__ = [
     "CheckpointInfo",
+    "Compression",
     "DrainReport",
     "Fallback",
     "RestoreReport",
@@ -74,12 +75,31 @@ class DrainReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """What a tier packed since open: bytes before and after, and the seconds that it took, over its threads."""
+
+    raw_bytes: int
+    stored_bytes: int
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Bytes before over bytes after; 1 where nothing was packed yet."""
+        return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Raw bytes that one thread packs in a second; 0 where nothing was packed yet."""
+        return self.raw_bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Counters since open; ``saves`` are those whose capture began. Times are seconds, means over the last 1,000 saves,
     over which ``failed_saves`` counts too.
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
-    survives such a loss now (None: nothing would).
+    survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs.
     """
 
     saves: int
@@ -97,3 +117,4 @@ class Statistics:
     direct_io: Mapping[str, bool]
     host_capacity_bytes: int
     newest: Mapping[LossClass, int | None]
+    compression: Mapping[str, Compression] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierfall import telling
-from tierfall.config import Config, FileTier
+from tierfall.config import Config, StoredTier
 from tierfall.core.bell import Bell
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.filling import Filling
@@ -152,7 +152,7 @@ class Saver:
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.tiers:
-            capacity = tier.capacity_bytes if isinstance(tier, FileTier) else None
+            capacity = tier.capacity_bytes if isinstance(tier, StoredTier) else None
             if capacity is not None and layout.image_bytes > capacity:
                 raise CapacityError(
                     f"save: one checkpoint takes {format_size(layout.image_bytes)} ({layout.image_bytes} bytes), "

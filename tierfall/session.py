@@ -16,11 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tierfall.backends.opening import open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
-from tierfall.config import Config, FileTier
+from tierfall.config import Config, FileTier, ObjectTier, Tier
+from tierfall.config import StoredTier as StoredSection
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
     BackendError,
     ConfigError,
@@ -32,20 +35,23 @@ from tierfall.core.errors import (
     UnreachableError,
 )
 from tierfall.core.lock import RunLock
+from tierfall.core.packing.frames import LEVEL_MIN
 from tierfall.core.records import Attempt, read_manifest
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.restore.reader import read_pool
-from tierfall.core.scheduler.coordinator import Coordinator, LaneLimits
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import TaskRunner, Workers
 from tierfall.core.snapshot import HostRegion, geometry
-from tierfall.core.values import CheckpointId, Shard, survives
+from tierfall.core.values import CheckpointId, Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.view import TierRules
 from tierfall.policies import bundle
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.arena_folder import default_folder, prepare_folder
 from tierfall.tiers.host import HeldImage, HostTier, damaged
+from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -53,25 +59,38 @@ T = TypeVar("T")
 SHARD = Shard(0, 1)
 SLOT = 0
 BUDGET_BYTES = 64 << 20
+WORKERS_MAX = 4
+MEMORY = "memory://"
 
 
 def tier_rules(config: Config) -> tuple[TierRules, ...]:
     """What policies are to know of each tier."""
     rules = []
     for tier in config.tiers:
-        stored = tier if isinstance(tier, FileTier) else None
-        shared = stored is not None and bool(stored.shared)
+        stored = tier if isinstance(tier, StoredSection) else None
         rules.append(
             TierRules(
                 name=tier.name,
                 kind=tier.kind,
-                survives=survives(tier.kind, shared=shared),
+                survives=_survives(tier),
                 capacity_bytes=tier.capacity_bytes,
                 flush_every=stored.flush.every if stored else 1,
                 retain_last=stored.retain.last if stored else None,
             )
         )
     return tuple(rules)
+
+
+def _survives(tier: Tier) -> LossClass:
+    """A folder is no safer for being called by an address, and what is in memory goes with the process."""
+    if not isinstance(tier, StoredSection):
+        return survives(tier.kind, shared=False)
+    kind = tier.kind
+    if isinstance(tier, ObjectTier):
+        if tier.url.startswith(MEMORY):
+            return LossClass.NONE
+        kind = kind if tier.folder is None else TierKind.FILE
+    return survives(kind, shared=bool(tier.shared))
 
 
 def run_folder(config: Config, run: str) -> Path:
@@ -90,9 +109,9 @@ def open_stores(
     stores: dict[str, StoredTier] = {}
     errors: dict[str, TierfallError] = {}
     try:
-        for tier in config.files:
+        for tier in config.stored:
             try:
-                backend = PosixBackend(Path(tier.path), read_only=read_only)
+                backend = _open_backend(tier, read_only=read_only)
             except BackendError as error:
                 if not read_only and not isinstance(error, UnreachableError):
                     raise type(error)(f"open: tier {tier.name}: {error}") from error
@@ -100,12 +119,48 @@ def open_stores(
                 errors[tier.name] = type(error)(f"{error}{later}")
                 continue
             wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
-            stores[tier.name] = StoredTier(name=tier.name, run=run, backend=wrapped)
+            stores[tier.name] = StoredTier(
+                name=tier.name, run=run, backend=wrapped, packing=_packing(tier, config)
+            )
     except BaseException:
         for store in stores.values():
             store.close()
         raise
     return stores, errors
+
+
+def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:
+    if isinstance(tier, FileTier):
+        return PosixBackend(Path(tier.path), read_only=read_only)
+    return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
+
+
+def _packing(tier: FileTier | ObjectTier, config: Config) -> Packing | None:
+    if tier.compress.codec is Codec.NONE:
+        return None
+    return Packing(
+        tier.compress.codec,
+        level=tier.compress.level or LEVEL_MIN,
+        chunk_bytes=config.chunk_bytes,
+        parallel=_workers(),
+    )
+
+
+def _workers() -> int:
+    """How many threads bring chunks to a tier: more would take cores from training."""
+    return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
+
+
+def lane_limits(store: StoredTier) -> LaneLimits:
+    """Say how much may be on its way to a tier at once."""
+    traits = store.backend.traits
+    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, _workers()))
+    return LaneLimits(
+        parallel=parallel,
+        budget_bytes=BUDGET_BYTES,
+        window=parallel + 1 if store.packs else 0,
+        run_bytes_min=0 if store.packs else traits.part_bytes_min,
+    )
 
 
 def list_all(
@@ -288,22 +343,18 @@ class Session:
         ledger = Ledger(tier_rules(self.config), self.config.host.name)
         ledger.load(merge(self.listings), self.listings)
         self._adopt(ledger)
-        parallel = {
-            name: max(1, min(store.backend.traits.max_parallel, os.cpu_count() or 1, 4))
-            for name, store in self.stores.items()
-        }
+        lanes = {name: lane_limits(store) for name, store in self.stores.items()}
         self.pool = read_pool(self.config.chunk_bytes)
         self.workers = Workers(
-            TaskRunner(self.stores, self.pool, self._writer), parallel, name=self.run
+            TaskRunner(self.stores, self.pool, self._writer),
+            {name: limits.parallel for name, limits in lanes.items()},
+            name=self.run,
         )
         if self.attempt is not None:
             self._discard_leftovers()
         self.coordinator = Coordinator(
             ledger=ledger,
-            lanes={
-                name: LaneLimits(parallel=count, budget_bytes=BUDGET_BYTES)
-                for name, count in parallel.items()
-            },
+            lanes=lanes,
             host=self.host,
             policies=bundle,
             submit=self.workers.submit,

@@ -18,7 +18,7 @@ from tierfall.core.restore.restore import Restored
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, SaveOutcome
 from tierfall.core.words import with_article
-from tierfall.reports import CheckpointInfo, RestoreReport, ShardSource, Statistics
+from tierfall.reports import CheckpointInfo, Compression, RestoreReport, ShardSource, Statistics
 
 if TYPE_CHECKING:
     from tierfall.session import Session
@@ -198,6 +198,13 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
         newest=newest,
+        compression={
+            name: Compression(
+                raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds
+            )
+            for name, store in session.stores.items()
+            if (packed := store.packed) is not None
+        },
     )
 
 

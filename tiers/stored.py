@@ -11,15 +11,17 @@ from collections.abc import Iterable
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.contracts import Backend, Publish, Stored, Writer
-from tierfall.core.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.contracts import Backend, Publish, Stored
+from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
+    BackendError,
     FencedError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
     NotSupportedError,
     TierfallError,
+    UnreachableError,
 )
 from tierfall.core.records import (
     Attempt,
@@ -30,16 +32,22 @@ from tierfall.core.records import (
     read_mark,
     stops_drop,
 )
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.snapshot import Geometry
+from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
+from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 
 
 class StoredTier:
     """One run's checkpoints on one tier. All methods block, and may be called from several threads."""
 
-    def __init__(self, *, name: str, run: str, backend: Backend) -> None:
+    def __init__(
+        self, *, name: str, run: str, backend: Backend, packing: Packing | None = None
+    ) -> None:
+        """With ``packing``, images are stored packed; those that lie there otherwise are read as well."""
         self.name = name
         self.backend = backend
         self._run = run
+        self._packing = packing
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
 
@@ -121,11 +129,21 @@ class StoredTier:
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         return self._read(self._key(checkpoint, names.manifest_name(shard)))
 
+    def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
+        """Read the record of how a packed image lies in its file."""
+        return self._read(self._key(checkpoint, names.stored_name(shard)))
+
     def read_into(
-        self, checkpoint: CheckpointId, shard: Shard, offset: int, view: memoryview
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        view: memoryview,
+        *,
+        codec: Codec = Codec.NONE,
     ) -> None:
-        """Fill ``view`` with bytes of a shard's image, from ``offset``."""
-        self.backend.read_into(self._key(checkpoint, names.shard_name(shard)), offset, view)
+        """Fill ``view`` with bytes of the file of a shard's image, as ``codec`` has packed it, from ``offset``."""
+        self.backend.read_into(self._key(checkpoint, names.shard_name(shard, codec)), offset, view)
 
     def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]:
         """Everything in the step's folder, names relative to it."""
@@ -137,9 +155,34 @@ class StoredTier:
 
     # Becoming real -------------------------------------------------------------------------------
 
-    def create_shard(self, checkpoint: CheckpointId, shard: Shard, image_bytes: int) -> Writer:
-        key = self._key(checkpoint, names.shard_name(shard))
-        return self.backend.create(key, length=image_bytes)
+    @property
+    def packs(self) -> bool:
+        return self._packing is not None
+
+    @property
+    def packed(self) -> PackCounts | None:
+        """What was packed so far; None where images are stored as they are."""
+        return None if self._packing is None else self._packing.counts
+
+    def create_shard(
+        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
+    ) -> RawImageWriter | PackedImageWriter:
+        """Begin a shard's image, cut and filled as ``cut`` and ``pieces`` say."""
+        packing = self._packing
+        if packing is None:
+            key = self._key(checkpoint, names.shard_name(shard))
+            return RawImageWriter(self.backend.create(key, length=cut.image_bytes))
+        key = self._key(checkpoint, names.shard_name(shard, packing.codec))
+        record = self._key(checkpoint, names.stored_name(shard))
+        return PackedImageWriter(
+            lambda bound: self.backend.create(key, length_max=bound),
+            packing,
+            shard=shard,
+            cut=cut,
+            pieces=pieces,
+            part_bytes_min=self.backend.traits.part_bytes_min,
+            write_record=lambda data: self._write(record, data, Publish.REPLACE),
+        )
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
         self._write(self._key(checkpoint, names.manifest_name(shard)), data, Publish.REPLACE)
@@ -155,9 +198,7 @@ class StoredTier:
         for mark in marks:
             self.add_mark(mark)
         try:
-            self._write(
-                self._key(checkpoint, names.COMMIT_NAME), commit.encode(), Publish.IF_ABSENT
-            )
+            self._create(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
         except KeyExistsError:
             there = self.read_commit(checkpoint)
             if there.files != commit.files or there.line != commit.line:
@@ -165,6 +206,12 @@ class StoredTier:
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
+        except BackendError as error:
+            if isinstance(error.__cause__, UnreachableError):  # asking again settles it: see above
+                raise UnreachableError(
+                    f"commit of {checkpoint} on {self.name}: no answer: {error.__cause__}"
+                ) from error
+            raise
 
     def name_latest(self, checkpoint: CheckpointId) -> None:
         """Leave the hint for people; the truth is the commit records."""
@@ -200,10 +247,15 @@ class StoredTier:
         key = names.attempt_key(self._run, attempt.number)
         self._own_attempts.add(attempt.id)  # first: a commit under way may see the record at once
         try:
-            self._write(key, attempt.encode(), Publish.IF_ABSENT)
+            self._create(key, attempt.encode())
+            if self.backend.traits.conditional_create:
+                return
         except KeyExistsError:
             if self.read_attempt(attempt.number).id != attempt.id:
                 raise
+            return
+        if self.read_attempt(attempt.number).id != attempt.id:  # the other one wrote last
+            raise KeyExistsError(f"{self._what(key)}: another process took it at the same moment")
 
     def check_fence(self, attempt: Attempt) -> None:
         """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner.
@@ -242,7 +294,7 @@ class StoredTier:
     def add_mark(self, mark: Mark) -> None:
         key = self._key(mark.checkpoint, f"{names.MARKS_FOLDER}/{mark.name}")
         try:
-            self._write(key, mark.encode(), Publish.IF_ABSENT)
+            self._create(key, mark.encode())
         except KeyExistsError:
             return  # somebody left the same mark already: that is what was asked for
 
@@ -315,6 +367,22 @@ class StoredTier:
         if data:
             self.backend.read_into(key, 0, memoryview(data))
         return bytes(data)
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Create what must not be there yet, or raise KeyExistsError.
+
+        On a backend without a conditional create a look comes first: it stops a second try, but not another writer at
+        the same moment.
+        """
+        if self.backend.traits.conditional_create:
+            self._write(key, data, Publish.IF_ABSENT)
+            return
+        try:
+            self.backend.stat(key)
+        except KeyNotFoundError:
+            self._write(key, data, Publish.REPLACE)
+        else:
+            raise KeyExistsError(f"{self._what(key)}: it is there already")
 
     def _write(self, key: str, data: bytes, publish: Publish) -> None:
         with self.backend.create(key, length=len(data), publish=publish) as writer:

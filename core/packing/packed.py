@@ -14,6 +14,7 @@ from json import loads
 from typing import Any
 
 from tierfall.core import documents
+from tierfall.core.documents import Spliced
 from tierfall.core.errors import IntegrityError
 from tierfall.core.image import dtypes
 from tierfall.core.members import Members
@@ -21,6 +22,7 @@ from tierfall.core.packing.frames import LEVEL_MAX, LEVEL_MIN, frame_bytes_max
 from tierfall.core.packing.planes import WIDTHS
 from tierfall.core.packing.seek_table import FrameLength, table_bytes, write_table
 from tierfall.core.records import IMAGE_BYTES_MAX, Manifest
+from tierfall.core.snapshot import Geometry
 from tierfall.core.values import Codec
 
 _PACKING = {codec.value: codec for codec in (Codec.ZSTD, Codec.PLANES)}
@@ -147,26 +149,27 @@ def _raw_lengths(manifest: Manifest) -> list[int]:
     return [end - start for start, end in ranges]
 
 
-def chunk_widths(manifest: Manifest, *, what: str) -> tuple[int, ...]:
+def chunk_widths(pieces: Spliced, cut: Geometry, *, what: str) -> tuple[int, ...]:
     """Return by which width ``planes`` sorts each chunk: the item size of the tensor that its first byte belongs to.
 
-    The header has width 1, and so has whatever this torch has no dtype for: a width changes the ratio, never the bytes.
+    ``pieces`` is the serialised table of tensor pieces, ``cut`` how the image is cut. The header has width 1, and so
+    has whatever this torch has no dtype for: a width changes the ratio, never the bytes.
     """
     starts, sizes = [], []
-    for start, size in sorted(_items(manifest, what)):
+    for start, size in sorted(_items(pieces, what)):
         starts.append(start)
         sizes.append(size)
     widths = [1]
-    for index in range(1, manifest.chunk_count):
-        place = bisect_right(starts, manifest.chunk_range(index)[0] - manifest.data_start)
+    for index in range(1, cut.chunk_count):
+        place = bisect_right(starts, cut.chunk_range(index)[0] - cut.data_start)
         widths.append(sizes[place - 1] if place else 1)
     return tuple(widths)
 
 
-def _items(manifest: Manifest, what: str) -> list[tuple[int, int]]:
+def _items(pieces: Spliced, what: str) -> list[tuple[int, int]]:
     """List start and item size of every tensor that has bytes."""
     found = []
-    for piece in loads(manifest.pieces):
+    for piece in loads(pieces):
         reader = _piece(piece, f"{what}: pieces")
         start = reader.number("start", 0, IMAGE_BYTES_MAX)
         if reader.number("end", start, IMAGE_BYTES_MAX) == start:

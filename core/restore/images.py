@@ -1,18 +1,27 @@
-"""Images as a restore reads them: one shard of one checkpoint on one tier, behind one small contract."""
+"""Images as they are read: one shard of one checkpoint on one tier, raw or packed, behind one small contract."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.core import names
+from tierfall.core.buffers import BufferPool
 from tierfall.core.documents import sha256
 from tierfall.core.errors import IntegrityError
+from tierfall.core.packing.files import image_file
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.packing.packed import Packed, read_packed
+from tierfall.core.packing.packer import Unpacker
 from tierfall.core.records import Commit, Manifest, read_manifest
 from tierfall.core.snapshot import HostRegion
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, Codec, Shard
+
+READ_THREADS = 3
+"""How many chunks of a stored image are read at once."""
 
 
 class ReadableStore(Protocol):
@@ -23,13 +32,25 @@ class ReadableStore(Protocol):
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
 
+    def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
     def read_into(
-        self, checkpoint: CheckpointId, shard: Shard, offset: int, view: memoryview
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        view: memoryview,
+        *,
+        codec: Codec = Codec.NONE,
     ) -> None: ...
 
 
 class Image(Protocol):
-    """One copy of one image. ``read`` may use ``buffer``, or hand out a view of memory that it has already."""
+    """One copy of one image.
+
+    ``read`` brings chunk ``index`` into ``buffer``, which is at least as long, or hands out a view of memory that it
+    has already. It checks no digest.
+    """
 
     @property
     def tier(self) -> str: ...
@@ -39,12 +60,12 @@ class Image(Protocol):
 
     def manifest_bytes(self) -> bytes: ...
 
-    def read(self, start: int, end: int, buffer: memoryview) -> memoryview: ...
+    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An image on a stored tier."""
+    """A raw image on a stored tier; ``unpacked`` makes of it one that is read as its commit record says."""
 
     store: ReadableStore
     id: CheckpointId
@@ -61,10 +82,59 @@ class StoredImage:
     def manifest_bytes(self) -> bytes:
         return self.store.read_manifest(self.id, self.shard)
 
-    def read(self, start: int, end: int, buffer: memoryview) -> memoryview:
+    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+        start, end = manifest.chunk_range(index)
         view = buffer[: end - start]
         self.store.read_into(self.id, self.shard, start, view)
         return view
+
+
+class PackedImage:
+    """A packed image on a stored tier. Threads share it; beside the buffer each read uses one of a chunk's length."""
+
+    def __init__(self, raw: StoredImage, packed: Packed, *, chunk_bytes: int) -> None:
+        self._raw = raw
+        self._packed = packed
+        self._scratch = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=READ_THREADS)
+        self._local = threading.local()
+
+    @property
+    def tier(self) -> str:
+        return self._raw.tier
+
+    @property
+    def in_memory(self) -> bool:
+        return False
+
+    def manifest_bytes(self) -> bytes:
+        return self._raw.manifest_bytes()
+
+    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+        start, end = self._packed.chunk_range(index)
+        raw_start, raw_end = manifest.chunk_range(index)
+        width, view = self._packed.widths[index], buffer[: raw_end - raw_start]
+        if width == 1:
+            with self._scratch.take(end - start) as scratch:
+                return self._unpack(index, scratch[: end - start], view, start, width)
+        # The frame is read to where its chunk goes: by then it has been unpacked into the planes.
+        fits = end - start <= len(buffer)
+        frame = (buffer if fits else memoryview(bytearray(end - start)))[: end - start]
+        return self._unpack(index, frame, view, start, width)
+
+    def _unpack(
+        self, index: int, frame: memoryview, view: memoryview, start: int, width: int
+    ) -> memoryview:
+        raw = self._raw
+        raw.store.read_into(raw.id, raw.shard, start, frame, codec=self._packed.codec)
+        what = f"{self.tier}: chunk {index} of {raw.id}"
+        self._unpacker().unpack(frame, view, width=width, what=what)
+        return view
+
+    def _unpacker(self) -> Unpacker:
+        if not hasattr(self._local, "unpacker"):
+            self._local.unpacker = Unpacker(self._packed.codec, scratch=self._scratch)
+        unpacker: Unpacker = self._local.unpacker
+        return unpacker
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +152,8 @@ class RegionImage:
         with self._still_there():
             return self.region.manifest()
 
-    def read(self, start: int, end: int, buffer: memoryview) -> memoryview:
+    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+        start, end = manifest.chunk_range(index)
         with self._still_there():
             return self.region.image[start:end]
 
@@ -98,17 +169,43 @@ def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
     """Read an image's manifest and hold it against the commit record that vouches for it."""
     name = names.manifest_name(shard)
     what = f"{image.tier}: {name} of {commit.line.checkpoint}"
-    named, stored = commit.file(name), commit.file(names.shard_name(shard))
+    named, stored = commit.file(name), image_file(commit, shard)
     if named is None or stored is None:
         raise IntegrityError(f"{what}: its commit record does not name this shard")
     data = image.manifest_bytes()
     if len(data) != named.bytes or sha256(data) != named.digest:
         raise IntegrityError(f"{what}: it is not the manifest that the commit record names")
     manifest = read_manifest(data, what=what)
-    if (
-        manifest.line != commit.line
-        or manifest.shard != shard
-        or manifest.image_bytes != stored.bytes
-    ):
+    raw_bytes = stored.file.bytes if stored.codec is Codec.NONE else stored.file.raw_bytes
+    if manifest.line != commit.line or manifest.shard != shard or manifest.image_bytes != raw_bytes:
         raise IntegrityError(f"{what}: it contradicts its commit record")
     return manifest
+
+
+def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Packed | None:
+    """Read how an image is packed, and hold it against the commit record; None where it is raw."""
+    shard = manifest.shard
+    name = names.stored_name(shard)
+    what = f"{image.tier}: {name} of {commit.line.checkpoint}"
+    named, stored = commit.file(name), image_file(commit, shard)
+    if stored is None or stored.codec is Codec.NONE:
+        return None
+    if named is None:
+        raise IntegrityError(f"{what}: its commit record does not name it")
+    data = image.store.read_stored(image.id, shard)
+    if len(data) != named.bytes or sha256(data) != named.digest:
+        raise IntegrityError(f"{what}: it is not the record that the commit record names")
+    packed = read_packed(data, manifest, what=what)
+    if packed.codec is not stored.codec or packed.stored_bytes != stored.file.bytes:
+        raise IntegrityError(f"{what}: it contradicts its commit record")
+    return packed
+
+
+def unpacked(image: Image, commit: Commit, manifest: Manifest) -> Image:
+    """Return the image as it can be read: where its commit record names a packed file, by the record of its frames."""
+    if not isinstance(image, StoredImage):
+        return image
+    packed = checked_packed(image, commit, manifest)
+    if packed is None:
+        return image
+    return PackedImage(image, packed, chunk_bytes=manifest.chunk_bytes)

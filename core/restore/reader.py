@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,10 +21,10 @@ from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.device import synchronize
 from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.image import Fill
+from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Manifest
-from tierfall.core.restore.images import Image
+from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
 
-READ_THREADS = 3
 MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
 
@@ -73,7 +73,7 @@ class ChunkReader:
         failures: list[TierfallError] = []
         for image in self._images:
             try:
-                view = image.read(start, end, buffer)
+                view = image.read(self._manifest, index, buffer)
                 self._check(image, index, view)
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
@@ -97,18 +97,53 @@ class ChunkReader:
 
 
 def read_pool(chunk_bytes: int) -> BufferPool:
-    """Make the buffers that chunks of that size are read through; keep them: first touches cost more than reads."""
-    return BufferPool(
-        bytes=chunk_bytes, count=max(1, min(READ_THREADS, BUFFER_BYTES // chunk_bytes))
-    )
+    """Make the buffers that chunks of that size, packed too, are read through; keep them: first touches cost more than
+    reads."""
+    count = max(1, min(READ_THREADS, BUFFER_BYTES // chunk_bytes))
+    return BufferPool(bytes=frame_bytes_max(chunk_bytes), count=count)
 
 
-def count_threads(manifest: Manifest, images: Sequence[Image]) -> int:
-    """Choose how many chunks are read at once, so that the buffers stay within BUFFER_BYTES."""
+def count_threads(
+    manifest: Manifest, images: Sequence[Image], chunks_max: int | None = None
+) -> int:
+    """Choose how many chunks are read at once, so that the buffers stay within BUFFER_BYTES, and, where that is given,
+    within the room of ``chunks_max`` chunks (a packed one takes that of two)."""
     if all(image.in_memory for image in images):
-        return max(1, min(MEMORY_THREADS, os.cpu_count() or 1))
-    largest = max(manifest.data_start, manifest.chunk_bytes)
-    return max(1, min(READ_THREADS, BUFFER_BYTES // largest))
+        threads = max(1, min(MEMORY_THREADS, os.cpu_count() or 1))
+    else:
+        largest = max(manifest.data_start, manifest.chunk_bytes)
+        threads = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
+    if chunks_max is None:
+        return threads
+    each = 2 if any(isinstance(image, PackedImage) for image in images) else 1
+    return max(1, min(threads, chunks_max // each))
+
+
+def in_threads(threads: int, do: Callable[[int], None], numbers: Iterable[int]) -> None:
+    """Do something for each number, in their order, on so many threads; once it fails, no more is begun.
+
+    Raises the first failure once all threads have stopped.
+    """
+    stop = threading.Event()
+
+    def do_one(number: int) -> None:
+        if stop.is_set():
+            return
+        try:
+            do(number)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="tierfall-restore") as executor:
+        try:
+            futures = [executor.submit(do_one, number) for number in numbers]
+            failures = [error for future in futures if (error := future.exception()) is not None]
+        except BaseException:  # Ctrl-C: what waits is not begun
+            stop.set()
+            raise
+    if failures:
+        raise failures[0]
 
 
 def read_fills(
@@ -119,31 +154,19 @@ def read_fills(
     pool: BufferPool,
 ) -> None:
     """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped."""
-    wanted = _chunks_of(manifest, fills)
     for device in {t.device for fill in fills for t in fill.targets if not t.is_cpu}:
         synchronize(
             device
         )  # the threads' streams are not the caller's: what it enqueued must have ended
     ends = [fill.end for fill in fills]
-    stop = threading.Event()
 
     def read(index: int) -> None:
-        if stop.is_set():
-            return
-        try:
-            start, end = manifest.chunk_range(index)
-            with pool.take(end - start) as buffer:
-                view = reader.read(index, buffer)
-                _scatter(view, start - manifest.data_start, fills, ends)
-        except BaseException:
-            stop.set()
-            raise
+        start, end = manifest.chunk_range(index)
+        with pool.take(end - start) as buffer:
+            view = reader.read(index, buffer)
+            _scatter(view, start - manifest.data_start, fills, ends)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="tierfall-restore") as executor:
-        futures = [executor.submit(read, index) for index in wanted]
-        failures = [error for future in futures if (error := future.exception()) is not None]
-    if failures:
-        raise failures[0]
+    in_threads(threads, read, _chunks_of(manifest, fills))
 
 
 def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:

@@ -23,7 +23,7 @@ from tierfall.core.errors import (
 )
 from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.records import Commit, Manifest
-from tierfall.core.restore.images import Image, checked_manifest
+from tierfall.core.restore.images import Image, checked_manifest, unpacked
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills, read_pool
 from tierfall.core.values import CheckpointId, Shard
 
@@ -71,10 +71,12 @@ def restore(
     make_plan: MakePlan,
     shard: Shard,
     pool: BufferPool | None = None,
+    chunks_max: int | None = None,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
-    Stored chunks are read through ``pool``, or through buffers of their own.
+    Stored chunks are read through ``pool``, or through buffers of their own; beside the targets no more memory is taken
+    than ``chunks_max`` chunks need, where that is given.
 
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
     was tried; its text says when targets are half filled.
@@ -88,7 +90,9 @@ def restore(
     touched = False
     for checkpoint in candidates:
         try:
-            job = _prepare(checkpoint, request, listings, open_image, shard, tally, pool)
+            tiers = _tiers(checkpoint, request, listings)
+            images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
+            job = _Job(images, manifest, tally, pool, chunks_max)
             plan = _plan(make_plan, job.header, touched)
             touched = True
             job.fill(plan)
@@ -221,10 +225,11 @@ class _Job:
         manifest: Manifest,
         tally: Tally,
         pool: BufferPool | None,
+        chunks_max: int | None,
     ) -> None:
         self._manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
-        self._threads = count_threads(manifest, images)
+        self._threads = count_threads(manifest, images, chunks_max)
         self._pool = pool or read_pool(manifest.chunk_bytes)
         self.header = self._read_header()
 
@@ -247,41 +252,50 @@ def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool
     return one is not None and one.line == other.line and one.file(name) == other.file(name)
 
 
-def _prepare(
+def _tiers(
+    checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]
+) -> list[str]:
+    """Name the tiers that a checkpoint may be read from, fastest first."""
+    held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+    return [tier for tier in held if request.tier in (None, tier)]
+
+
+def find_images(
     checkpoint: KnownCheckpoint,
-    request: Request,
-    listings: Sequence[Listing],
+    tiers: Sequence[str],
     open_image: OpenImage,
     shard: Shard,
     tally: Tally,
-    pool: BufferPool | None,
-) -> _Job:
+) -> tuple[list[Image], Manifest]:
+    """Open the copies of a shard on ``tiers``, fastest first, whose records are good; return them with their manifest.
+
+    Raises IntegrityError where there is none, and the retryable error where one could not be read.
+    """
     images: list[Image] = []
     manifest: Manifest | None = None
     vouched: Commit | None = None
     failures: list[TierfallError] = []
-    for listing in listings:
-        found = checkpoint.copies.get(listing.tier)
-        if found is None or (request.tier is not None and request.tier != listing.tier):
-            continue
+    for tier in tiers:
+        found = checkpoint.copies[tier]
         try:
             if found.commit is None:
-                raise found.damage or IntegrityError(f"{listing.tier}: no commit record")
-            image = open_image(listing.tier, checkpoint.id, shard)
+                raise found.damage or IntegrityError(f"{tier}: no commit record")
+            image = open_image(tier, checkpoint.id, shard)
             if manifest is None:
                 manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
             elif not _vouch_for_the_same(vouched, found.commit, shard):
                 raise IntegrityError(
-                    f"{listing.tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
+                    f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
                 )
+            image = unpacked(image, found.commit, manifest)
         except (IntegrityError, BackendError, NotSupportedError) as error:
             failures.append(error)
-            tally.passed_over(f"{checkpoint.id} on {listing.tier}", error)
+            tally.passed_over(f"{checkpoint.id} on {tier}", error)
             continue
         images.append(image)
-    if manifest is None:
+    if manifest is None or not images:
         raise next((e for e in failures if e.retryable), None) or IntegrityError(
-            f"no copy of {checkpoint.id} has a good manifest: "
+            f"no copy of {checkpoint.id} has good records: "
             + "; ".join(str(error) for error in failures)
         )
-    return _Job(images, manifest, tally, pool)
+    return images, manifest

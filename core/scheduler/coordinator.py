@@ -23,10 +23,10 @@ from tierfall.core.errors import (
     StepError,
     StorageFullError,
 )
-from tierfall.core.records import Mark, stops_drop
+from tierfall.core.records import Commit, Mark, stops_drop
 from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.dropping import Dropper
-from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, Transfer
+from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, LaneLimits, Transfer
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.orders import Orders
 from tierfall.core.scheduler.tasks import (
@@ -37,6 +37,7 @@ from tierfall.core.scheduler.tasks import (
     CaptureFailed,
     CaptureSealed,
     ChangeMark,
+    CopyRun,
     DropCopy,
     Event,
     OpenShard,
@@ -66,14 +67,6 @@ class Policies(Protocol):
     def plan_eviction(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneLimits:
-    """How many chunks of one copy may be on their way at once, and what their buffers may hold."""
-
-    parallel: int
-    budget_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,8 +106,7 @@ class Coordinator:
         self.lanes = {
             tier: Lane(
                 tier,
-                parallel=limits.parallel,
-                budget_bytes=limits.budget_bytes,
+                limits=limits,
                 order=order,
                 host=ledger.host,
                 submit=self._dispatch,
@@ -359,8 +351,14 @@ class Coordinator:
                 self._orders.take_mark(task, outcome)
             case task:
                 lane = self.lanes[task.tier]
-                if lane.take(outcome):
-                    self._committed(lane, task.id)
+                commit = lane.take(outcome)
+                if commit is not None:
+                    self._committed(lane, task.id, commit)
+                elif lane.stalled is not None:
+                    self._stalled(lane, task.id, lane.stalled, now_s)
+                elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
+                    logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
+                    self.ledger.failing.pop(lane.tier, None)
 
     def _give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)
@@ -381,7 +379,9 @@ class Coordinator:
             entry = lane.active.entry
             # a save waits for room: read from storage what lies there too, so that memory becomes free
             lane.spare_memory = self._admissions.busy()
-            lane.advance(self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry))
+            lane.advance(
+                now_s, self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry)
+            )
             transfer = lane.aborted()
             if transfer is None:
                 return
@@ -466,10 +466,10 @@ class Coordinator:
         lane.not_before_s = min(lane.not_before_s, now_s)
         self.ledger.failing.pop(lane.tier, None)
 
-    def _committed(self, lane: Lane, id: CheckpointId) -> None:
+    def _committed(self, lane: Lane, id: CheckpointId, commit: Commit) -> None:
+        """``commit`` is the record as it stands on the tier."""
         entry = self.ledger.entries[id]
-        assert entry.commit is not None
-        entry.set_state(lane.tier, CopyState.COMMITTED, entry.commit.stored_bytes)
+        entry.set_state(lane.tier, CopyState.COMMITTED, commit.stored_bytes)
         entry.marks[lane.tier] = frozenset(mark.name for mark in self._marks_of(entry))
         entry.owed.discard(lane.tier)
         self.ledger.unfinished.pop((lane.tier, id), None)
@@ -498,13 +498,28 @@ class Coordinator:
             return
         lane.back_off(now_s)
         self.counters.flush_failures += 1
-        logger.warning(
+        logger.log(
+            logging.WARNING if lane.tries == 1 else logging.DEBUG,
             "flush of %s to %s failed (try %d), again in %.1f s: %s",
             entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
         )  # fmt: skip
         lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
         if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
             self._is_failing(lane, _flush_error(entry, lane.tier, error))
+
+    def _stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
+        """A copy could not go on, and keeps what has arrived: it is tried again from there."""
+        if not lane.stall(now_s):
+            return
+        assert lane.active is not None
+        self.counters.flush_failures += 1
+        logger.log(
+            logging.WARNING if lane.active.stalls == 1 else logging.DEBUG,
+            "flush of %s to %s stalls, and goes on in %.1f s: %s",
+            id, lane.tier, lane.not_before_s - now_s, error,
+        )  # fmt: skip
+        if lane.failing_for_s(now_s) >= self._max_wait_s:
+            self._is_failing(lane, _flush_error(lane.active.entry, lane.tier, error))
 
     def _report(self, entry: Entry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
@@ -560,11 +575,7 @@ class Coordinator:
 
     def _next_s(self, now_s: float) -> float | None:
         waits = self._admissions.deadlines_s()
-        waits += [
-            lane.not_before_s
-            for lane in self.lanes.values()
-            if lane.active is None and lane.not_before_s > now_s
-        ]
+        waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
         retries = (self.dropper.next_s(), self._orders.next_s())
         return min([*waits, *(when for when in retries if when is not None)], default=None)
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierfall.core.contracts import Writer
 from tierfall.core.errors import FlushError
-from tierfall.core.records import Mark
+from tierfall.core.records import Commit, Manifest, Mark
 from tierfall.core.scheduler.ledger import Entry
 from tierfall.core.scheduler.tasks import (
     AbortShard,
-    CopyChunk,
+    CopyRun,
     FinishCopy,
+    ImageWriter,
     OpenShard,
     Outcome,
     Side,
@@ -31,6 +31,7 @@ from tierfall.core.values import CheckpointId, CopyState
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
+PARTS_MAX = 10_000
 
 
 class Phase(StrEnum):
@@ -42,18 +43,41 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Transfer:
-    """One copy on its way. ``published`` says that something of it may be visible on the tier, not committed."""
+    """One copy on its way.
+
+    ``runs`` of chunks are brought, each as a whole; ``outstanding`` are those that were begun and are not done.
+    ``stalls`` counts the failures in a row after which it goes on where it was. ``published`` says that something of
+    it may be visible on the tier, not committed.
+    """
 
     entry: Entry
     phase: Phase = Phase.OPENING
-    writer: Writer | None = None
-    next_chunk: int = 0
+    writer: ImageWriter | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+    next_run: int = 0
     redo: list[int] = field(default_factory=list)
+    outstanding: set[int] = field(default_factory=set)
     in_flight: int = 0
     in_flight_bytes: int = 0
     done: int = 0
+    stalls: int = 0
     error: BaseException | None = None
     published: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneLimits:
+    """What may be on its way to one tier at once.
+
+    ``parallel`` runs of chunks; ``budget_bytes`` in buffers of reads from stored tiers. ``window``: how far a run may
+    be ahead of the oldest that is not done (0: any). ``run_bytes_min``: how long a run is at least; PARTS_MAX of them
+    make an image.
+    """
+
+    parallel: int
+    budget_bytes: int
+    window: int = 0
+    run_bytes_min: int = 0
 
 
 class Lane:
@@ -63,16 +87,14 @@ class Lane:
         self,
         tier: str,
         *,
-        parallel: int,
-        budget_bytes: int,
+        limits: LaneLimits,
         order: Sequence[str],
         host: str,
         submit: Callable[[Task], None],
     ) -> None:
-        """``order`` are all tiers, fastest first; ``budget_bytes`` bounds the buffers of reads from stored tiers."""
+        """``order`` are all tiers, fastest first."""
         self.tier = tier
-        self._parallel = parallel
-        self._budget_bytes = budget_bytes
+        self._limits = limits
         self._order = order
         self._host = host
         self._submit = submit
@@ -82,6 +104,7 @@ class Lane:
         self.not_before_s = 0.0
         self.full = False
         self.spare_memory = False
+        self.stalled: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
         self._bad_sources: dict[CheckpointId, set[str]] = {}
 
@@ -106,18 +129,20 @@ class Lane:
                 attempt_id=entry.attempt_id,
                 shard=entry.shard,
                 geometry=entry.geometry,
+                pieces=entry.pieces,
                 source=source if needs_reading else None,
             )
         )
 
-    def advance(self, marks: Sequence[Mark], *, name_latest: bool) -> None:
+    def advance(self, now_s: float, marks: Sequence[Mark], *, name_latest: bool) -> None:
         """Dispatch what can be done now."""
         transfer = self.active
         if transfer is None:
             return
-        if transfer.phase is Phase.COPYING:
-            self._dispatch_chunks(transfer)
-        if transfer.phase is Phase.COPYING and self._all_copied(transfer):
+        ready = now_s >= self.not_before_s
+        if transfer.phase is Phase.COPYING and ready:
+            self._dispatch_runs(transfer)
+        if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
             self._finish(transfer, marks, name_latest)
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
@@ -144,33 +169,40 @@ class Lane:
 
     # Outcomes --------------------------------------------------------------------------------------
 
-    def take(self, outcome: Outcome) -> bool:
-        """Take a worker's outcome; True when the copy has just been committed."""
+    def take(self, outcome: Outcome) -> Commit | None:
+        """Take a worker's outcome; returns the tier's commit record when the copy has just been committed."""
         transfer = self.active
         if transfer is None or transfer.entry.id != outcome.task.id:  # type: ignore[union-attr]
             raise AssertionError(f"lane {self.tier}: an outcome of a copy that is not active")
         transfer.in_flight -= 1
         match outcome.task:
             case OpenShard():
-                if outcome.error is None and outcome.value[0] is None:
+                if isinstance(outcome.value, Commit):
                     self.active = None
-                    return True
+                    return outcome.value
                 self._opened(transfer, outcome.task, outcome)
-            case CopyChunk():
+            case CopyRun():
                 self._copied(transfer, outcome.task, outcome)
             case FinishCopy():
-                transfer.writer = None
                 if outcome.error is None:
                     self.active = None
-                    return True
-                transfer.error = outcome.error
-                transfer.published = True
+                    commit: Commit = outcome.value
+                    return commit
+                self._not_finished(transfer, outcome.error)
             case AbortShard():
                 if outcome.error is not None and transfer.error is None:
                     transfer.error = outcome.error
         if transfer.error is not None:
             transfer.phase = Phase.ABORTING
-        return False
+        return None
+
+    def _not_finished(self, transfer: Transfer, error: BaseException) -> None:
+        transfer.published = True
+        if getattr(error, "retryable", False):
+            transfer.phase = Phase.COPYING  # all is copied: it is finished again
+            self.stalled = error
+        else:
+            transfer.error = error
 
     def _opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -183,19 +215,29 @@ class Lane:
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = geometry(manifest)
+        assert entry.geometry is not None
+        least = max(
+            self._limits.run_bytes_min,
+            -(-entry.geometry.image_bytes // PARTS_MAX) if self._limits.run_bytes_min else 0,
+        )
+        transfer.runs = entry.geometry.runs(least)
         if transfer.error is None:
             transfer.phase = Phase.COPYING
 
-    def _copied(self, transfer: Transfer, task: CopyChunk, outcome: Outcome) -> None:
+    def _copied(self, transfer: Transfer, task: CopyRun, outcome: Outcome) -> None:
         transfer.entry.lease(task.source.tier, -1)
         if task.source.region is None:
             transfer.in_flight_bytes -= task.end - task.start
         if outcome.error is None:
             transfer.done += 1
+            transfer.outstanding.discard(task.number)
             source = task.source.tier
             self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start
         elif outcome.side is Side.SOURCE and self._blame(transfer, task.source, outcome.error):
-            transfer.redo.append(task.index)
+            transfer.redo.append(task.number)
+        elif outcome.side is not Side.SOURCE and getattr(outcome.error, "retryable", False):
+            transfer.redo.append(task.number)  # what has arrived stays, and it goes on from there
+            self.stalled = outcome.error
         else:
             transfer.error = outcome.error
 
@@ -213,52 +255,66 @@ class Lane:
         self.active.in_flight += 1
         self._submit(task)
 
-    def _dispatch_chunks(self, transfer: Transfer) -> None:
-        entry = transfer.entry
-        assert entry.geometry is not None
-        assert transfer.writer is not None
-        while transfer.in_flight < self._parallel and transfer.error is None:
-            index = transfer.redo[0] if transfer.redo else transfer.next_chunk
-            if index >= entry.geometry.chunk_count:
+    def _dispatch_runs(self, transfer: Transfer) -> None:
+        while transfer.in_flight < self._limits.parallel and transfer.error is None:
+            number = min(transfer.redo) if transfer.redo else transfer.next_run
+            if number >= len(transfer.runs) or self._is_far_ahead(transfer, number):
                 return
-            source = self._source(transfer, chunk=index)
+            source = self._source(transfer, chunk=transfer.runs[number][1] - 1)
             if source is None:
-                if entry.snapshot is None:
+                if transfer.entry.snapshot is None:
                     transfer.error = FlushError(
-                        f"flush of {entry.id} to {self.tier}: no tier holds chunk {index} any more"
+                        f"flush of {transfer.entry.id} to {self.tier}: no tier holds chunk "
+                        f"{transfer.runs[number][0]} any more"
                     )
                 return
-            start, end = entry.geometry.chunk_range(index)
-            if source.region is None:
-                over = transfer.in_flight_bytes + end - start > self._budget_bytes
-                if over and transfer.in_flight:
-                    return
-                transfer.in_flight_bytes += end - start
-            if transfer.redo:
-                transfer.redo.pop(0)
-            else:
-                transfer.next_chunk += 1
-            entry.lease(source.tier, +1)
-            self._dispatch(
-                CopyChunk(
-                    tier=self.tier,
-                    id=entry.id,
-                    shard=entry.shard,
-                    index=index,
-                    start=start,
-                    end=end,
-                    source=source,
-                    digest=self._digest(entry, source, index),
-                    writer=transfer.writer,
-                )
-            )
+            if not self._dispatch_run(transfer, number, source):
+                return
 
-    def _digest(self, entry: Entry, source: Source, index: int) -> str | None:
-        """What to check the chunk against: all but what this process has just captured and hashed itself."""
+    def _is_far_ahead(self, transfer: Transfer, number: int) -> bool:
+        window, oldest = self._limits.window, min(transfer.outstanding, default=number)
+        return bool(window) and number - oldest >= window
+
+    def _dispatch_run(self, transfer: Transfer, number: int, source: Source) -> bool:
+        """Hand a run to a worker; False where its bytes are too many for now."""
+        entry, (first, stop) = transfer.entry, transfer.runs[number]
+        assert entry.geometry is not None
+        assert transfer.writer is not None
+        start, end = entry.geometry.chunk_range(first)[0], entry.geometry.chunk_range(stop - 1)[1]
+        if source.region is None:
+            over = transfer.in_flight_bytes + end - start > self._limits.budget_bytes
+            if over and transfer.in_flight:
+                return False
+            transfer.in_flight_bytes += end - start
+        if transfer.redo:
+            transfer.redo.remove(number)
+        else:
+            transfer.next_run += 1
+        transfer.outstanding.add(number)
+        entry.lease(source.tier, +1)
+        self._dispatch(
+            CopyRun(
+                tier=self.tier,
+                id=entry.id,
+                shard=entry.shard,
+                number=number,
+                first=first,
+                stop=stop,
+                start=start,
+                end=end,
+                source=source,
+                manifest=self._manifest(entry, source),
+                writer=transfer.writer,
+            )
+        )
+        return True
+
+    def _manifest(self, entry: Entry, source: Source) -> Manifest | None:
+        """What to read and check a run by: not needed for what this process has just captured and hashed itself."""
         if source.region is not None and not entry.adopted:
             return None
         assert entry.manifest is not None
-        return entry.manifest.digests[index]
+        return entry.manifest
 
     def _source(self, transfer: Transfer, chunk: int | None = None) -> Source | None:
         """The fastest place that has the chunk (or, without one, the whole image)."""
@@ -289,7 +345,7 @@ class Lane:
         return (
             transfer.error is None
             and transfer.in_flight == 0
-            and transfer.done == entry.geometry.chunk_count
+            and transfer.done == len(transfer.runs)
             and entry.manifest is not None
             and entry.commit is not None
         )
@@ -318,6 +374,27 @@ class Lane:
             transfer.phase = Phase.ABORTING
 
     # Failing ---------------------------------------------------------------------------------------
+
+    def stall(self, now_s: float) -> bool:
+        """Wait, longer after each failure in a row, before the copy goes on; False where it waits already."""
+        assert self.active is not None
+        self.stalled = None
+        if now_s < self.not_before_s:
+            return False
+        self.active.stalls += 1
+        wait = min(FIRST_RETRY_S * 2 ** (self.active.stalls - 1), LONGEST_RETRY_S)
+        self.not_before_s = now_s + wait
+        if self.failing_since_s is None:
+            self.failing_since_s = now_s
+        return True
+
+    def goes_on(self) -> bool:
+        """Say, once, that the copy advances again after it had stalled."""
+        if self.active is None or not self.active.stalls or self.tries:
+            return False
+        self.active.stalls = 0
+        self.failing_since_s = None
+        return True
 
     def back_off(self, now_s: float) -> None:
         """Wait longer after each failure in a row."""

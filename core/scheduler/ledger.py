@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing
+from tierfall.core.documents import Spliced
 from tierfall.core.errors import FlushError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.lines import abandoned
+from tierfall.core.packing.files import plain
 from tierfall.core.records import Commit, Manifest
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
 from tierfall.core.values import CheckpointId, CopyState, Shard
@@ -21,8 +23,10 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One checkpoint. ``final_chunks`` counts the leading chunks of its image in memory that will not change;
-    ``damage`` says per tier why the commit record there cannot be used: such a copy has no state, and protects nothing.
+    """One checkpoint; its commit record is the plain one, however tiers pack the image.
+
+    ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier why
+    the commit record there cannot be used: such a copy has no state, and protects nothing.
     """
 
     id: CheckpointId
@@ -45,6 +49,12 @@ class Entry:
     damage: dict[str, str] = field(default_factory=dict)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
+
+    @property
+    def pieces(self) -> Spliced | None:
+        """The table of its tensors, where it is known."""
+        known = self.manifest or self.snapshot
+        return None if known is None else known.pieces
 
     @property
     def pinned(self) -> bool:
@@ -116,7 +126,7 @@ class Ledger:
                 started_from=commit.line.started_from if commit else None,
                 shard=_first_shard(commit),
                 attempt_id=commit.line.attempt_id if commit else None,
-                commit=commit,
+                commit=plain(commit) if commit else None,
             )
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:

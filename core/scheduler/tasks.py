@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
-from tierfall.core.contracts import Writer
-from tierfall.core.records import Commit, Manifest, Mark
+from tierfall.core.documents import Spliced
+from tierfall.core.records import Commit, Manifest, Mark, NamedFile
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
 from tierfall.core.values import CheckpointId, Shard
 
@@ -21,42 +21,71 @@ class Source:
     region: HostRegion | None = None
 
 
+class ImageWriter(Protocol):
+    """One image on its way to a tier; several threads bring its chunks.
+
+    ``put`` takes the chunks from ``index`` on, which lie from ``start`` in the image. After a retryable failure the
+    writer lives: a chunk that it ``took`` nevertheless is not brought again, and ``send`` sends what waits. ``finish``
+    makes the image visible and returns the files that the commit record names in place of the raw image; it may be
+    called again after a retryable failure. After any other failure the writer is dead.
+    """
+
+    def took(self, index: int) -> bool: ...
+
+    def put(self, index: int, start: int, view: memoryview) -> None: ...
+
+    def send(self) -> None: ...
+
+    def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]: ...
+
+    def abort(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenShard:
     """Begin the image of a copy on ``tier``; a manifest that is not known yet is read from ``source``. ``attempt_id``
-    tells whether what is committed there already is this very checkpoint."""
+    tells whether what is committed there already is this very checkpoint: its commit record is the outcome's value
+    then, else the writer, and the manifest if it was read."""
 
     tier: str
     id: CheckpointId
     attempt_id: str | None
     shard: Shard
     geometry: Geometry | None
+    pieces: Spliced | None
     source: Source | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyChunk:
-    """Bring one chunk from ``source`` to ``writer``; with ``digest``, checked on the way."""
+class CopyRun:
+    """Bring a run of chunks, ``first`` to before ``stop``, from ``source`` to ``writer``; bytes ``start`` to ``end``.
+
+    ``manifest`` tells how to read and check them; without one they lie in memory, captured by this process just now.
+    ``number`` is the run's own.
+    """
 
     tier: str
     id: CheckpointId
     shard: Shard
-    index: int
+    number: int
+    first: int
+    stop: int
     start: int
     end: int
     source: Source
-    digest: str | None
-    writer: Writer
+    manifest: Manifest | None
+    writer: ImageWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
-    """Publish the image, write the manifest, and commit, unless a newer attempt exists."""
+    """Publish the image, write the manifest, and commit, unless a newer attempt exists. The outcome's value is the
+    commit record as it stands on the tier."""
 
     tier: str
     id: CheckpointId
     shard: Shard
-    writer: Writer
+    writer: ImageWriter
     manifest: Manifest
     commit: Commit
     marks: tuple[Mark, ...]
@@ -67,7 +96,7 @@ class FinishCopy:
 class AbortShard:
     tier: str
     id: CheckpointId
-    writer: Writer
+    writer: ImageWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +133,7 @@ class ChangeMark:
     remove: bool = False
 
 
-Task = OpenShard | CopyChunk | FinishCopy | AbortShard | DropCopy | ReadMarks | ChangeMark
+Task = OpenShard | CopyRun | FinishCopy | AbortShard | DropCopy | ReadMarks | ChangeMark
 
 
 class Side(StrEnum):

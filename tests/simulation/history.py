@@ -11,17 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.world import CHUNK, DATA_START, IMAGE, SHARD, World, file_rules
+from tests.simulation.world import CHUNK, IMAGE, SHARD, World, file_rules, read_image
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
 from tierfall.core.contracts import Backend
 from tierfall.core.documents import sha256
 from tierfall.core.errors import CaptureError, TierfallError
+from tierfall.core.packing.files import image_file
 from tierfall.core.records import Commit, Mark, read_commit
 from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
 from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import LOSS_CLASSES, CheckpointId, LossClass, SaveOutcome
+from tierfall.core.values import LOSS_CLASSES, CheckpointId, Codec, LossClass, SaveOutcome
 from tierfall.core.view import TierRules
 from tierfall.tiers.stored import StoredTier
 
@@ -100,12 +101,16 @@ class History:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(f"history {seed}")
         self.weathers: list[Weather] = []
+        stored = random.Random(f"stored {seed}")
+        rules = draw_rules(self.draw)
         self.world = World(
-            draw_rules(self.draw),
+            rules,
             memory_images=self.draw.choice((1, 2, 2, 3, 4)),
             seed=seed,
             max_wait_s=MAX_WAIT_S,
             wrap=self._wrap,
+            codecs={tier.name: stored.choice((*Codec, Codec.NONE)) for tier in rules},
+            run_bytes_min=stored.choice((0, 2 * CHUNK)),
         )
         self.log = self.world.trace
         self.step = 0
@@ -419,13 +424,17 @@ class History:
         for tier, disk in self.world.disks.items():
             for checkpoint, commit in now[tier].commits.items():
                 prefix = names.step_prefix("run", checkpoint)
-                image = disk._objects.get(prefix + names.shard_name(SHARD))
+                file = image_file(commit, SHARD)
+                assert file is not None
+                image = disk._objects.get(prefix + file.file.name)
                 manifest = disk._objects.get(prefix + names.manifest_name(SHARD))
                 assert image is not None, f"{checkpoint} is committed on {tier} without its image"
                 assert manifest is not None, f"{checkpoint} is committed on {tier} without manifest"
                 if id(image) in self._judged:
                     continue
-                assert bytes(image) == self.world.image(checkpoint), f"wrong bytes on {tier}"
+                assert len(image) == file.file.bytes, f"wrong length on {tier}"
+                found = read_image(self._clean(tier), commit)
+                assert found == self.world.image(checkpoint), f"wrong bytes on {tier}"
                 named = commit.file(names.manifest_name(SHARD))
                 assert named is not None
                 assert named.digest == sha256(bytes(manifest))
@@ -572,12 +581,8 @@ def check_restorable(history: History) -> None:
         listing = store.list()
         assert listing.error is None
         for copy in listing.copies:
-            data = bytearray(IMAGE)
-            for start in range(0, IMAGE, CHUNK):
-                end = min(start + CHUNK, IMAGE)
-                store.read_into(copy.id, SHARD, start, memoryview(data)[start:end])
-            assert bytes(data[:DATA_START]) == history.world.image(copy.id)[:DATA_START]
-            assert bytes(data) == history.world.image(copy.id)
+            assert copy.commit is not None
+            assert read_image(store, copy.commit) == history.world.image(copy.id)
 
 
 def live(history: History) -> str:

@@ -5,7 +5,7 @@ by a virtual clock on one thread. Tasks are carried out when the test says so, i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from tierfall.core.contracts import Backend
 from tierfall.core.documents import Spliced, sha256
 from tierfall.core.errors import UnreachableError
 from tierfall.core.handle import SaveHandle
+from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Attempt, Commit, Line, Manifest, NamedFile, read_commit
-from tierfall.core.scheduler.coordinator import Coordinator, LaneLimits
+from tierfall.core.restore.images import Image, StoredImage, checked_manifest, unpacked
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.tasks import (
     Admission,
@@ -34,15 +37,38 @@ from tierfall.core.scheduler.tasks import (
 )
 from tierfall.core.scheduler.workers import TaskRunner
 from tierfall.core.snapshot import Geometry, Snapshot
-from tierfall.core.values import CheckpointId, Shard, TierKind, survives
+from tierfall.core.values import CheckpointId, Codec, Shard, TierKind, survives
 from tierfall.core.view import TierRules
 from tierfall.policies import bundle
+from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
 SHARD = Shard(0, 1)
 DATA_START = 4096
 CHUNK = 4096
 IMAGE = DATA_START + 3 * CHUNK - 100
+
+
+NO_CODECS: Mapping[str, Codec] = {}
+
+
+def packing(codec: Codec | None) -> Packing | None:
+    if codec in (None, Codec.NONE):
+        return None
+    return Packing(codec, level=1, chunk_bytes=CHUNK, parallel=2)
+
+
+def read_image(store: StoredTier, commit: Commit) -> bytes:
+    """Read a whole image from a tier, chunk by chunk, each held against its digest."""
+    image: Image = StoredImage(store, commit.line.checkpoint, SHARD)
+    manifest = checked_manifest(image, commit, SHARD)
+    image = unpacked(image, commit, manifest)
+    data = bytearray()
+    for index in range(manifest.chunk_count):
+        view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(DATA_START))))
+        assert chunk_digest(view) == manifest.digests[index]
+        data += view
+    return bytes(data)
 
 
 class FakeRegion:
@@ -129,14 +155,21 @@ class World:
         seed: int = 0,
         max_wait_s: float = 60.0,
         wrap: Callable[[str, Backend], Backend] = lambda name, inner: inner,
+        codecs: Mapping[str, Codec] = NO_CODECS,
+        run_bytes_min: int = 0,
     ) -> None:
+        """``codecs`` says which tiers pack; ``run_bytes_min`` is how long a write is at least to those that do not."""
         self.rules = (host_rules(), *rules)
         self.memory = FakeMemory(memory_images)
         self.disks = {r.name: MemoryBackend(place=r.name) for r in self.rules[1:]}
         self.stores = {
-            name: StoredTier(name=name, run="run", backend=wrap(name, disk))
+            name: StoredTier(
+                name=name, run="run", backend=wrap(name, disk), packing=packing(codecs.get(name))
+            )
             for name, disk in self.disks.items()
         }
+        self.run_bytes_min = run_bytes_min
+        self.codecs = codecs
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.max_wait_s = max_wait_s
@@ -183,7 +216,7 @@ class World:
         )
         self.coordinator = Coordinator(
             ledger=ledger,
-            lanes={name: LaneLimits(parallel=2, budget_bytes=1 << 20) for name in self.stores},
+            lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
             policies=bundle,
             submit=self.tasks.append,
@@ -191,6 +224,14 @@ class World:
             unread=[x.tier for x in listings if x.error is not None],
         )
         self.coordinator.start()
+
+    def _limits(self, store: StoredTier) -> LaneLimits:
+        return LaneLimits(
+            parallel=2,
+            budget_bytes=1 << 20,
+            window=3 if store.packs else 0,
+            run_bytes_min=0 if store.packs else self.run_bytes_min,
+        )
 
     def take_new_attempt(self) -> None:
         """Go on as a line of its own, as a restore after a save does."""
@@ -204,6 +245,8 @@ class World:
             if not region.sealed:
                 self.memory.regions.remove(region)
         self.tasks.clear()
+        for store in self.stores.values():
+            store._packing = packing(self.codecs.get(store.name))
 
     def _id(self, region: FakeRegion) -> CheckpointId:
         return read_commit(region.commit(), what="memory").line.checkpoint
@@ -384,6 +427,5 @@ class World:
         assert listing.error is None
         for copy in listing.copies:
             assert copy.damage is None
-            data = bytearray(IMAGE)
-            self.stores[tier].read_into(copy.id, SHARD, 0, memoryview(data))
-            assert bytes(data) == self.image(copy.id)
+            assert copy.commit is not None
+            assert read_image(self.stores[tier], copy.commit) == self.image(copy.id)

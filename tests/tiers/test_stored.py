@@ -10,7 +10,7 @@ import pytest
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.contracts import Publish
-from tierfall.core.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
     FencedError,
     IntegrityError,
@@ -18,13 +18,15 @@ from tierfall.core.errors import (
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.records import Attempt, Commit, Line, Mark, NamedFile
+from tierfall.core.records import Attempt, Commit, Line, Manifest, Mark, NamedFile
+from tierfall.core.snapshot import Geometry
 from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.stored import StoredTier
 
 SHARD = Shard(0, 1)
 STEM = "rank-00000-of-00001"
 IMAGE = b"image" * 100
+CUT = Geometry(image_bytes=len(IMAGE), data_start=100, chunk_bytes=4096)
 
 
 def attempt(number: int = 1, identity: str = "a") -> Attempt:
@@ -49,6 +51,19 @@ def commit_of(step: int, number: int = 1, identity: str = "a") -> Commit:
         ),
         nodes=("n",),
         wall_time_s=1.0,
+    )
+
+
+def manifest_of(step: int, number: int = 1) -> Manifest:
+    return Manifest(
+        line=commit_of(step, number).line,
+        shard=SHARD,
+        image_bytes=CUT.image_bytes,
+        data_start=CUT.data_start,
+        chunk_bytes=CUT.chunk_bytes,
+        digests=("xxh3-128:" + "0" * 32,) * CUT.chunk_count,
+        structure="",
+        pieces=Spliced(b"[]"),
     )
 
 
@@ -85,9 +100,9 @@ def put(disk: MemoryBackend, key: str, data: bytes) -> None:
 
 def write_image(tier: StoredTier, step: int, number: int = 1) -> None:
     id = CheckpointId(step, number)
-    with tier.create_shard(id, SHARD, len(IMAGE)) as writer:
-        writer.write(0, memoryview(IMAGE))
-        writer.publish()
+    writer = tier.create_shard(id, SHARD, CUT, Spliced(b"[]"))
+    writer.put(0, 0, memoryview(IMAGE))
+    assert writer.finish(manifest_of(step, number)) == ()
     tier.write_manifest(id, SHARD, b"manifest")
 
 
@@ -480,8 +495,8 @@ def test_leftovers_are_discarded_with_all_that_is_ours(
 def test_a_shard_that_was_not_published_leaves_nothing(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:
-    writer = tier.create_shard(CheckpointId(1, 1), SHARD, len(IMAGE))
-    writer.write(0, memoryview(IMAGE)[:10])
+    writer = tier.create_shard(CheckpointId(1, 1), SHARD, CUT, Spliced(b"[]"))
+    writer.put(0, 0, memoryview(IMAGE)[:10])
     writer.abort()
     assert keys(disk, "step-") == []
     assert tier.discard_unfinished() == 0

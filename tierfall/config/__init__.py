@@ -6,11 +6,18 @@ tier or looks at the machine, except for the working directory and the environme
 """
 
 from tierfall.config.loading import load_config
-from tierfall.config.model import Config, DeviceTier, FileTier, HostTier, ObjectTier, Tier
+from tierfall.config.model import (
+    Config,
+    DeviceTier,
+    FileTier,
+    HostTier,
+    ObjectTier,
+    StoredTier,
+    Tier,
+)
 from tierfall.config.sections import (
     Best,
     Capture,
-    Codec,
     Compress,
     Flush,
     FlushOrder,
@@ -22,7 +29,6 @@ from tierfall.config.sections import (
 __all__ = [
     "Best",
     "Capture",
-    "Codec",
     "Compress",
     "Config",
     "DeviceTier",
@@ -33,6 +39,7 @@ __all__ = [
     "Interval",
     "ObjectTier",
     "Retain",
+    "StoredTier",
     "Tier",
     "WhenFull",
     "load_config",

@@ -19,8 +19,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from tierfall.backends.opening import check_url
 from tierfall.core import names, units
 from tierfall.core.errors import ConfigError
+from tierfall.core.packing.frames import LEVEL_MAX, LEVEL_MIN
 from tierfall.core.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 
 WRONG = "wrong_value"
@@ -30,6 +32,8 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
 _EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
 _EXPECTED_COUNT = "a whole number, 1 or more"
+_EXPECTED_LEVEL = f"a level from {LEVEL_MIN} to {LEVEL_MAX}"
+_EXPECTED_URL = "an address such as s3://bucket/prefix, gs://, az:// or file:///folder"
 _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
 _EXPECTED_WAIT = "a time above 0, such as 60s"
@@ -168,6 +172,21 @@ def _count(value: object) -> int:
     return number
 
 
+def _level(value: object) -> int:
+    number = _whole(value)
+    if number is None or not LEVEL_MIN <= number <= LEVEL_MAX:
+        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_LEVEL}")
+    return number
+
+
+def _url(value: object) -> str:
+    """Check an address; what is wrong is told without it, since it may hold what is secret."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{show(value)} is not an address; expected {_EXPECTED_URL}")
+    check_url(value)
+    return value
+
+
 def _steps(value: object) -> int:
     number = _whole(value)
     if number is None and isinstance(value, str):
@@ -266,6 +285,14 @@ Steps = Annotated[
     int, _parsed(_steps, _EXPECTED_STEPS), _number_or_text(units.DURATION_PATTERN, minimum=1)
 ]
 Flag = Annotated[bool, _parsed(_flag, "true or false"), WithJsonSchema({"type": "boolean"})]
+Level = Annotated[
+    int,
+    _parsed(_level, _EXPECTED_LEVEL),
+    WithJsonSchema({"type": "integer", "minimum": LEVEL_MIN, "maximum": LEVEL_MAX}),
+]
+Url = Annotated[
+    str, _parsed(_url, _EXPECTED_URL), WithJsonSchema({"type": "string", "pattern": "^[a-z].*://"})
+]
 Name = Annotated[str, _parsed(_name, _EXPECTED_NAME), WithJsonSchema(_NAME_SCHEMA)]
 Folder = Annotated[
     Path,

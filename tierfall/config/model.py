@@ -6,6 +6,7 @@ read (``fields``), what is wrong with the chain in ``rules``.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,13 +20,14 @@ from tierfall.config.fields import (
     Name,
     Rate,
     Size,
+    Url,
     Wait,
     any_word,
     choice,
     not_yet,
 )
 from tierfall.config.places import write_place
-from tierfall.config.rules import Link, check_chain
+from tierfall.config.rules import FOLDER, check_chain, link_of
 from tierfall.config.sections import (
     Capture,
     Compress,
@@ -36,7 +38,7 @@ from tierfall.config.sections import (
     Section,
     WhenFull,
 )
-from tierfall.core.values import OnError, TierKind
+from tierfall.core.values import Driver, OnError, TierKind
 
 CHAIN = "chain"
 """The type of the error that holds what is wrong with the tiers as a whole, as ``findings`` in its context."""
@@ -98,12 +100,14 @@ class HostTier(_Tier):
     )
 
 
-class _StoredTier(_Tier):
+class StoredTier(_Tier):
+    """A tier that keeps checkpoints in files or objects."""
+
     shared: Flag | None = Field(
         default=None,
         description="Whether all nodes see the same files; absent: an object store is shared, a folder is not, so that "
         "what lies there is not counted on when a node is lost.",
-        examples=[False],
+        examples=[True],
     )
     capacity_bytes: Size | None = Field(
         default=None,
@@ -133,7 +137,7 @@ class _StoredTier(_Tier):
     )
 
 
-class FileTier(_StoredTier):
+class FileTier(StoredTier):
     """A folder: a local disk, or a parallel file system."""
 
     kind: Literal[TierKind.FILE] = Field(description="file: a folder.")
@@ -142,20 +146,45 @@ class FileTier(_StoredTier):
         examples=["./checkpoints"],
     )
 
+    @property
+    def folder(self) -> Path:
+        return self.path
 
-class ObjectTier(_StoredTier):
-    """An object store. Not supported yet."""
+    @property
+    def place(self) -> str:
+        """What tells it from other places."""
+        return os.path.realpath(self.path)
 
-    kind: Annotated[Literal[TierKind.OBJECT], not_yet("a tier of kind object is")] = Field(
-        description="object: an object store. Not supported yet."
+
+class ObjectTier(StoredTier):
+    """An object store, or any place that fsspec knows."""
+
+    kind: Literal[TierKind.OBJECT] = Field(description="object: an object store, by its address.")
+    url: Url = Field(
+        description="Where it is: s3://bucket/prefix, gs://, az://, file:///folder, or another of fsspec's.",
+        examples=["s3://bucket/checkpoints"],
     )
-    url: str = Field(description="Where it is.", examples=["s3://bucket/checkpoints"])
     options: dict[str, Any] = Field(
         default_factory=dict,
         repr=False,
-        description="What fsspec calls the storage options: endpoint, key, secret.",
+        description="What fsspec calls the storage options: endpoint_url, key, secret. Never shown anywhere.",
         examples=[{"endpoint_url": "${env:S3_ENDPOINT}"}],
     )
+    driver: Annotated[Driver, choice(Driver), any_word(Driver)] | None = Field(
+        default=None,
+        description="The library that speaks to it; absent: obstore where it serves address and options, else fsspec.",
+        examples=["fsspec"],
+    )
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it is, if it is one."""
+        return Path(self.url.removeprefix(FOLDER)) if self.url.startswith(FOLDER) else None
+
+    @property
+    def place(self) -> str:
+        """What tells it from other places."""
+        return self.url.rstrip("/") if self.folder is None else os.path.realpath(self.folder)
 
 
 Tier = Annotated[DeviceTier | HostTier | FileTier | ObjectTier, Field(discriminator="kind")]
@@ -226,11 +255,7 @@ class Config(Section):
     def _chain_is_sound(self) -> Self:
         findings = check_chain(
             [
-                Link(
-                    name=tier.name,
-                    kind=tier.kind,
-                    path=str(tier.path) if isinstance(tier, FileTier) else None,
-                )
+                link_of(tier.model_dump(include={"name", "kind", "path", "url", "shared"}))
                 for tier in self.tiers
             ]
         )
@@ -247,6 +272,6 @@ class Config(Section):
         return next(tier for tier in self.tiers if isinstance(tier, HostTier))
 
     @property
-    def files(self) -> tuple[FileTier, ...]:
-        """The folders of the chain, fastest first."""
-        return tuple(tier for tier in self.tiers if isinstance(tier, FileTier))
+    def stored(self) -> tuple[FileTier | ObjectTier, ...]:
+        """The folders and object stores of the chain, fastest first."""
+        return tuple(tier for tier in self.tiers if isinstance(tier, FileTier | ObjectTier))

@@ -14,27 +14,36 @@ from tierfall.config.places import Problem
 from tierfall.core.values import TierKind
 from tierfall.core.words import with_article
 
+FOLDER = "file://"
 _RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, TierKind.FILE: 2, TierKind.OBJECT: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What the rules need of one tier; None is what is missing or not usable there."""
+    """What the rules need of one tier; None is what is missing or not usable there. ``folder`` and ``url`` say where it
+    is; ``unshared`` that it is called not shared."""
 
-    name: str | None
-    kind: TierKind | None
-    path: str | None
+    name: str | None = None
+    kind: TierKind | None = None
+    folder: str | None = None
+    url: str | None = None
+    unshared: bool = False
 
 
 def link_of(tier: object) -> Link:
     """Read a link from a tier as YAML gave it, whatever that is."""
     if not isinstance(tier, Mapping):
-        return Link(name=None, kind=None, path=None)
-    name, kind, path = tier.get("name"), tier.get("kind"), tier.get("path")
+        return Link()
+    name, kind, path, url = (tier.get(key) for key in ("name", "kind", "path", "url"))
+    folder = os.path.expanduser(path) if isinstance(path, str | os.PathLike) else None
+    if isinstance(url, str) and url.startswith(FOLDER):
+        folder, url = url.removeprefix(FOLDER), None
     return Link(
         name=name if isinstance(name, str) else None,
         kind=TierKind(kind) if isinstance(kind, str) and kind in set(TierKind) else None,
-        path=os.path.expanduser(path) if isinstance(path, str | os.PathLike) else None,
+        folder=str(folder) if folder else None,
+        url=url.rstrip("/") if isinstance(url, str) else None,
+        unshared=tier.get("shared") in (False, "false"),
     )
 
 
@@ -42,13 +51,30 @@ def check_chain(links: Sequence[Link]) -> list[Problem]:
     """Find what is wrong with the chain, each with the place to look at."""
     if not links:
         return [_problem("the list is empty; expected at least a tier of kind host", "tiers")]
-    folders = [_real_path(link.path) if link.path else None for link in links]
+    folders = [_real_path(link.folder) if link.folder else None for link in links]
+    keys = ["url" if link.kind is TierKind.OBJECT else "path" for link in links]
     return [
         *_kinds(links),
         *_order(links),
-        *_twice([link.name for link in links], "name", "tiers are told apart by their names"),
-        *_twice(folders, "path", "two tiers in one folder would count one copy as two"),
+        *_shared(links),
+        *_twice(
+            [link.name for link in links],
+            ["name"] * len(links),
+            "tiers are told apart by their names",
+        ),
+        *_twice(folders, keys, "two tiers in one folder would count one copy as two"),
+        *_twice(
+            [link.url for link in links], keys, "two tiers in one place would count one copy as two"
+        ),
     ]
+
+
+def _shared(links: Sequence[Link]) -> Iterator[Problem]:
+    for index, link in enumerate(links):
+        if link.kind is TierKind.OBJECT and link.url is not None and link.unshared:
+            yield _problem(
+                "every node sees an object store; leave shared out", "tiers", index, "shared"
+            )
 
 
 def _real_path(path: str) -> str | None:
@@ -90,8 +116,11 @@ def _order(links: Sequence[Link]) -> Iterator[Problem]:
         highest = max(highest, _RANKS[link.kind])
 
 
-def _twice(values: Sequence[Hashable | None], key: str, why: str) -> Iterator[Problem]:
+def _twice(values: Sequence[Hashable | None], keys: Sequence[str], why: str) -> Iterator[Problem]:
     first: dict[Hashable, int] = {}
     for index, value in enumerate(values):
         if value is not None and first.setdefault(value, index) != index:
-            yield _problem(f"the same {key} as tiers[{first[value]}]; {why}", "tiers", index, key)
+            yield _problem(
+                f"the same {keys[index]} as tiers[{first[value]}]; {why}",
+                *("tiers", index, keys[index]),
+            )

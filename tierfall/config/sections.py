@@ -15,6 +15,7 @@ from tierfall.config.fields import (
     Count,
     Duration,
     Flag,
+    Level,
     Rate,
     Share,
     Steps,
@@ -23,7 +24,7 @@ from tierfall.config.fields import (
     not_yet,
     wrong,
 )
-from tierfall.core.values import CaptureMode
+from tierfall.core.values import CaptureMode, Codec
 
 
 class WhenFull(StrEnum):
@@ -46,14 +47,6 @@ class FlushOrder(StrEnum):
 
     IN_ORDER = "in_order"
     NEWEST_FIRST = "newest_first"
-
-
-class Codec(StrEnum):
-    """How a stored chunk is compressed."""
-
-    NONE = "none"
-    ZSTD = "zstd"
-    PLANES = "planes"
 
 
 class Direction(StrEnum):
@@ -206,15 +199,23 @@ class Retain(Section):
 class Compress(Section):
     """How stored chunks are compressed."""
 
-    codec: Annotated[
-        Codec,
-        choice(Codec, later={"zstd": "the codec zstd is", "planes": "the codec planes is"}),
-        any_word(Codec),
-    ] = Field(
+    codec: Annotated[Codec, choice(Codec), any_word(Codec)] = Field(
         default=Codec.NONE,
-        description="none: stored as it is. zstd and planes are not supported yet.",
-        examples=["none"],
+        description="none: stored as it is. zstd: in the zstd seekable format, which zstd -d reads. planes: the bytes "
+        "sorted by their place in an item, then zstd; smaller, and only tierfall reads it.",
+        examples=["zstd"],
     )
-    level: Annotated[Count | None, not_yet("a compression level is")] = Field(
-        default=None, description="How hard the codec tries. Not supported yet.", examples=[3]
+    level: Level | None = Field(
+        default=None,
+        description="How hard zstd tries, from 1 (the default, and mostly the best choice) to 19.",
+        examples=[3],
     )
+
+    @model_validator(mode="after")
+    def _level_has_a_codec(self) -> Self:
+        if self.level is not None and self.codec is Codec.NONE:
+            raise wrong(
+                "a level without a codec; expected {codec: zstd, level: 3}, or no level",
+                expected="{codec: zstd, level: 3}",
+            )
+        return self

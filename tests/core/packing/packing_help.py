@@ -13,6 +13,7 @@ from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.packing.packed import Packed, chunk_widths, describe
 from tierfall.core.packing.packer import Packer, Unpacker
 from tierfall.core.records import Line, Manifest, chunk_count, chunk_range
+from tierfall.core.snapshot import geometry
 from tierfall.core.values import CheckpointId, Codec, Shard
 
 CODECS = (Codec.ZSTD, Codec.PLANES)
@@ -83,7 +84,7 @@ def image_of(
 
 def packed_file(raw: bytes, manifest: Manifest, codec: Codec) -> tuple[bytes, Packed]:
     """Pack an image chunk by chunk, as a flush does."""
-    widths = chunk_widths(manifest, what="x")
+    widths = chunk_widths(manifest.pieces, geometry(manifest), what="x")
     frames = [
         pack(codec, raw[slice(*manifest.chunk_range(index))], width=width)
         for index, width in enumerate(widths)

@@ -17,6 +17,7 @@ from tierfall.core.errors import IntegrityError, NotSupportedError
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.packing.packed import Packed, chunk_widths, describe, read_packed
 from tierfall.core.records import Manifest
+from tierfall.core.snapshot import geometry
 from tierfall.core.values import Codec
 
 # Seven chunks: the header, and data of 22,275 bytes in slices of 4096.
@@ -164,15 +165,15 @@ def test_only_a_file_of_zstd_frames_has_a_seek_table() -> None:
 def test_widths_are_those_of_the_tensor_at_the_first_byte() -> None:
     # The data: complex128 to 5008, float32 to 14008, bfloat16 to 22198, bool to 22275.
     assert MANIFEST.chunk_count == 7
-    assert chunk_widths(MANIFEST, what="x") == (1, 16, 16, 4, 4, 2, 2)
+    assert chunk_widths(MANIFEST.pieces, geometry(MANIFEST), what="x") == (1, 16, 16, 4, 4, 2, 2)
     assert PACKED[Codec.PLANES].widths == (1, 16, 16, 4, 4, 2, 2)
 
 
 def test_a_tensor_without_bytes_and_an_unknown_dtype_have_no_say() -> None:
     _, manifest = image_of({"float64": 0, "float32": 4096, "float128": 4096, "int16": 0})
-    assert chunk_widths(manifest, what="x") == (1, 4, 1)
+    assert chunk_widths(manifest.pieces, geometry(manifest), what="x") == (1, 4, 1)
     _, header_alone = image_of({})
-    assert chunk_widths(header_alone, what="x") == (1,)
+    assert chunk_widths(header_alone.pieces, geometry(header_alone), what="x") == (1,)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_a_tensor_without_bytes_and_an_unknown_dtype_have_no_say() -> None:
 def test_a_hostile_piece_is_damage(piece: Any) -> None:
     manifest: Manifest = replace(MANIFEST, pieces=Spliced(documents.dumps([piece])))
     with pytest.raises(IntegrityError, match="disk: gpt"):
-        chunk_widths(manifest, what="disk: gpt")
+        chunk_widths(manifest.pieces, geometry(manifest), what="disk: gpt")
 
 
 def test_a_description_counts_its_chunks() -> None:

@@ -99,7 +99,8 @@ class DictImage:
             raise self.manifest_error
         return self.made.manifest.encode()
 
-    def read(self, start: int, end: int, buffer: memoryview) -> memoryview:
+    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+        start, end = manifest.chunk_range(index)
         self.reads.append(start)
         if start in self.errors:
             raise self.errors[start]

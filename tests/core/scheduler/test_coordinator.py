@@ -15,7 +15,7 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.scheduler.tasks import CopyChunk, FinishCopy, PersonsOrder
+from tierfall.core.scheduler.tasks import CopyRun, FinishCopy, PersonsOrder
 from tierfall.core.values import CheckpointId, SaveOutcome
 
 
@@ -71,7 +71,7 @@ def test_nothing_is_committed_before_every_chunk_outcome_is_in() -> None:
     world.save(1)
     while not any(isinstance(task, FinishCopy) for task in world.tasks):
         assert world.steps_on("nvme") == []
-        copies = [t for t in world.tasks if isinstance(t, CopyChunk)]
+        copies = [t for t in world.tasks if isinstance(t, CopyRun)]
         assert not (copies and any(isinstance(t, FinishCopy) for t in world.tasks))
         assert world.run_one()
     lane = world.coordinator.lanes["nvme"]

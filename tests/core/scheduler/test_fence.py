@@ -176,8 +176,9 @@ def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
             attempt_id=entry.attempt_id,
             shard=SHARD,
             geometry=entry.geometry,
+            pieces=None,
             source=None,
         )
     )
-    assert opened.value == (None, None)  # its own, by a call whose answer was lost
+    assert opened.value == store.read_commit(id)  # its own, by a call whose answer was lost
     assert world.steps_on("nvme") == [1]

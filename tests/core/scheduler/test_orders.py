@@ -9,7 +9,7 @@ import pytest
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
-from tierfall.core.errors import CapacityError, FlushError, StepError
+from tierfall.core.errors import AccessDeniedError, CapacityError, FlushError, StepError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.tasks import (
     ChangeMark,
@@ -185,7 +185,12 @@ def test_a_drop_whose_answer_was_lost_counts_for_nothing_and_is_repeated() -> No
 
 
 def test_what_a_failed_commit_left_is_written_over_or_collected() -> None:
-    commit = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.CREATE, keys="*commit.json")
+    commit = Fault(
+        kind=FaultKind.FAIL_BEFORE,
+        operation=Operation.CREATE,
+        keys="*commit.json",
+        error=AccessDeniedError,
+    )
     tidying = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*.safetensors")
     world = faulty_world(commit, tidying)
     world.save(1)

@@ -1,0 +1,130 @@
+"""From a URL and fsspec's option names to a backend, with the library that serves it best.
+
+Folders are served by this package itself, ``s3://``, ``gs://`` and ``az://`` by obstore where it is installed and
+knows every option, and all else by fsspec. No library is loaded that is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tierfall.backends.object_client import NotServedError, ObjectClient
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import ConfigError
+from tierfall.core.values import Driver
+
+logger = logging.getLogger(__name__)
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_PORT = re.compile(r"[^:]*:[0-9]+")
+_AZURE = ("az", "abfs", "abfss")
+_WITH_BUCKET = ("s3", "gs", "gcs", *_AZURE)
+
+
+def open_backend(
+    url: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    driver: Driver | None = None,
+    read_only: bool = False,
+) -> Backend:
+    """Open the place that a URL names; ``options`` are fsspec's for its protocol, ``driver`` picks the library.
+
+    Raises ConfigError where URL, options and driver do not go together or a package is missing, and a BackendError
+    where the place cannot be used.
+    """
+    check_url(url)
+    scheme, _, rest = url.partition("://")
+    if scheme == "file" and driver is None:
+        if options:
+            names = ", ".join(sorted(options))
+            raise ConfigError(f"open {place_of(url)}: a folder takes no options, but has {names}")
+        return PosixBackend(rest, read_only=read_only)
+    return ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
+
+
+def place_of(url: str) -> str:
+    """Return the URL as messages may show it: without user and password, and without a query."""
+    found = _URL.fullmatch(url)
+    if not found:
+        return "(no URL)"
+    scheme, rest = found.groups()
+    user, bare = _split_user(rest)
+    if user and ":" not in user and scheme in _AZURE:
+        # There it is the container, and no user: abfss://container@account.dfs.core.windows.net/prefix.
+        bare = rest
+    return f"{scheme}://{bare.partition('?')[0]}"
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError for what is no URL, names no bucket, or carries credentials; nothing is asked of anyone."""
+    found = _URL.fullmatch(url)
+    if not found:
+        raise ConfigError(
+            "this is no URL; expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///folder, "
+            "or what else fsspec knows"
+        )
+    scheme, rest = found.groups()
+    user, bare = _split_user(rest)
+    place = place_of(url)
+    if ":" in user:
+        raise ConfigError(f"{place}: no user and password in a URL; give them under options")
+    if "?" in rest:
+        raise ConfigError(f"{place}: no '?' in a URL; give what stands behind it under options")
+    if scheme == "file" and not rest.startswith("/"):
+        raise ConfigError(f"{place}: a folder is absolute; expected file:///folder")
+    if scheme in _WITH_BUCKET:
+        if user and scheme not in _AZURE:
+            raise ConfigError(f"{place}: no '@' before a bucket; give credentials under options")
+        bucket = bare.partition("/")[0]
+        if not bucket or ":" in bucket:
+            raise ConfigError(f"{place}: it names no bucket; expected {scheme}://bucket/prefix")
+
+
+def _split_user(rest: str) -> tuple[str, str]:
+    """Split off what stands before a host; a secret may hold a '/', which is where the host would seem to end."""
+    authority, slash, path = rest.partition("/")
+    if "@" in authority:
+        user, _, host = authority.rpartition("@")
+        return user, host + slash + path
+    if ":" in authority and "@" in path and not _PORT.fullmatch(authority):
+        user, _, bare = rest.rpartition("@")
+        return user, bare
+    return "", rest
+
+
+def _client(
+    scheme: str, url: str, options: Mapping[str, Any] | None, driver: Driver | None
+) -> ObjectClient:
+    if driver is Driver.FSSPEC:
+        return _open_by(Driver.FSSPEC, url, options)
+    if driver is None and scheme not in _WITH_BUCKET:
+        return _open_by(Driver.FSSPEC, url, options)
+    try:
+        return _open_by(Driver.OBSTORE, url, options)
+    except (NotServedError, ConfigError) as error:
+        if driver is not None:
+            raise
+        logger.info("%s; fsspec is used instead", error)
+    return _open_by(Driver.FSSPEC, url, options)
+
+
+def _open_by(driver: Driver, url: str, options: Mapping[str, Any] | None) -> ObjectClient:
+    """Load a library and let it make the client; the errors that say what is missing are ConfigError."""
+    module = "obstore_options" if driver is Driver.OBSTORE else "fsspec_options"
+    try:
+        opening = importlib.import_module(f"tierfall.backends.{module}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("obstore", "fsspec"):
+            raise
+        raise ConfigError(
+            f"open {place_of(url)}: {driver} is not installed; pip install 'tierfall[object]'"
+        ) from error
+    client: ObjectClient = opening.open_client(url, options)
+    return client

@@ -1,0 +1,80 @@
+"""How a commit record names the files of an image: as it is, or packed and with the record of its frames beside it.
+
+A commit record is of one tier. Its plain form names every image raw: that is what host memory holds, what the ledger
+keeps, and what the record of any tier is made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from tierfall.core import names
+from tierfall.core.documents import sha256
+from tierfall.core.errors import IntegrityError
+from tierfall.core.packing.packed import Packed
+from tierfall.core.records import Commit, NamedFile
+from tierfall.core.values import Codec, Shard
+
+
+class ImageFile(NamedTuple):
+    """The file of an image, as a commit record names it."""
+
+    file: NamedFile
+    codec: Codec
+
+
+def image_file(commit: Commit, shard: Shard) -> ImageFile | None:
+    """Return the file of a shard's image; None where the record names none."""
+    for codec in Codec:
+        if file := commit.file(names.shard_name(shard, codec)):
+            return ImageFile(file, codec)
+    return None
+
+
+def packed_files(shard: Shard, packed: Packed, record: bytes) -> tuple[NamedFile, NamedFile]:
+    """Return what a commit record names in place of a raw image; ``record`` is the encoded record of its frames."""
+    return (
+        NamedFile(
+            name=names.shard_name(shard, packed.codec),
+            bytes=packed.stored_bytes,
+            digest=None,
+            raw_bytes=packed.raw_bytes,
+        ),
+        NamedFile(name=names.stored_name(shard), bytes=len(record), digest=sha256(record)),
+    )
+
+
+def with_packed(commit: Commit, shard: Shard, files: tuple[NamedFile, ...]) -> Commit:
+    """Name ``files`` in place of the raw image of a shard."""
+    if not files:
+        return commit
+    raw = names.shard_name(shard)
+    others = tuple(file for file in commit.files if file.name != raw)
+    return replace(commit, files=(*files, *others))
+
+
+def plain(commit: Commit) -> Commit:
+    """Return a record that names every image raw, whatever the tier has that it was read on."""
+    files = tuple(
+        _raw(file) for file in commit.files if not file.name.endswith(names.STORED_SUFFIX)
+    )
+    return commit if files == commit.files else replace(commit, files=files)
+
+
+def _raw(file: NamedFile) -> NamedFile:
+    if file.raw_bytes is None:
+        return file
+    shard = names.parse_shard(file.name)
+    if shard is None:
+        raise IntegrityError(f"commit record: {file.name} is packed, and not the image of a shard")
+    return NamedFile(name=names.shard_name(shard), bytes=file.raw_bytes, digest=None)
+
+
+def same_checkpoint(one: Commit, other: Commit) -> bool:
+    """Say whether two tiers' records are of the very same images, however each tier packs them."""
+    return one.line == other.line and _names(one) == _names(other)
+
+
+def _names(commit: Commit) -> set[tuple[str, int, str | None]]:
+    return {(file.name, file.bytes, file.digest) for file in plain(commit).files}

@@ -1,0 +1,223 @@
+"""A tier that fails in mid-copy and comes back: the copy goes on where it was, and is said to stall once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+
+from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.backends.memory import MemoryBackend, MemoryWriter
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import AccessDeniedError, FlushError
+from tierfall.core.scheduler import lane as lane_module
+from tierfall.core.scheduler.tasks import CopyRun
+from tierfall.core.values import CheckpointId, Codec, SaveOutcome
+
+FIRST = CheckpointId(1, 1)
+
+
+def world_with(*plan: Fault, codec: Codec = Codec.NONE) -> tuple[World, Faulty]:
+    backends: list[Faulty] = []
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        backends.append(Faulty(inner, seed=0, plan=list(plan)))
+        return backends[-1]
+
+    world = World([file_rules("nvme")], wrap=wrap, codecs={"nvme": codec})
+    return world, backends[0]
+
+
+def failing(
+    operation: Operation,
+    *,
+    keys: str = "*/rank-*",
+    kind: FaultKind = FaultKind.FAIL_BEFORE,
+    first: int = 1,
+    times: int | None = 1,
+) -> Fault:
+    return Fault(kind=kind, operation=operation, keys=keys, first=first, times=times)
+
+
+def opened(world: World) -> int:
+    return sum(line.startswith("OpenShard") for line in world.trace)
+
+
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+def test_a_write_that_fails_is_sent_again_and_nothing_else(codec: Codec, kind: FaultKind) -> None:
+    world, _ = world_with(failing(Operation.WRITE, kind=kind, first=2, times=3), codec=codec)
+    handle = world.save(1)
+    world.settle()
+    assert handle.outcome is SaveOutcome.SAVED
+    assert opened(world) == 1, "the image was begun again"
+    assert world.steps_on("nvme") == [1]
+    world.check("nvme")
+    moved = world.coordinator.lanes["nvme"].edge_bytes["host"]
+    assert moved == IMAGE
+    assert world.coordinator.counters.flush_failures >= 1
+
+
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize(
+    ("operation", "keys"),
+    [
+        (Operation.PUBLISH, "*/rank-*"),
+        (Operation.CREATE, "*/rank-*.json"),
+        (Operation.CREATE, "*/commit.json"),
+        (Operation.SCAN, "*/attempts/*"),
+    ],
+)
+def test_what_fails_at_the_end_is_finished_without_sending_the_image_again(
+    codec: Codec, operation: Operation, keys: str
+) -> None:
+    first = 2 if operation is Operation.SCAN else 1  # the first look at attempts is when it begins
+    world, _ = world_with(failing(operation, keys=keys, first=first, times=2), codec=codec)
+    world.save(1)
+    world.settle()
+    if operation is not Operation.PUBLISH:  # MemoryWriter dies of a publish that failed
+        assert opened(world) == 1, "the image was begun again"
+    assert world.steps_on("nvme") == [1]
+    world.check("nvme")
+
+
+@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.CREATE])
+def test_a_refusal_ends_the_copy_and_begins_it_anew(operation: Operation) -> None:
+    refusal = Fault(
+        kind=FaultKind.FAIL_BEFORE,
+        operation=operation,
+        keys="*/rank-*",
+        error=AccessDeniedError,
+    )
+    world, _ = world_with(refusal)
+    world.save(1)
+    world.settle()
+    assert opened(world) == 2
+    assert world.steps_on("nvme") == [1]
+
+
+def test_an_outage_is_said_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tierfall")
+    world, faulty = world_with(failing(Operation.WRITE, times=None))
+    first, second = world.save(1), world.save(2)
+    world.settle(limit_s=600)
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [r.levelname for r in said] == ["WARNING", "ERROR"], [r.message for r in said]
+    assert world.coordinator.counters.flush_failures > 5
+    for handle in (first, second):
+        with pytest.raises(FlushError, match="nvme failed and is still being tried"):
+            handle.wait(timeout=0)
+    faulty.heal()
+    world.settle()
+    assert {h.outcome for h in (first, second)} == {SaveOutcome.SAVED}
+    assert any("goes on where it was" in r.message for r in caplog.records)
+    assert world.coordinator.ledger.failing == {}
+    assert opened(world) == 2, "one for each checkpoint"
+
+
+def test_tries_of_a_stalled_copy_grow_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, faulty = world_with(failing(Operation.WRITE, times=None))
+    world.save(1)
+    tried: list[float] = []
+    original = world.runner.run
+
+    def run(task: object) -> object:
+        if isinstance(task, CopyRun):
+            tried.append(world.now_s)
+        return original(task)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(world.runner, "run", run)
+    world.settle(limit_s=1000)
+    moments = sorted(set(tried))
+    waits = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    assert waits == sorted(waits)
+    assert waits[0] == lane_module.FIRST_RETRY_S
+    assert waits[-1] == lane_module.LONGEST_RETRY_S
+    faulty.heal()
+
+
+def test_a_stalled_copy_is_given_up_with_its_line() -> None:
+    world, _ = world_with(failing(Operation.WRITE, times=None))
+    world.save(1)
+    world.settle(limit_s=5)
+    lane = world.coordinator.lanes["nvme"]
+    assert lane.active is not None
+    lane.give_up(FlushError("on purpose"))
+    world.coordinator.ledger.entries[FIRST].owed.clear()
+    world.settle(limit_s=5)
+    assert lane.active is None
+    assert world.disks["nvme"].discard_unfinished("") == 0
+
+
+@pytest.mark.parametrize("run_bytes_min", [0, CHUNK, 2 * CHUNK, DATA_START + CHUNK, IMAGE, 1 << 30])
+def test_runs_are_as_long_as_a_backend_needs_them(run_bytes_min: int) -> None:
+    sizes: list[int] = []
+
+    class Sized(MemoryBackend):
+        def create(self, key: str, **options: object) -> MemoryWriter:  # type: ignore[override]
+            writer = super().create(key, **options)  # type: ignore[arg-type]
+            if key.endswith(".safetensors"):
+                original = writer.write
+
+                def write(offset: int, view: memoryview) -> None:
+                    sizes.append(len(view))
+                    original(offset, view)
+
+                writer.write = write  # type: ignore[method-assign]
+            return writer
+
+    disk = Sized("nvme")
+    world = World([file_rules("nvme")], wrap=lambda name, inner: disk, run_bytes_min=run_bytes_min)
+    world.disks["nvme"] = disk
+    world.save(1)
+    world.settle()
+    world.check("nvme")
+    assert sum(sizes) == IMAGE
+    assert sum(size < run_bytes_min for size in sizes) <= 1, "only the last may be shorter"
+    if run_bytes_min <= CHUNK:
+        assert len(sizes) == 4
+
+
+def test_a_packed_copy_never_runs_ahead_of_its_window() -> None:
+    world, _ = world_with(codec=Codec.ZSTD)
+    world.save(1)
+    while not any(isinstance(task, CopyRun) for task in world.tasks):
+        world.run_one()
+    while world.steps_on("nvme") == []:
+        lane = world.coordinator.lanes["nvme"]
+        if lane.active is not None and lane.active.outstanding:
+            assert max(lane.active.outstanding) - min(lane.active.outstanding) < 3
+        late = [t for t in world.tasks if not (isinstance(t, CopyRun) and t.number == 0)]
+        task = (late or world.tasks)[0]  # the first chunk comes last
+        world.tasks.remove(task)
+        world.coordinator.post(world.runner.run(task))
+        world.step()
+    world.check("nvme")
+
+
+def test_a_source_that_does_not_answer_is_no_stall_of_the_target() -> None:
+    """It ends the copy, which is begun anew: by then another source may serve it."""
+    faults: dict[str, Faulty] = {}
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        plan = {
+            "nvme": failing(Operation.READ, keys="*.zst", times=2),
+            "slow": failing(Operation.CREATE, times=None),
+        }
+        faults[name] = Faulty(inner, seed=0, plan=[plan[name]])
+        return faults[name]
+
+    world = World([file_rules("nvme"), file_rules("slow")], wrap=wrap, codecs={"nvme": Codec.ZSTD})
+    world.save(1)
+    world.settle(limit_s=10)
+    world.crash()
+    world.memory.regions.clear()
+    faults["slow"].heal()
+    world.trace.clear()
+    world.start()
+    world.settle()
+    assert world.steps_on("slow") == [1]
+    world.check("slow")
+    assert sum(line.startswith("OpenShard") for line in world.trace) >= 2

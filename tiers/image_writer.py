@@ -1,0 +1,297 @@
+"""One image on its way to a stored tier: written as it is, or packed chunk by chunk into parts of one size.
+
+Workers bring chunks in any order, several at once. A packed image is one stream: its frames are put together in the
+order of the chunks and cut into parts, and whoever fills a part sends it, while the others go on packing. A frame that
+comes early waits for those before it. Nothing here waits for another thread, so a part that could not be sent holds
+nobody up: it is sent again by whoever comes next. Memory is bounded: see ``Packing``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierfall.core.buffers import BufferPool, allocate
+from tierfall.core.contracts import Writer
+from tierfall.core.documents import Spliced
+from tierfall.core.packing.files import packed_files
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.packing.packed import Packed, chunk_widths, describe
+from tierfall.core.packing.packer import Packer
+from tierfall.core.packing.seek_table import table_bytes
+from tierfall.core.records import Manifest, NamedFile
+from tierfall.core.snapshot import Geometry
+from tierfall.core.values import Codec, Shard
+
+PARTS_MAX = 10_000
+_PAGE_BYTES = 4096
+
+
+class RawImageWriter:
+    """Writes an image as it is, straight from where its chunks lie."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._published = False
+
+    def took(self, index: int) -> bool:
+        """Say whether a chunk need not be brought again: here a chunk is written whole, or not at all."""
+        return False
+
+    def put(self, index: int, start: int, view: memoryview) -> None:
+        """Write the chunks from ``index`` on, which lie from ``start`` in the image."""
+        self._writer.write(start, view)
+
+    def send(self) -> None:
+        """Send what waits: nothing does."""
+
+    def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
+        """Publish the image; after a retryable failure it may be called again. Returns no files: it is raw."""
+        if not self._published:
+            self._writer.publish()
+            self._published = True
+        return ()
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+
+@dataclass(slots=True)
+class PackCounts:
+    """What was packed so far, in bytes, and the seconds that it took, over all threads."""
+
+    raw_bytes: int = 0
+    packed_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Packing:
+    """How one tier packs, and the memory that it takes for that, kept from image to image.
+
+    ``parallel`` threads at once: each uses a buffer for the planes and one for its frame, one frame more may wait for
+    those before it, and ``parallel`` parts may be under way, all of about ``chunk_bytes``.
+    """
+
+    def __init__(self, codec: Codec, *, level: int, chunk_bytes: int, parallel: int) -> None:
+        self.codec = codec
+        self.level = level
+        self.parallel = parallel
+        self.window = parallel + 1
+        self.frames = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=self.window)
+        self.counts = PackCounts()
+        self._scratch = BufferPool(bytes=chunk_bytes, count=parallel)
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._spare: list[memoryview] = []
+
+    def pack(self, chunk: memoryview, frame: memoryview, *, width: int) -> int:
+        """Fill ``frame`` and return its length; each thread has a compressor of its own."""
+        if not hasattr(self._local, "packer"):
+            self._local.packer = Packer(self.codec, level=self.level, scratch=self._scratch)
+        began = time.perf_counter()
+        length: int = self._local.packer.pack(chunk, frame, width=width)
+        seconds = time.perf_counter() - began
+        with self._lock:
+            self.counts.raw_bytes += len(chunk)
+            self.counts.packed_bytes += length
+            self.counts.seconds += seconds
+        return length
+
+    def lend_part(self, bytes: int) -> memoryview:
+        with self._lock:
+            if self._spare and len(self._spare[-1]) >= bytes:
+                return self._spare.pop()
+            self._spare.clear()
+        return allocate(bytes)
+
+    def give_back(self, part: memoryview) -> None:
+        with self._lock:
+            if len(self._spare) < self.parallel:
+                self._spare.append(part)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A frame that waits for its turn; ``lease`` gives its buffer back."""
+
+    data: memoryview
+    lease: ExitStack
+    taken: int = 0
+
+
+@dataclass(slots=True)
+class _Part:
+    offset: int
+    buffer: memoryview
+    filled: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stream:
+    """What stands where, under one lock: frames by chunk, the part that is being filled, parts that are full."""
+
+    waiting: dict[int, _Frame] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    filling: _Part | None = None
+    full: list[_Part] = field(default_factory=list)
+    parts_out: int = 0
+    end: int = 0
+
+
+class PackedImageWriter:
+    """Packs an image on its way; see the module. ``write_record`` stores the record of its frames."""
+
+    def __init__(
+        self,
+        create: Callable[[int], Writer],
+        packing: Packing,
+        *,
+        shard: Shard,
+        cut: Geometry,
+        pieces: Spliced,
+        part_bytes_min: int,
+        write_record: Callable[[bytes], None],
+    ) -> None:
+        """``create`` begins the file, given the most bytes that it can come to have."""
+        self._packing = packing
+        self._shard = shard
+        self._cut = cut
+        self._write_record = write_record
+        self._widths = (1,) * cut.chunk_count
+        if packing.codec is Codec.PLANES:
+            self._widths = chunk_widths(pieces, cut, what="manifest")
+        bound = packed_bytes_max(cut)
+        least = max(cut.chunk_bytes, part_bytes_min, -(-bound // PARTS_MAX))
+        self._part_bytes = -(-min(least, bound) // _PAGE_BYTES) * _PAGE_BYTES
+        self._lock = threading.Lock()
+        self._stream = _Stream()
+        self._packed: Packed | None = None
+        self._published = False
+        self._writer = create(bound)
+
+    def took(self, index: int) -> bool:
+        """Say whether a chunk was packed: then only what could not be sent is to be sent again."""
+        with self._lock:
+            return index in self._stream.waiting or index < len(self._stream.lengths)
+
+    def put(self, index: int, start: int, view: memoryview) -> None:
+        """Pack chunk ``index``, and send what is full. After a retryable failure the chunk counts as taken."""
+        lease = ExitStack()
+        try:
+            buffer = lease.enter_context(self._packing.frames.take(frame_bytes_max(len(view))))
+            length = self._packing.pack(view, buffer, width=self._widths[index])
+        except BaseException:
+            lease.close()
+            raise
+        with self._lock:
+            self._stream.waiting[index] = _Frame(buffer[:length], lease)
+        self.send()
+
+    def send(self) -> None:
+        """Move frames into parts, and send parts, for as long as there is something that nobody else is sending."""
+        while True:
+            with self._lock:
+                self._fill()
+                part = self._stream.full.pop(0) if self._stream.full else None
+            if part is None:
+                return
+            try:
+                self._writer.write(part.offset, part.buffer[: part.filled])
+            except BaseException:
+                with self._lock:
+                    self._stream.full.insert(0, part)
+                raise
+            self._packing.give_back(part.buffer)
+            with self._lock:
+                self._stream.parts_out -= 1
+
+    def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]:
+        """Send the rest, publish, and store the record; after a retryable failure it may be called again."""
+        self.send()
+        if self._packed is None:
+            self._packed = self._described(manifest)
+            self.send()
+        record = self._packed.encode()
+        if not self._published:
+            self._writer.publish()
+            self._published = True
+        self._write_record(record)
+        return packed_files(self._shard, self._packed, record)
+
+    def abort(self) -> None:
+        self._writer.abort()
+        with self._lock:
+            stream, self._stream = self._stream, _Stream()
+        for frame in stream.waiting.values():
+            frame.lease.close()
+
+    def _described(self, manifest: Manifest) -> Packed:
+        """All frames are in: put the seek table behind them, and close the last part."""
+        packed = describe(
+            manifest,
+            self._packing.codec,
+            level=self._packing.level,
+            lengths=self._stream.lengths,
+            widths=self._widths,
+        )
+        tail = packed.seek_table(manifest)
+        if tail:
+            with self._lock:
+                self._stream.waiting[self._cut.chunk_count] = _Frame(memoryview(tail), ExitStack())
+        return packed
+
+    def _fill(self) -> None:
+        """Move the next frames, in order, into parts while there is room; the lock is held."""
+        stream = self._stream
+        while (frame := stream.waiting.get(len(stream.lengths))) is not None:
+            while frame.taken < len(frame.data):
+                if not self._has_room():
+                    return
+                self._take_from(frame)
+            del stream.waiting[len(stream.lengths)]
+            stream.lengths.append(len(frame.data))
+            frame.lease.close()
+        if len(stream.lengths) >= self._frames_in_all() and stream.filling is not None:
+            stream.full.append(stream.filling)
+            stream.filling = None
+
+    def _frames_in_all(self) -> int:
+        """With the seek table, once it is known to come; the last part is closed behind it."""
+        if self._packed is None:
+            return self._cut.chunk_count + 1
+        return self._cut.chunk_count + (self._packing.codec is Codec.ZSTD)
+
+    def _has_room(self) -> bool:
+        stream = self._stream
+        if stream.filling is None:
+            if stream.parts_out >= self._packing.parallel:
+                return False
+            stream.filling = _Part(stream.end, self._packing.lend_part(self._part_bytes))
+            stream.parts_out += 1
+        return True
+
+    def _take_from(self, frame: _Frame) -> None:
+        stream = self._stream
+        part = stream.filling
+        assert part is not None
+        count = min(len(frame.data) - frame.taken, self._part_bytes - part.filled)
+        source = np.frombuffer(frame.data[frame.taken : frame.taken + count], dtype=np.uint8)
+        target = np.frombuffer(part.buffer[part.filled : part.filled + count], dtype=np.uint8)
+        np.copyto(target, source)
+        frame.taken += count
+        part.filled += count
+        stream.end += count
+        if part.filled == self._part_bytes:
+            stream.full.append(part)
+            stream.filling = None
+
+
+def packed_bytes_max(cut: Geometry) -> int:
+    """Return the most bytes that an image comes to have when it is packed."""
+    ranges = map(cut.chunk_range, range(cut.chunk_count))
+    return sum(frame_bytes_max(end - start) for start, end in ranges) + table_bytes(cut.chunk_count)
