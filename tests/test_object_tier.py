@@ -1,0 +1,521 @@
+"""A run whose far end is a real S3 server: what it survives, what it says, what it sends, and what it never shows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+import torch
+
+import tierfall
+from tests.object_store import KEY, SECRET, SeaweedFS
+from tests.steps import blank, open_elsewhere, state_of, step_in, wait_until
+from tierfall.backends import opening
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    FencedError,
+    RestoreError,
+)
+from tierfall.core.values import CopyState
+
+Make = Callable[..., dict[str, Any]]
+DRIVERS = ["obstore", "fsspec"]
+CODECS = ["none", "zstd", "planes"]
+PATIENCE_S = 120.0
+MIB = 1 << 20
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[SeaweedFS]:
+    """A server that a test may kill."""
+    (tmp_path / "seaweedfs").mkdir()
+    server = SeaweedFS(tmp_path / "seaweedfs")
+    server.start()
+    server.make_bucket("bucket")
+    yield server
+    server.kill()
+
+
+def store_tier(server: SeaweedFS, bucket: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "store",
+        "kind": "object",
+        "url": f"s3://{bucket}/checkpoints",
+        "options": server.options(),
+        **more,
+    }
+
+
+@pytest.fixture
+def with_store(make_config: Make, s3_server: SeaweedFS, bucket: str) -> Make:
+    """``with_store({...}, disk={}, ...)``: the chain of make_config, and behind it a tier on the server."""
+
+    def make(more: dict[str, Any] | None = None, **words: Any) -> dict[str, Any]:
+        config = make_config(**{"host": {"capacity": "64MiB"}, **words})
+        config["tiers"].append(store_tier(s3_server, bucket, **(more or {})))
+        return config
+
+    return make
+
+
+def large(step: int, *, mib: int = 24) -> dict[str, Any]:
+    """Noise, which does not compress, so that the sizes of uploads are known."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "w": torch.randint(0, 256, (mib * MIB,), dtype=torch.uint8, generator=generator),
+        "extra": {"step": step},
+    }
+
+
+def only_store(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The configuration of a machine that has nothing but the way to the store."""
+    host = {"name": "host", "kind": "host", "folder": str(folder), "capacity": "256MiB"}
+    return {**config, "tiers": [host, config["tiers"][-1]]}
+
+
+def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
+    """Unfinished uploads, as another client lists them."""
+    backend = opening.open_backend(
+        f"s3://{bucket}", options=server.options(), driver=None, read_only=True
+    )
+    try:
+        return list(backend._client.uploads.pending("", "list"))  # type: ignore[attr-defined]
+    finally:
+        backend.close()
+
+
+# What it is for ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_run_whose_node_is_gone_restores_from_the_store_alone_in_a_fresh_process(
+    with_store: Make, tmp_path: Path, memory: Path, driver: str, codec: str
+) -> None:
+    config = with_store({"driver": driver, "compress": {"codec": codec}}, disk={})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, large(1, mib=6))
+        ckpt.save(2, large(2, mib=6), metrics={"loss": 0.5}, tags=["good"])
+        ckpt.save(2 + 1, large(3, mib=6), block=True)
+    shutil.rmtree(tmp_path / "disk")
+    shutil.rmtree(memory / "run", ignore_errors=True)
+    fresh = only_store(config, tmp_path / "elsewhere")
+    (tmp_path / "fresh.json").write_text(json.dumps(fresh))
+    code = """
+        import json, sys, torch, tierfall
+        config = json.load(open(sys.argv[1]))
+        state = {"w": torch.zeros(6 << 20, dtype=torch.uint8), "extra": {"step": -1}}
+        with tierfall.open(config) as ckpt:
+            report = ckpt.restore(state)
+            assert report.step == 3, report
+            assert {s.tier for s in report.sources} == {"store"}, report
+            assert [c.step for c in ckpt.checkpoints()] == [1, 2, 3]
+            expected = torch.randint(0, 256, (6 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+            assert torch.equal(state["w"], expected) and state["extra"] == {"step": 3}
+            ckpt.save(4, state, block=True)
+        print("restored")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "fresh.json")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.stdout == "restored\n", done.stderr
+    loaded = tierfall.load(fresh, step=2)
+    assert torch.equal(loaded["w"], large(2, mib=6)["w"])
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_object_is_the_local_shard_to_the_byte(
+    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, driver: str
+) -> None:
+    with tierfall.open(with_store({"driver": driver}, disk={})) as ckpt:
+        ckpt.save(1, large(1), block=True)
+    (shard,) = (tmp_path / "disk").glob("run/step-*/*.safetensors")
+    key = f"checkpoints/{shard.relative_to(tmp_path / 'disk')}"
+    assert bytes(obstore.get(s3_server.store(bucket), key).bytes()) == shard.read_bytes()
+
+
+def test_zstd_on_a_flushed_object_gives_the_bytes_of_the_local_shard(
+    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path
+) -> None:
+    config = with_store({"compress": {"codec": "zstd", "level": 3}}, disk={})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, large(1), block=True)
+    (shard,) = (tmp_path / "disk").glob("run/step-*/*.safetensors")
+    key = f"checkpoints/{shard.relative_to(tmp_path / 'disk')}.zst"
+    packed = tmp_path / "object.zst"
+    packed.write_bytes(bytes(obstore.get(s3_server.store(bucket), key).bytes()))
+    program = shutil.which("zstd")
+    if program is None:
+        pytest.skip("no zstd program here")
+    done = subprocess.run([program, "-dc", str(packed)], capture_output=True, check=True)
+    assert done.stdout == shard.read_bytes()
+
+
+@pytest.mark.parametrize("order", [("store", "disk"), ("disk", "store", "far"), ("store", "far")])
+def test_objects_may_stand_anywhere_in_the_chain_and_more_than_once(
+    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    config = with_store(disk={})
+    tiers = {tier["name"]: tier for tier in config["tiers"]}
+    tiers["far"] = {
+        **store_tier(s3_server, bucket, compress={"codec": "planes"}, driver="fsspec"),
+        "name": "far",
+        "url": f"s3://{bucket}/elsewhere",
+    }
+    config["tiers"] = [tiers["host"], *(tiers[name] for name in order)]
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step))
+        assert ckpt.drain().left == ()
+        (_, newest) = ckpt.checkpoints()
+        assert newest.tiers == {
+            "host": CopyState.SEALED,
+            **{name: CopyState.COMMITTED for name in order},
+        }
+        assert ckpt.statistics().newest["site"] == 2  # type: ignore[index]
+    for name in order:
+        alone = {**config, "tiers": [config["tiers"][0], tiers[name]]}
+        assert step_in(tierfall.load(alone)) == 2
+
+
+def test_retention_and_deletion_reach_the_store(
+    with_store: Make, s3_server: SeaweedFS, bucket: str
+) -> None:
+    store = s3_server.store(bucket)
+
+    def steps() -> set[str]:
+        keys = [row["path"] for rows in obstore.list(store, "checkpoints/run") for row in rows]
+        return {key.split("/")[2] for key in keys} - {"attempts", "latest"}
+
+    with tierfall.open(with_store({"retain": {"last": 2}})) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state_of(step), block=True)
+        two = {"step-00000004-a0001", "step-00000005-a0001"}
+        wait_until(lambda: steps() == two, "older ones are gone", PATIENCE_S)
+        ckpt.delete(4)
+        assert steps() == {"step-00000005-a0001"}
+
+
+def test_a_second_start_fences_the_first_over_the_store(with_store: Make, tmp_path: Path) -> None:
+    config = with_store()
+    config["tiers"] = [config["tiers"][0], config["tiers"][-1]]
+    with tierfall.open({**config, "on_error": "raise"}) as first:
+        first.save(1, state_of(1), block=True)
+        with open_elsewhere(only_store(config, tmp_path / "elsewhere")) as second:
+            assert second.restore(blank()) is not None
+            handle = first.save(2, state_of(2))
+            with pytest.raises(FencedError, match="followed by attempt 2"):
+                handle.wait(timeout=PATIENCE_S)
+            second.save(2, state_of(2), block=True)
+        with pytest.raises(FencedError):
+            first.save(3, state_of(3))
+        with pytest.raises(FencedError):
+            first.close()
+
+
+# Outages ----------------------------------------------------------------------------------------------
+
+
+def sent_bytes(ckpt: tierfall.Checkpointer) -> int:
+    return sum(n for edge, n in ckpt.statistics().edge_bytes.items() if edge.endswith("->store"))
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_more(
+    make_config: Make,
+    own_server: SeaweedFS,
+    caplog: pytest.LogCaptureFixture,
+    driver: str,
+    codec: str,
+) -> None:
+    caplog.set_level(logging.INFO, logger="tierfall")
+    more = {"driver": driver, "bandwidth": "20MB/s", "compress": {"codec": codec}}
+    config = make_config(disk={}, chunk="1MiB", max_wait="2s", host={"capacity": "256MiB"})
+    config["tiers"].append(store_tier(own_server, "bucket", **more))
+    with tierfall.open(config) as ckpt:
+        first = ckpt.save(1, large(1, mib=48))
+        first.wait("disk", timeout=PATIENCE_S)
+        wait_until(lambda: sent_bytes(ckpt) > 12 * MIB, "a quarter is sent", PATIENCE_S)
+        own_server.kill()
+        before = sent_bytes(ckpt)
+        assert not first.done("store")
+        began = time.monotonic()
+        second = ckpt.save(2, large(2, mib=48))  # training goes on
+        second.wait("disk", timeout=PATIENCE_S)
+        assert time.monotonic() - began < 60
+        wait_until(
+            lambda: any(r.levelno == logging.ERROR for r in caplog.records),
+            "it is said",
+            PATIENCE_S,
+        )
+        with pytest.raises(tierfall.errors.FlushError, match="still being tried"):
+            second.wait("store", timeout=1)
+        own_server.start()
+        wait_until(lambda: second.done("store"), "all is flushed", PATIENCE_S)
+        assert first.done("store")
+        assert before > 0
+        image = ckpt.checkpoints()[0].bytes
+        assert sent_bytes(ckpt) == 2 * image, "each chunk was brought once"
+        statistics = ckpt.statistics()
+        assert statistics.flush_failures > 0
+        assert statistics.commits["store"] == 2
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING and "store" in r.getMessage()]
+    assert [r.levelno for r in said] == [logging.WARNING, logging.ERROR], [
+        r.getMessage() for r in said
+    ]
+    assert uploads_on(own_server, "bucket") == []
+    for step in (1, 2):
+        alone = {**config, "tiers": [config["tiers"][0], config["tiers"][-1]]}
+        assert torch.equal(tierfall.load(alone, step=step)["w"], large(step, mib=48)["w"])
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_no_server_is_said_and_never_taken_for_nothing_there(
+    make_config: Make,
+    tmp_path: Path,
+    own_server: SeaweedFS,
+    driver: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(disk={})
+    config["tiers"].append(store_tier(own_server, "bucket", driver=driver))
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    shutil.rmtree(tmp_path / "disk")
+    own_server.kill()
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(RestoreError, match="tier store could not be read"):
+            ckpt.restore(blank())
+        with pytest.raises(RestoreError, match="it is not known whether this is a first start"):
+            ckpt.restore(blank(), unreachable="ignore")
+    said = [r for r in caplog.records if "open: goes on without tier store" in r.getMessage()]
+    assert len(said) == 1
+    with pytest.raises(RestoreError, match="store could not be read"):
+        tierfall.load(config)
+    own_server.start()
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state := blank())
+    assert report is not None
+    assert step_in(state) == 1
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"options": {"secret": "wrong-" + SECRET}}, AccessDeniedError, "check the key"),
+        ({"options": {"key": "nobody"}}, AccessDeniedError, "check the key"),
+        ({"url": "s3://no-such-bucket/checkpoints"}, BackendError, "bucket"),
+    ],
+)
+def test_what_will_not_pass_is_refused_at_open_with_the_tier_and_what_to_do(
+    with_store: Make, driver: str, change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    config = with_store({"driver": driver})
+    tier = config["tiers"][-1]
+    tier["options"] = {**tier["options"], **change.get("options", {})}
+    tier["url"] = change.get("url", tier["url"])
+    with pytest.raises(kind, match=f"tier store: .*{message}") as caught:
+        tierfall.open(config)
+    told = "".join(traceback.format_exception(caught.value))
+    assert SECRET not in told
+    assert KEY not in told
+    with pytest.raises(RestoreError, match="store could not be read"):
+        tierfall.load(config)
+
+
+# What is never shown ----------------------------------------------------------------------------------
+
+
+def test_credentials_stand_nowhere(
+    with_store: Make,
+    s3_server: SeaweedFS,
+    bucket: str,
+    tmp_path: Path,
+    memory: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    config = with_store(disk={})
+    options = config["tiers"][-1]["options"]
+    told: list[str] = []
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        told += [repr(ckpt), repr(ckpt.statistics()), repr(ckpt.checkpoints()), repr(vars(ckpt))]
+        told += [repr(ckpt._session.stores["store"].backend), repr(ckpt._session.config)]
+        held = b"".join(p.read_bytes() for p in memory.rglob("*") if p.is_file())
+        assert SECRET.encode() not in held
+    written = b"".join(p.read_bytes() for p in (tmp_path / "disk").rglob("*") if p.is_file())
+    store = s3_server.store(bucket)
+    for rows in obstore.list(store):
+        for row in rows:
+            written += bytes(obstore.get(store, row["path"]).bytes())
+    assert SECRET.encode() not in written
+    assert KEY.encode() not in written
+    path = tmp_path / "config.json.yaml"
+    options = {**options, "key": "${env:TEST_KEY}", "secret": "${env:TEST_SECRET}"}
+    config["tiers"][-1]["options"] = options
+    path.write_text(json.dumps(config))
+    for environment in (SECRET, "wrong" + SECRET):
+        for command in ("ls", "show 1", "verify", "check", "prune --dry-run"):
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "tierfall",
+                    *command.split(),
+                    "--config",
+                    str(path),
+                    "--json",
+                ],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "TEST_KEY": KEY, "TEST_SECRET": environment},
+                check=False,
+                timeout=PATIENCE_S,
+            )
+            told += [done.stdout, done.stderr]
+    told += [record.getMessage() for record in caplog.records]
+    for text in told:
+        assert SECRET not in text
+        assert KEY not in text
+
+
+# What is left behind ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_uploads_that_a_crash_left_are_collected_by_the_next_start(
+    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, driver: str
+) -> None:
+    config = with_store(
+        {"driver": driver, "bandwidth": "8MB/s"}, disk={}, chunk="1MiB", host={"capacity": "128MiB"}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = """
+        import json, sys, time, torch, tierfall
+        ckpt = tierfall.open(json.load(open(sys.argv[1])))
+        ckpt.save(1, {"w": torch.randint(0, 256, (40 << 20,), dtype=torch.uint8), "extra": {"step": 1}})
+        while not any(n > 10 << 20 for e, n in ckpt.statistics().edge_bytes.items() if e == "host->store"):
+            time.sleep(0.05)
+        print("half", flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "config.json")],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half\n"
+        process.send_signal(signal.SIGKILL)
+    assert len(uploads_on(s3_server, bucket)) == 1
+    config["tiers"][-1].pop("bandwidth")
+    with tierfall.open(config) as ckpt:
+        assert (
+            ckpt.restore({"w": torch.zeros(40 * MIB, dtype=torch.uint8), "extra": {}}) is not None
+        )
+        ckpt.drain()
+        (info,) = ckpt.checkpoints()
+        assert info.tiers["store"] is CopyState.COMMITTED
+    assert uploads_on(s3_server, bucket) == []
+
+
+def test_a_run_that_is_closed_in_mid_flush_is_finished_by_the_next_start(
+    with_store: Make, s3_server: SeaweedFS, bucket: str
+) -> None:
+    config = with_store(
+        {"bandwidth": "4MB/s"}, chunk="1MiB", max_wait="1s", host={"capacity": "128MiB"}
+    )
+    config["tiers"] = [config["tiers"][0], config["tiers"][-1]]
+    ckpt = tierfall.open(config)
+    ckpt.save(1, large(1, mib=40))
+    wait_until(lambda: sent_bytes(ckpt) > 6 * MIB, "it is on its way", PATIENCE_S)
+    assert len(uploads_on(s3_server, bucket)) == 1
+    ckpt.close()  # what a thread that is still sending leaves behind, the next start collects
+    config["tiers"][-1].pop("bandwidth")
+    with tierfall.open(config) as again:
+        assert again.restore(state := large(9, mib=40)) is not None
+        assert again.drain().left == ()
+    assert torch.equal(state["w"], large(1, mib=40)["w"])
+    assert uploads_on(s3_server, bucket) == []
+
+
+# Memory -----------------------------------------------------------------------------------------------
+
+MEMORY = """
+    import json, sys, threading, time
+    import torch, tierfall
+
+    def anonymous():
+        with open("/proc/self/status") as status:
+            fields = dict(line.split(":", 1) for line in status)
+        return int(fields["RssAnon"].split()[0]) << 10
+
+    config, mib = json.load(open(sys.argv[1])), int(sys.argv[2])
+    state = {f"w{i}": (torch.randn(mib << 12) * 0.02).to(torch.bfloat16) for i in range(128)}
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"w": torch.randn(5 << 20).to(torch.bfloat16)}, block=True)  # what is kept is taken now
+        before, peak, stop = anonymous(), [0], threading.Event()
+
+        def watch():
+            while not stop.wait(0.01):
+                peak[0] = max(peak[0], anonymous())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        ckpt.save(2, state, block=True)
+        stop.set()
+        watcher.join()
+    print(peak[0] - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("driver", "codec", "mib"),
+    [("obstore", "none", 1536), ("obstore", "planes", 1536), ("fsspec", "none", 512)],
+)
+def test_a_flush_takes_no_more_memory_than_parts_times_parallel_calls(
+    with_store: Make, tmp_path: Path, driver: str, codec: str, mib: int
+) -> None:
+    """Chunks of 16 MiB; two to four calls at once; a 1.5 GiB image. What a call may hold: a part, and where it packs a
+    frame and its planes as well."""
+    config = with_store(
+        {"driver": driver, "compress": {"codec": codec}},
+        chunk="16MiB",
+        max_wait="60s",
+        host={"capacity": f"{mib + 96}MiB"},
+    )
+    config["tiers"] = [config["tiers"][0], config["tiers"][-1]]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path / "config.json"), str(mib)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    calls = max(1, min(os.cpu_count() or 1, 4))
+    parts = {"none": 1, "planes": 3}[codec] * calls + (1 if codec == "planes" else 0)
+    bound = parts * 16 * MIB + 32 * MIB
+    assert int(done.stdout) < bound, f"{int(done.stdout) >> 20} MiB, more than {bound >> 20} MiB"
