@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from tierfall.backends import conformance_length as length
 from tierfall.backends import conformance_read as reading
 from tierfall.backends import conformance_write as writing
 from tierfall.backends.conformance_kit import Bench
@@ -37,6 +38,9 @@ _ALL: tuple[Check, ...] = (
     writing.a_finished_writer_refuses,
     writing.too_few_bytes_are_refused,
     writing.too_many_bytes_are_refused,
+    length.length_max_is_a_bound,
+    length.a_long_object_comes_back,
+    length.a_long_object_given_up_leaves_nothing,
     writing.the_last_publish_wins,
     writing.replace_is_atomic,
     writing.conditional_create_has_one_winner,

@@ -1,4 +1,4 @@
-"""Which bytes of an object were written: ranges that may come in any order, and twice after a retry.
+"""Which bytes of an object may be written, and which were: ranges that may come in any order, and twice after a retry.
 
 Counting bytes alone would take a range written twice for one that is missing, so ranges are kept, merged as they
 meet. Not thread-safe: its owner holds a lock.
@@ -7,6 +7,44 @@ meet. Not thread-safe: its owner holds a lock.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+from tierfall.core.errors import BackendError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How long an object will be (``length``) or at most (``length_max``), in bytes, as far as it is known.
+
+    ``what`` in its methods names operation, key and place for the error.
+    """
+
+    length: int | None
+    length_max: int | None
+
+    @property
+    def most_bytes(self) -> int | None:
+        """What the object cannot exceed; None where nothing was said."""
+        return self.length_max if self.length is None else self.length
+
+    def check(self, what: str) -> None:
+        """Raise BackendError where the numbers make no sense."""
+        for name, value in (("length", self.length), ("length_max", self.length_max)):
+            if value is not None and value < 0:
+                raise BackendError(f"{what}: a {name} of {value} bytes; expected 0 or more")
+        if self.length_max is not None and (self.length or 0) > self.length_max:
+            raise BackendError(
+                f"{what}: a length of {self.length} bytes exceeds the length_max of {self.length_max}"
+            )
+
+    def check_range(self, what: str, offset: int, size_bytes: int) -> None:
+        """Raise BackendError where a range lies outside of the object."""
+        most_bytes = self.most_bytes
+        if offset < 0 or (most_bytes is not None and offset + size_bytes > most_bytes):
+            raise BackendError(
+                f"{what}: bytes {offset} to {offset + size_bytes} lie outside of the {most_bytes} bytes that it was "
+                "created for"
+            )
 
 
 class Coverage:

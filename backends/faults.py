@@ -127,12 +127,19 @@ class Faulty(Wrapper):
             self._plan = ()
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         writer: Writer | None = None
         try:
             with self.striking(Operation.CREATE, key):
-                writer = self._inner.create(key, length=length, publish=publish)
+                writer = self._inner.create(
+                    key, length=length, length_max=length_max, publish=publish
+                )
                 return _FaultyWriter(writer, self, key)
         except BackendError:
             if writer is not None:
@@ -238,6 +245,7 @@ class _FaultyWriter(WriterWrapper):
         super().__init__(inner)
         self._faults = faults
         self._key = key
+        self._unheard = False
 
     def write(self, offset: int, view: memoryview) -> None:
         try:
@@ -249,6 +257,7 @@ class _FaultyWriter(WriterWrapper):
             raise
 
     def publish(self) -> None:
+        """Publish; after a failure that may pass it may be asked again, and what was done unheard is not done twice."""
         try:
             with self._faults.striking(Operation.PUBLISH, self._key) as faults:
                 if FaultKind.LOST_SYNC in faults:
@@ -256,10 +265,18 @@ class _FaultyWriter(WriterWrapper):
                         f"fsync {self._key!r} in {self._faults.place}: failed on purpose; the bytes count as lost, "
                         "write the object anew"
                     )
-                self._inner.publish()
-        except BackendError:
-            self.abort()
+                if not self._unheard:
+                    self._inner.publish()
+                self._unheard = True
+        except BackendError as error:
+            if not error.retryable:
+                self.abort()
             raise
+        self._unheard = False
+
+    def abort(self) -> None:
+        self._unheard = False
+        self._inner.abort()
 
     def _write(self, offset: int, data: memoryview, faults: Mapping[FaultKind, Fault]) -> None:
         if FaultKind.TORN_WRITE in faults:

@@ -40,6 +40,15 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+def place_below(bucket: str, path: str) -> tuple[str, str]:
+    """Return the address of a place below ``bucket`` for messages, and what stands before each of its keys."""
+    prefix = path.strip("/")
+    if not prefix:
+        return bucket, ""
+    check_key(prefix)
+    return f"{bucket}/{prefix}", f"{prefix}/"
+
+
 def is_key(key: str) -> bool:
     """Say whether a name that a listing returned may be a key."""
     return _key_fault(key) is None

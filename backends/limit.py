@@ -74,10 +74,15 @@ class Limited(Wrapper):
         return replace(traits, max_parallel=min(traits.max_parallel, self._max_parallel))
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         with self.slot():
-            writer = self._inner.create(key, length=length, publish=publish)
+            writer = self._inner.create(key, length=length, length_max=length_max, publish=publish)
         return _LimitedWriter(writer, self)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:

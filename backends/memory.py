@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
 
-from tierfall.backends.coverage import Coverage
+from tierfall.backends.coverage import Coverage, Extent
+from tierfall.backends.frame import AbortsOnLeave
 from tierfall.backends.keys import check_key, check_prefix
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish, Stored, Traits
@@ -36,12 +35,17 @@ class MemoryBackend:
         return self._place
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> MemoryWriter:
         check_key(key)
-        if length is not None and length < 0:
-            raise BackendError(f"create {key!r} in {self._place}: a length of {length} bytes")
-        return MemoryWriter(self, key, length=length, publish=publish)
+        extent = Extent(length=length, length_max=length_max)
+        extent.check(f"create {key!r} in {self._place}")
+        return MemoryWriter(self, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         data = flat(view, writable=True)
@@ -95,19 +99,19 @@ class MemoryBackend:
         return found
 
 
-class MemoryWriter:
+class MemoryWriter(AbortsOnLeave):
     """Fills one new object; see ``core.contracts.Writer``. One lock for everything: it is not for speed."""
 
     def __init__(
-        self, backend: MemoryBackend, key: str, *, length: int | None, publish: Publish
+        self, backend: MemoryBackend, key: str, *, extent: Extent, publish: Publish
     ) -> None:
         self._backend = backend
         self._key = key
-        self._length = length
+        self._extent = extent
         self._publish = publish
         self._lock = threading.Lock()
         self._coverage = Coverage()
-        self._data: bytearray | None = bytearray(length or 0)
+        self._data: bytearray | None = bytearray(extent.length or 0)
 
     def write(self, offset: int, view: memoryview) -> None:
         with self._lock:
@@ -122,7 +126,7 @@ class MemoryWriter:
         with self._lock:
             data = self._living("publish")
             self._data = None
-            fault = self._coverage.missing(self._length)
+            fault = self._coverage.missing(self._extent.length)
             if fault:
                 raise BackendError(f"{self._what('publish')}: {fault}; write every byte first")
             self._backend.put(self._key, memoryview(data).toreadonly(), publish=self._publish)
@@ -131,23 +135,9 @@ class MemoryWriter:
         with self._lock:
             self._data = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.abort()
-
     def _put(self, data: bytearray, offset: int, source: memoryview) -> None:
         end = offset + source.nbytes
-        if offset < 0 or (self._length is not None and end > self._length):
-            raise BackendError(
-                f"{self._what('write')}: bytes {offset} to {end} lie outside of its {self._length} bytes"
-            )
+        self._extent.check_range(self._what("write"), offset, source.nbytes)
         if end > len(data):
             data.extend(bytes(end - len(data)))
         with memoryview(data) as target:

@@ -1,24 +1,21 @@
-"""Objects in an object store, by obstore: ``s3://``, and for tests ``memory://``.
+"""Objects in an object store, through whatever client is handed in: obstore, s3fs, or any filesystem of fsspec.
 
-obstore reads, lists, deletes and puts what is small. It has no upload whose parts may come in any order, be sent again
-one by one, or be aborted, and cannot list unfinished uploads; these requests are made in ``s3_multipart``, signed with
-the same credentials. Retry, throttling and faults are wrappers' work. Importing this needs the extra ``object``.
+Here stands what is the same for all of them: keys, traits, the probe at open, which writer serves. Retry, throttling
+and faults are wrappers' work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import obstore
-from obstore import exceptions
-
-from tierfall.backends.keys import check_key, check_prefix, is_key, unfinished_name
-from tierfall.backends.object_errors import translated, was_answered
-from tierfall.backends.object_options import open_site
+from tierfall.backends.coverage import Extent
+from tierfall.backends.keys import check_key, check_prefix, is_key, is_unfinished, unfinished_name
+from tierfall.backends.object_client import ObjectClient
+from tierfall.backends.object_frame import Shop
 from tierfall.backends.object_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
-from tierfall.backends.views import copy_bytes, flat
-from tierfall.core.contracts import Publish, Stored, Traits
+from tierfall.backends.ordered_writer import OrderedWriter
+from tierfall.backends.views import flat
+from tierfall.core.contracts import Publish, Stored, Traits, Writer
 from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -28,37 +25,35 @@ from tierfall.core.errors import (
 )
 
 _MAX_PARALLEL = 8
-_STREAM_BYTES = 1024 * 1024
-_LIST_ROWS = 1000
+_NOTHING = memoryview(b"")
 
 
 class ObjectStoreBackend:
     """Stores objects below an address such as ``s3://bucket/prefix``; see ``core.contracts.Backend``.
 
-    ``options`` are fsspec's (``object_options``). Opening creates one object twice, to see whether the store keeps
-    its promise of a conditional create, and removes it; this also shows wrong keys and a missing bucket at once.
-    ``read_only``: nothing is written and nothing probed but that the place can be listed; writing and deleting are
-    AccessDeniedError.
+    Opening creates one object twice, to see whether the store keeps its promise of a conditional create, and removes
+    it; this also shows wrong keys and a missing bucket at once. ``read_only``: nothing is written and nothing probed
+    but that the place can be listed; writing and deleting are AccessDeniedError. The client is closed with the
+    backend, and where opening fails.
     """
 
-    def __init__(
-        self, url: str, *, options: Mapping[str, Any] | None = None, read_only: bool = False
-    ) -> None:
-        self._site = open_site(url, options)
+    def __init__(self, client: ObjectClient, *, read_only: bool = False) -> None:
+        self._client = client
         self._read_only = read_only
         self._living: set[str] = set()
-        is_s3 = self._site.uploads is not None
         try:
             conditional = self._looked() if read_only else self._probed()
         except BaseException:
             self.close()
             raise
+        in_parts = client.uploads is not None
         self._traits = Traits(
-            durable=is_s3,
-            atomic_replace=True,
+            durable=client.durable,
+            atomic_replace=client.atomic_replace,
             conditional_create=conditional,
-            part_bytes_min=PART_BYTES_MIN if is_s3 else 0,
-            part_bytes_max=PART_BYTES_MAX if is_s3 else 0,
+            ordered_writes=not in_parts,
+            part_bytes_min=PART_BYTES_MIN if in_parts else 0,
+            part_bytes_max=PART_BYTES_MAX if in_parts else 0,
             max_parallel=_MAX_PARALLEL,
         )
 
@@ -71,19 +66,28 @@ class ObjectStoreBackend:
 
     @property
     def place(self) -> str:
-        return self._site.url
+        return self._client.place
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
-    ) -> ObjectWriter:
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
         check_key(key)
         what = self._what("create", key)
-        if length is not None and length < 0:
-            raise BackendError(f"{what}: a length of {length} bytes")
+        extent = Extent(length=length, length_max=length_max)
+        extent.check(what)
         if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
             raise BackendError(f"{what}: this store does not keep a conditional create")
         self._check_writable(what)
-        return ObjectWriter(self._site, self._living, key, length=length, publish=publish)
+        shop = Shop(client=self._client, living=self._living)
+        uploads = self._client.uploads
+        if uploads is None:
+            return OrderedWriter(shop, key, extent=extent, publish=publish)
+        return ObjectWriter(shop, uploads, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)
@@ -94,37 +98,18 @@ class ObjectStoreBackend:
         if not data.nbytes:
             self.stat(key)
             return
-        end, filled = offset + data.nbytes, 0
-        with translated(what):
-            answer = obstore.get(
-                self._site.store, self._full(key), options={"range": (offset, end)}
-            )
-            # One copy for each piece as it comes; as one buffer, obstore would join them first.
-            for piece in answer.stream(min_chunk_size=_STREAM_BYTES):
-                source = flat(memoryview(piece))
-                if filled + source.nbytes > data.nbytes:
-                    raise BackendError(f"{what}: the store sent more than the range asked for")
-                copy_bytes(data[filled : filled + source.nbytes], source)
-                filled += source.nbytes
+        filled = self._client.read_into(self._full(key), offset, data, what)
         if filled < data.nbytes:
             raise BackendError(
-                f"{what}: bytes {offset} to {end} were asked for, but it ends at {offset + filled}; it was cut "
-                "short, or another object was expected"
+                f"{what}: bytes {offset} to {offset + data.nbytes} were asked for, but it ends at {offset + filled}; "
+                "it was cut short, or another object was expected"
             )
 
     def stat(self, key: str) -> Stored:
         check_key(key)
-        store, full = self._site.store, self._full(key)
-        with translated(self._what("stat", key)):
-            try:
-                found = obstore.head(store, full)
-            except (exceptions.BaseError, FileNotFoundError) as error:
-                # An answer to HEAD has no body: a missing bucket looks like a missing object. A GET says why.
-                if not was_answered(error):
-                    raise
-                obstore.get(store, full)
-                found = obstore.head(store, full)
-        return Stored(key=key, bytes=found["size"])
+        return Stored(
+            key=key, bytes=self._client.look(self._full(key), self._what("stat", key)).bytes
+        )
 
     def scan(self, prefix: str) -> Iterator[Stored]:
         check_prefix(prefix)
@@ -135,8 +120,7 @@ class ObjectStoreBackend:
         what = self._what("delete", key)
         self._check_writable(what)
         try:
-            with translated(what):
-                obstore.delete(self._site.store, self._full(key))
+            self._client.delete(self._full(key), what)
         except KeyNotFoundError:
             return
 
@@ -144,59 +128,57 @@ class ObjectStoreBackend:
         check_prefix(prefix)
         what = self._what("clean up", prefix)
         self._check_writable(what)
-        uploads, count = self._site.uploads, 0
-        if uploads is None:
-            # A writer keeps everything in memory there until it publishes.
-            return count
-        for full, upload in list(uploads.pending(self._full(prefix), what)):
-            if upload not in self._living and is_key(full.removeprefix(self._site.prefix)):
-                uploads.abort(full, upload, what)
+        count = 0
+        for full, unfinished in list(self._client.pending(self._full(prefix), what)):
+            if unfinished not in self._living and self._is_ours(full):
+                self._client.abort(full, unfinished, what)
                 count += 1
         return count
 
     def close(self) -> None:
         """Close the connections. Writers that are still open may go on to their abort."""
-        if self._site.uploads is not None:
-            self._site.uploads.close()
+        self._client.close()
 
     def _listed(self, prefix: str) -> list[Stored]:
         found: list[Stored] = []
-        with translated(self._what("list", prefix)):
-            full = self._full(prefix)
-            for rows in obstore.list(self._site.store, full or None, chunk_size=_LIST_ROWS):
-                for row in rows:
-                    key = row["path"].removeprefix(self._site.prefix)
-                    if is_key(key) and key.startswith(prefix):
-                        found.append(Stored(key=key, bytes=row["size"]))
+        for full, size_bytes in self._client.rows(self._full(prefix), self._what("list", prefix)):
+            key = full.removeprefix(self._client.prefix)
+            if is_key(key) and key.startswith(prefix):
+                found.append(Stored(key=key, bytes=size_bytes))
         return sorted(found, key=lambda each: each.key)
+
+    def _is_ours(self, full: str) -> bool:
+        """Say whether a writer of this package may have begun it."""
+        name = full.removeprefix(self._client.prefix)
+        folder, _, leaf = name.rpartition("/")
+        return is_key(name) or (is_unfinished(leaf) and (not folder or is_key(folder)))
 
     def _probed(self) -> bool:
         """Create one object twice; say whether the second create lost."""
-        name = unfinished_name()
-        full, what = self._full(name), f"open {self.place}"
+        full, what = self._full(unfinished_name()), f"open {self.place}"
+        kept = False
         try:
-            for _ in range(2):
-                with translated(what):
-                    obstore.put(self._site.store, full, b"", mode="create", use_multipart=False)
-            kept = False
-        except KeyExistsError:
-            kept = True
+            kept = self._client.knows_condition and self._second_create_loses(full, what)
         except (AccessDeniedError, UnreachableError):
             raise
         except BackendError:
-            # The store refuses the condition. Whether it takes the object without one is asked too.
+            # The store refuses the condition. Whether it takes the object without one is asked below.
             kept = False
-            with translated(what):
-                obstore.put(self._site.store, full, b"", use_multipart=False)
-        with translated(what):
-            obstore.delete(self._site.store, full)
+        if not kept:
+            self._client.put(full, _NOTHING, Publish.REPLACE, what)
+        self._client.delete(full, what)
         return kept
 
+    def _second_create_loses(self, full: str, what: str) -> bool:
+        self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
+        try:
+            self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)
+        except KeyExistsError:
+            return True
+        return False
+
     def _looked(self) -> bool:
-        with translated(f"open {self.place}"):
-            next(
-                iter(obstore.list(self._site.store, self._site.prefix or None, chunk_size=1)), None
-            )
+        self._client.check_open()
         return False
 
     def _check_writable(self, what: str) -> None:
@@ -204,7 +186,7 @@ class ObjectStoreBackend:
             raise AccessDeniedError(f"{what}: it was opened for reading only; open it for writing")
 
     def _full(self, key: str) -> str:
-        return self._site.prefix + key
+        return self._client.prefix + key
 
     def _what(self, operation: str, key: str) -> str:
         return f"{operation} {key!r} in {self.place}"

@@ -3,33 +3,39 @@
 Every ``write`` of a large object is a part of its own and is on its way when the call returns, so parts leave in any
 order and from several threads, straight from the caller's memory. A part's number follows from its offset. What is
 smaller than a part may be is kept until ``publish``: the last piece, or the whole of a small object.
+
+Where the answer to the completion of an upload is lost, it is asked for again. A store that does not know the upload
+any more may have completed it the first time: then the object under the key tells, by its length and its etag, which
+is the MD5 of the parts' MD5s where the parts' etags are MD5s ("Common Response Headers", Amazon S3 API Reference; the
+same on SeaweedFS). Where they are none (some encryptions), it cannot be told, and the writer is dead.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 import threading
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
 
-import obstore
-
-from tierfall.backends.object_errors import translated
-from tierfall.backends.object_options import Site
-from tierfall.backends.s3_multipart import Multipart
-from tierfall.backends.views import copy_bytes, flat
+from tierfall.backends.coverage import Extent
+from tierfall.backends.object_client import UploadGoneError, Uploads
+from tierfall.backends.object_frame import (
+    CONDITIONAL_BYTES_MAX,
+    SINGLE_BYTES_MAX,
+    ObjectFrame,
+    Shop,
+)
+from tierfall.backends.views import flat
 from tierfall.core.contracts import Publish
-from tierfall.core.errors import BackendError
+from tierfall.core.errors import BackendError, KeyNotFoundError
 
 # Amazon S3's bounds for an upload in parts.
 PART_BYTES_MIN = 5 * 1024 * 1024
 PART_BYTES_MAX = 5 * 1024**3
 PARTS_MAX = 10_000
-# Up to here one request is better than three; above, an object that is created conditionally is refused, because
-# only a single put was probed.
-SINGLE_BYTES_MAX = 8 * 1024 * 1024
-CONDITIONAL_BYTES_MAX = 64 * 1024 * 1024
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,25 +47,18 @@ class _Part:
     etag: str = ""
 
 
-class ObjectWriter:
-    """Fills one new object; see ``core.contracts.Writer``. ``living`` holds the ids of uploads that go on."""
+class ObjectWriter(ObjectFrame):
+    """Fills one new object; see ``core.contracts.Writer``."""
 
     def __init__(
-        self, site: Site, living: set[str], key: str, *, length: int | None, publish: Publish
+        self, shop: Shop, uploads: Uploads, key: str, *, extent: Extent, publish: Publish
     ) -> None:
-        self._site = site
-        self._living = living
-        self._key = key
-        self._length = length
-        self._publish = publish
-        self._lock = threading.Lock()
+        super().__init__(shop, key, extent=extent, publish=publish)
+        self._uploads = uploads
         self._begin_lock = threading.Lock()
-        self._open = True
-        self._kept: dict[int, bytearray] = {}
         self._parts: dict[int, _Part] = {}
-        self._upload = ""
-        stride = -(-(length or 0) // PARTS_MAX)
-        self._stride_bytes = max(PART_BYTES_MIN, stride)
+        self._is_unheard = False
+        self._stride_bytes = max(PART_BYTES_MIN, -(-(extent.most_bytes or 0) // PARTS_MAX))
 
     def write(self, offset: int, view: memoryview) -> None:
         data = flat(view)
@@ -69,59 +68,21 @@ class ObjectWriter:
         if part is not None:
             self._send(*part, data)
 
-    def publish(self) -> None:
-        with self._lock:
-            self._check_open("publish")
-            self._open = False
-        what = self._what("publish")
-        try:
-            fault = self._fault()
-            if fault:
-                raise BackendError(f"{what}: {fault}; write every byte first, and once")
-            if self._parts:
-                self._publish_parts(what)
-            else:
-                self._publish_whole(what)
-        except BaseException:
-            self._remove_upload()
-            raise
-        self._living.discard(self._upload)
-
-    def abort(self) -> None:
-        with self._lock:
-            was_open, self._open = self._open, False
-        if was_open:
-            self._remove_upload()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.abort()
-
     def _killing_take(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
         try:
             return self._take(offset, data)
         except BaseException:
-            self._open = False
-            self._remove_upload()
+            self._die()
             raise
 
     def _take(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
         """Keep the bytes, or say which part they are."""
         end = offset + data.nbytes
-        if offset < 0 or (self._length is not None and end > self._length):
-            raise BackendError(
-                f"{self._what('write')}: bytes {offset} to {end} lie outside of its {self._length} bytes"
-            )
+        self._extent.check_range(self._what("write"), offset, data.nbytes)
         if not data.nbytes:
             return None
         if not self._is_part(end, data.nbytes):
+            self._check_room(offset, data.nbytes)
             self._keep(offset, data)
             return None
         number = offset // self._stride_bytes + 1
@@ -129,41 +90,36 @@ class ObjectWriter:
         if number > PARTS_MAX or (part.offset, part.size_bytes) != (offset, data.nbytes):
             raise BackendError(
                 f"{self._what('write')}: bytes {offset} to {end} make too many parts; there may be {PARTS_MAX}: say "
-                f"the length at create, and write {self._stride_bytes} bytes or more at a time"
+                f"length or length_max at create, and write {self._stride_bytes} bytes or more at a time"
             )
         return number, part
 
     def _is_part(self, end: int, size_bytes: int) -> bool:
-        if self._site.uploads is None or self._publish is Publish.IF_ABSENT:
+        length = self._extent.length
+        if self._publish_mode is Publish.IF_ABSENT:
             return False
-        if self._length is None:
+        if length is None:
             return size_bytes >= PART_BYTES_MIN
-        return self._length > SINGLE_BYTES_MAX and (
-            size_bytes >= PART_BYTES_MIN or end == self._length
-        )
+        return length > SINGLE_BYTES_MAX and (size_bytes >= PART_BYTES_MIN or end == length)
 
-    def _keep(self, offset: int, data: memoryview) -> None:
+    def _check_room(self, offset: int, size_bytes: int) -> None:
         others = sum(len(each) for start, each in self._kept.items() if start != offset)
-        if self._site.uploads is not None and others + data.nbytes > self._keep_bytes_max():
+        if others + size_bytes > self._keep_bytes_max():
             raise BackendError(
-                f"{self._what('write')}: {data.nbytes} bytes at {offset} are too few for a part (part_bytes_min: "
+                f"{self._what('write')}: {size_bytes} bytes at {offset} are too few for a part (part_bytes_min: "
                 f"{PART_BYTES_MIN}), and with the {others} kept before too many for a single put"
             )
-        kept = bytearray(data.nbytes)
-        with memoryview(kept) as target:
-            copy_bytes(target, data)
-        self._kept[offset] = kept
 
     def _keep_bytes_max(self) -> int:
-        if self._publish is Publish.IF_ABSENT:
+        if self._publish_mode is Publish.IF_ABSENT:
             return CONDITIONAL_BYTES_MAX
-        return PART_BYTES_MIN if self._length is None else SINGLE_BYTES_MAX
+        return PART_BYTES_MIN if self._extent.length is None else SINGLE_BYTES_MAX
 
     def _send(self, number: int, part: _Part, data: memoryview) -> None:
         what = self._what(f"write part {number} of")
         try:
-            uploads, upload = self._begun()
-            part.etag = uploads.put_part(self._full_key, upload, number, data, what)
+            upload = self._begun()
+            part.etag = self._uploads.put_part(self._full_key, upload, number, data, what)
         except BackendError as error:
             if not error.retryable:
                 self.abort()
@@ -172,16 +128,24 @@ class ObjectWriter:
             self.abort()
             raise
 
-    def _begun(self) -> tuple[Multipart, str]:
+    def _begun(self) -> str:
         """Begin the upload, once. An id whose answer is lost is one for ``discard_unfinished``."""
-        uploads = self._site.uploads
-        assert uploads is not None, "only a store with uploads has parts"
         with self._begin_lock:
             self._check_open("write")
-            if not self._upload:
-                self._upload = uploads.begin(self._full_key, self._what("begin"))
-                self._living.add(self._upload)
-            return uploads, self._upload
+            if not self._unfinished:
+                self._unfinished = self._uploads.begin(self._full_key, self._what("begin"))
+                self._living.add(self._unfinished)
+            return self._unfinished
+
+    def _publish(self, what: str) -> None:
+        fault = self._fault()
+        if fault:
+            raise BackendError(f"{what}: {fault}; write every byte first, and once")
+        if self._parts:
+            self._send_last(what)
+            self._complete(what)
+        else:
+            self._put_whole(what)
 
     def _fault(self) -> str | None:
         """Say what keeps the pieces from being the object, or None."""
@@ -194,57 +158,55 @@ class ObjectWriter:
             end += size_bytes
         if len(spans) != len(self._parts) + len(self._kept):
             return "a part was never taken"
-        if self._length not in (None, end):
-            return f"{end} of {self._length} bytes were written"
+        if self._extent.length not in (None, end):
+            return f"{end} of {self._extent.length} bytes were written"
         return None
 
-    def _publish_parts(self, what: str) -> None:
-        uploads, upload, key = self._site.uploads, self._upload, self._full_key
-        assert uploads is not None, "only a store with uploads has parts"
-        end = max(part.offset + part.size_bytes for part in self._parts.values())
+    def _send_last(self, what: str) -> None:
+        """Send what is kept as the last part; once it is taken, it is a part like any other."""
+        end = self._end()
         if any(offset < end for offset in self._kept):
             raise BackendError(
                 f"{what}: only the last piece may be below part_bytes_min ({PART_BYTES_MIN} bytes)"
             )
-        # All that is kept lies behind the parts: together it is the last one.
         last = self._joined()
-        done = [(number, part.etag) for number, part in sorted(self._parts.items())]
-        if last:
-            number = end // self._stride_bytes + 1
-            number += number == done[-1][0]
-            done.append((number, uploads.put_part(key, upload, number, memoryview(last), what)))
-        uploads.complete(key, upload, done, what)
-
-    def _publish_whole(self, what: str) -> None:
-        mode: Literal["create", "overwrite"] = (
-            "create" if self._publish is Publish.IF_ABSENT else "overwrite"
+        if not last:
+            return
+        number = end // self._stride_bytes + 1
+        number += number == max(self._parts)
+        etag = self._uploads.put_part(
+            self._full_key, self._unfinished, number, memoryview(last), what
         )
-        with translated(what):
-            obstore.put(
-                self._site.store, self._full_key, self._joined(), mode=mode, use_multipart=False
-            )
-
-    def _joined(self) -> bytes | bytearray:
-        kept = [piece for _, piece in sorted(self._kept.items())]
-        return kept[0] if len(kept) == 1 else b"".join(kept)
-
-    def _remove_upload(self) -> None:
-        """Abort what was begun; where the store cannot be asked, it is left to ``discard_unfinished``."""
+        self._parts[number] = _Part(offset=end, size_bytes=len(last), etag=etag)
         self._kept.clear()
-        if self._upload and self._site.uploads is not None:
-            with suppress(BackendError):
-                self._site.uploads.abort(self._full_key, self._upload, self._what("abort"))
-        self._living.discard(self._upload)
 
-    @property
-    def _full_key(self) -> str:
-        return self._site.prefix + self._key
+    def _complete(self, what: str) -> None:
+        done = [(number, part.etag) for number, part in sorted(self._parts.items())]
+        try:
+            self._uploads.complete(self._full_key, self._unfinished, done, what)
+        except UploadGoneError as error:
+            if not self._is_unheard:
+                raise
+            if not self._is_there(done, what):
+                raise BackendError(
+                    f"{what}: an earlier try got no answer, the upload is gone, and what lies under the key now is "
+                    "not known to be this object; write a new object"
+                ) from error
+        except BackendError as error:
+            self._is_unheard = self._is_unheard or error.retryable
+            raise
 
-    def _check_open(self, operation: str) -> None:
-        if not self._open:
-            raise BackendError(
-                f"{self._what(operation)}: this writer is published or dead; create a new one"
-            )
+    def _is_there(self, done: Sequence[tuple[int, str]], what: str) -> bool:
+        """Say whether the object under the key is the one that these parts make."""
+        etags = [etag.strip('"') for _, etag in done]
+        if not all(_MD5.fullmatch(etag) for etag in etags):
+            return False
+        digest = hashlib.md5(b"".join(map(bytes.fromhex, etags)), usedforsecurity=False)
+        try:
+            found = self._client.look(self._full_key, what)
+        except KeyNotFoundError:
+            return False
+        return (found.bytes, found.etag) == (self._end(), f"{digest.hexdigest()}-{len(etags)}")
 
-    def _what(self, operation: str) -> str:
-        return f"{operation} {self._key!r} in {self._site.url}"
+    def _end(self) -> int:
+        return max(part.offset + part.size_bytes for part in self._parts.values())

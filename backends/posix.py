@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tierfall.backends.coverage import Extent
 from tierfall.backends.keys import check_key, check_prefix, is_key, is_part, is_unfinished
 from tierfall.backends.posix_errors import backend_error, translated
 from tierfall.backends.posix_folders import Entry, Folders, is_missing, make_root
@@ -88,11 +89,16 @@ class PosixBackend:
         return str(self._path)
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> PosixWriter:
         check_key(key)
-        if length is not None and length < 0:
-            raise BackendError(f"create {key!r} in {self.place}: a length of {length} bytes")
+        extent = Extent(length=length, length_max=length_max)
+        extent.check(f"create {key!r} in {self.place}")
         if publish is Publish.IF_ABSENT and not self._traits.conditional_create:
             raise BackendError(
                 f"create {key!r} in {self.place}: this file system has neither hard links nor an exclusive rename, "
@@ -101,7 +107,7 @@ class PosixBackend:
         self._check_writable("create", key)
         self._folders.verify()
         with translated(f"create {key!r} in {self.place}"):
-            return PosixWriter(self._shop, key, length=length, publish=publish)
+            return PosixWriter(self._shop, key, extent=extent, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         check_key(key)

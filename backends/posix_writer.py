@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
-from typing import Self
 
 from tierfall.backends import linux
-from tierfall.backends.coverage import Coverage
+from tierfall.backends.coverage import Coverage, Extent
+from tierfall.backends.frame import AbortsOnLeave
 from tierfall.backends.keys import unfinished_name
 from tierfall.backends.posix_errors import sync_error, translated
 from tierfall.backends.posix_folders import Folders
@@ -48,14 +47,14 @@ class Shop:
     living: set[str]
 
 
-class PosixWriter:
+class PosixWriter(AbortsOnLeave):
     """Fills one new object; see ``core.contracts.Writer``."""
 
-    def __init__(self, shop: Shop, key: str, *, length: int | None, publish: Publish) -> None:
+    def __init__(self, shop: Shop, key: str, *, extent: Extent, publish: Publish) -> None:
         self._shop = shop
         self._key = key
         self._parent, _, self._leaf = key.rpartition("/")
-        self._length = length
+        self._extent = extent
         self._publish = publish
         self._lock = threading.Lock()
         self._state = _State.OPEN
@@ -74,7 +73,7 @@ class PosixWriter:
         """Write a range. After a retryable error the same range may be written again; any other kills the writer."""
         with self._at_work():
             data = flat(view)
-            self._check_range(offset, data.nbytes)
+            self._extent.check_range(self._what("write"), offset, data.nbytes)
             with translated(self._what(f"write {data.nbytes} bytes at {offset} of")):
                 self._put(offset, data)
             with self._lock:
@@ -102,17 +101,6 @@ class PosixWriter:
         if self._state is not _State.PUBLISHED:
             self._die()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.abort()
-
     def _start(self) -> tuple[int, int]:
         """Open the folder and a new file in it; a folder that is removed as empty in between is made again."""
         folders = self._shop.folders
@@ -138,9 +126,10 @@ class PosixWriter:
             raise
 
     def _reserve(self) -> None:
-        if self._length:
-            with translated(self._what(f"reserve {self._length} bytes for")):
-                linux.fallocate(self._file, self._length)
+        length = self._extent.length
+        if length:
+            with translated(self._what(f"reserve {length} bytes for")):
+                linux.fallocate(self._file, length)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -189,13 +178,6 @@ class PosixWriter:
                 f"{self._what(operation)}: this writer is {self._state}; create a new one"
             )
 
-    def _check_range(self, offset: int, size_bytes: int) -> None:
-        if offset < 0 or (self._length is not None and offset + size_bytes > self._length):
-            raise BackendError(
-                f"{self._what('write')}: bytes {offset} to {offset + size_bytes} lie outside of the "
-                f"{self._length} bytes that it was created with"
-            )
-
     def _begin_publish(self) -> None:
         with self._lock:
             self._check_open("publish")
@@ -208,7 +190,7 @@ class PosixWriter:
             )
 
     def _check_complete(self) -> None:
-        fault = self._coverage.missing(self._length)
+        fault = self._coverage.missing(self._extent.length)
         size_bytes = os.fstat(self._file).st_size
         if fault is None and size_bytes != self._coverage.end:
             fault = f"{self._coverage.end} bytes were written, the file has {size_bytes}"

@@ -1,9 +1,9 @@
 """Trying again, where the same call may succeed a moment later and saying it twice is the same as saying it once.
 
-Reads, listings, deletions and the writing of one range are such calls. ``publish`` is not: its answer may be lost
-after it took effect, and the writer is dead either way. Under ``Publish.REPLACE`` its error passes as it is, and
-whoever still has the bytes may write a new object. Under ``Publish.IF_ABSENT`` a retryable error becomes one that is
-not: a second try could lose to the first. It knows no keys' meaning and no medium.
+Reads, listings, deletions, the writing of one range, and ``publish`` under ``Publish.REPLACE`` are such calls: a writer
+that could not publish twice says by itself that it is dead, and the first error is chained then. Under
+``Publish.IF_ABSENT`` publishing is not repeated, and a retryable error becomes one that is not: its answer may be lost
+after it took effect, and a second try could lose to the first. It knows no keys' meaning and no medium.
 """
 
 from __future__ import annotations
@@ -81,10 +81,15 @@ class Retrying(Wrapper):
         )
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         writer = self._patience.again(
-            lambda: self._inner.create(key, length=length, publish=publish)
+            lambda: self._inner.create(key, length=length, length_max=length_max, publish=publish)
         )
         return _RetryingWriter(writer, self._patience, publish, f"{key!r} in {self.place}")
 
@@ -117,12 +122,33 @@ class _RetryingWriter(WriterWrapper):
         self._patience.again(lambda: self._inner.write(offset, view))
 
     def publish(self) -> None:
+        if self._mode is Publish.IF_ABSENT:
+            self._publish_once()
+        else:
+            self._publish_again()
+
+    def _publish_once(self) -> None:
         try:
             self._inner.publish()
         except BackendError as error:
-            if self._mode is Publish.IF_ABSENT and error.retryable:
+            if error.retryable:
                 raise BackendError(
                     f"publish {self._what}: no answer, so it is not known whether it was created; read it and compare "
                     "before trying again"
                 ) from error
             raise
+
+    def _publish_again(self) -> None:
+        first: list[BackendError] = []
+
+        def call() -> None:
+            try:
+                self._inner.publish()
+            except BackendError as error:
+                if first and not error.retryable:
+                    # That the writer is dead now follows from what the first try met: whoever reads it wants both.
+                    raise type(error)(f"{error}; the first try: {first[0]}") from first[0]
+                first.append(error)
+                raise
+
+        self._patience.again(call)

@@ -16,8 +16,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from tierfall.backends.object_errors import answer_error, code_in, silence_error
 from tierfall.backends.s3_signature import Sign
+from tierfall.backends.store_answers import answer_error, code_in, silence_error
 from tierfall.core.errors import BackendError
 
 _ANSWER_BYTES_MAX = 16 * 1024 * 1024
@@ -132,6 +132,7 @@ class _Lines:
         self._timeouts = timeouts
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
+        self._keep_idle = _KEEP_IDLE
         self._context: ssl.SSLContext | None = None
         if parts.scheme == "https":
             self._context = ssl.create_default_context()
@@ -152,8 +153,9 @@ class _Lines:
             raise silence_error(f"{reason} at {self._host}", what) from None
 
     def close(self) -> None:
+        """Close what is idle, and from now on every connection after its use."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._keep_idle = self._idle, [], 0
         for line in idle:
             line.close()
 
@@ -204,7 +206,7 @@ class _Lines:
 
     def _give(self, line: http.client.HTTPConnection) -> None:
         with self._lock:
-            if len(self._idle) < _KEEP_IDLE:
+            if len(self._idle) < self._keep_idle:
                 self._idle.append(line)
                 return
         line.close()

@@ -27,9 +27,14 @@ class Wrapper:
         return self._inner.place
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        return self._inner.create(key, length=length, publish=publish)
+        return self._inner.create(key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self._inner.read_into(key, offset, view)

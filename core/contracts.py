@@ -107,8 +107,9 @@ class Backend(Protocol):
     ) -> Writer:
         """Begin an object. With ``length`` given, space is reserved where the medium can, and ``publish`` raises a
         BackendError unless exactly ``length`` bytes are covered. ``length_max`` says, where the length is not known
-        yet, what it will not exceed: an upload in parts chooses the size of its parts by it, and to write beyond it is
-        a BackendError. A negative one, or a length above length_max, is a BackendError."""
+        yet, what it will not exceed: an upload in parts chooses the size of its parts by either (a write, but for the
+        last, then has a 10,000th of it or more), and to write beyond it is a BackendError. A negative one, or a length
+        above length_max, is a BackendError."""
         ...
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from backend_places import KINDS
 
-from tierfall.backends import conformance_read, conformance_write
+from tierfall.backends import conformance_length, conformance_read, conformance_write
 from tierfall.backends.conformance import CHECKS, check_backend, check_promise
 from tierfall.backends.memory import MemoryBackend, MemoryWriter
 from tierfall.backends.wrapper import Wrapper, WriterWrapper
@@ -30,7 +30,7 @@ def test_promise(kind: str, name: str, tmp_path: Path, request: pytest.FixtureRe
 def test_every_check_is_registered() -> None:
     found = {
         name
-        for module in (conformance_read, conformance_write)
+        for module in (conformance_length, conformance_read, conformance_write)
         for name, value in vars(module).items()
         if callable(value)
         and not name.startswith("_")
@@ -45,7 +45,7 @@ def test_the_whole_suite_in_one_call(tmp_path: Path) -> None:
 
 
 def test_the_suite_needs_no_test_framework() -> None:
-    for name in ("", "_kit", "_read", "_write"):
+    for name in ("", "_kit", "_length", "_read", "_write"):
         spec = importlib.util.find_spec(f"tierfall.backends.conformance{name}")
         assert spec is not None
         assert spec.origin is not None
@@ -67,23 +67,38 @@ class _Changed(Wrapper):
 
 class _Visible(_Changed):
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        writer = super().create(key, length=length, publish=publish)
+        writer = super().create(key, length=length, length_max=length_max, publish=publish)
         self.memory.put(key, memoryview(b""), publish=Publish.REPLACE)
         return writer
 
 
 class _Unconditional(_Changed):
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         return super().create(key, length=length)
 
 
 class _Lenient(_Changed):
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         return super().create(key, publish=publish)
 
@@ -134,9 +149,16 @@ class _Borrowing(_Changed):
     """Copies only at publish."""
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        return _BorrowingWriter(super().create(key, length=length, publish=publish))
+        return _BorrowingWriter(
+            super().create(key, length=length, length_max=length_max, publish=publish)
+        )
 
 
 class _BorrowingWriter(WriterWrapper):
@@ -164,6 +186,8 @@ class _BorrowingWriter(WriterWrapper):
         (_Unconditional, "a_lost_conditional_create_leaves_no_litter"),
         (_Lenient, "too_few_bytes_are_refused"),
         (_Lenient, "too_many_bytes_are_refused"),
+        (_Lenient, "length_max_is_a_bound"),
+        (_Visible, "a_long_object_given_up_leaves_nothing"),
         (_Unsorted, "a_scan_is_sorted_and_complete"),
         (_Unsorted, "a_scan_beside_changes_shows_what_stays"),
         (_Sloppy, "a_prefix_ends_at_a_part"),

@@ -160,6 +160,36 @@ def test_a_writer_that_met_a_full_disk_is_dead(tmp_path: Path) -> None:
     posix.close()
 
 
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+def test_a_publish_that_may_pass_can_be_asked_for_again(tmp_path: Path, kind: FaultKind) -> None:
+    posix = PosixBackend(tmp_path)
+    plan = [Fault(kind=kind, operation=Operation.PUBLISH, times=2)]
+    with Faulty(posix, seed=1, plan=plan).create("run/key") as writer:
+        writer.write(0, memoryview(DATA))
+        for _ in range(2):
+            with pytest.raises(UnreachableError):
+                writer.publish()
+        writer.publish()
+        with pytest.raises(BackendError, match="published"):
+            writer.publish()
+    assert get(posix, "run/key") == DATA
+    posix.close()
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+def test_a_publish_that_cannot_pass_kills_the_writer(tmp_path: Path, kind: FaultKind) -> None:
+    posix = PosixBackend(tmp_path)
+    plan = [Fault(kind=kind, operation=Operation.PUBLISH, error=AccessDeniedError)]
+    writer = Faulty(posix, seed=1, plan=plan).create("run/key")
+    writer.write(0, memoryview(DATA))
+    with pytest.raises(AccessDeniedError):
+        writer.publish()
+    with pytest.raises(BackendError, match="create a new one"):
+        writer.publish()
+    assert files_below(tmp_path) == (["run/key"] if kind is FaultKind.FAIL_AFTER else [])
+    posix.close()
+
+
 @pytest.mark.parametrize("mode", Publish)
 def test_a_lost_sync_loses_the_object(tmp_path: Path, mode: Publish) -> None:
     posix = PosixBackend(tmp_path)

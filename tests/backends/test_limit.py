@@ -53,10 +53,17 @@ class Watched(Wrapper):
         return [(offset, size) for name, offset, size in self.seen if name == operation]
 
     def create(
-        self, key: str, *, length: int | None = None, publish: Publish = Publish.REPLACE
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
     ) -> Writer:
         self.see("create")
-        return WatchedWriter(super().create(key, length=length, publish=publish), self)
+        return WatchedWriter(
+            super().create(key, length=length, length_max=length_max, publish=publish), self
+        )
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self.see("read", offset, view.nbytes)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
+import gc
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from backend_places import get, put, retrying
+from backend_places import get, put
 
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.opening import open_backend
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
     AccessDeniedError,
@@ -21,6 +21,7 @@ from tierfall.core.errors import (
     KeyNotFoundError,
     UnreachableError,
 )
+from tierfall.core.values import Driver
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
@@ -41,9 +42,19 @@ def parts(seed: int, number: int) -> list[bytes]:
     return [bytes([seed + index]) * PART_BYTES for index in range(number)]
 
 
+@pytest.fixture(params=Driver)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    return Driver(request.param)
+
+
 @pytest.fixture
-def backend(s3_server: SeaweedFS, bucket: str) -> Iterator[ObjectStoreBackend]:
-    made = ObjectStoreBackend(f"s3://{bucket}/run", options=s3_server.options())
+def opened(driver: Driver) -> Callable[..., Backend]:
+    return partial(open_backend, driver=driver)
+
+
+@pytest.fixture
+def backend(s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend]) -> Iterator[Backend]:
+    made = opened(f"s3://{bucket}/run", options=s3_server.options())
     yield made
     made.close()
 
@@ -72,11 +83,11 @@ def refused(call: Callable[[], object], kind: type[BackendError]) -> BackendErro
 @pytest.mark.parametrize("name", ["key", "secret"])
 @READ_ONLY_OR_NOT
 def test_wrong_keys_are_denied_at_open(
-    s3_server: SeaweedFS, bucket: str, name: str, read_only: bool
+    s3_server: SeaweedFS, bucket: str, name: str, read_only: bool, opened: Callable[..., Backend]
 ) -> None:
     options = s3_server.options(**{name: "tierfall-wrong-9c"})
     error = refused(
-        lambda: ObjectStoreBackend(f"s3://{bucket}", options=options, read_only=read_only),
+        lambda: opened(f"s3://{bucket}", options=options, read_only=read_only),
         AccessDeniedError,
     )
     assert "tierfall-wrong-9c" not in str(error)
@@ -85,23 +96,23 @@ def test_wrong_keys_are_denied_at_open(
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_keys_that_turn_wrong_are_denied(
-    backend: ObjectStoreBackend, s3_server: SeaweedFS, name: str
+    backend: Backend, s3_server: SeaweedFS, name: str, opened: Callable[..., Backend]
 ) -> None:
     # What a store answers to keys that were revoked: the same place with other keys.
     options = s3_server.options(secret="tierfall-wrong-9c")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ObjectStoreBackend, "_probed", lambda self: True)
-        stranger = ObjectStoreBackend(backend.place, options=options)
+        stranger = opened(backend.place, options=options)
     refused(lambda: OPERATIONS[name](stranger), AccessDeniedError)
     stranger.close()
 
 
 @READ_ONLY_OR_NOT
-def test_a_missing_bucket_is_said_at_open(s3_server: SeaweedFS, read_only: bool) -> None:
+def test_a_missing_bucket_is_said_at_open(
+    s3_server: SeaweedFS, read_only: bool, opened: Callable[..., Backend]
+) -> None:
     error = refused(
-        lambda: ObjectStoreBackend(
-            "s3://not-there", options=s3_server.options(), read_only=read_only
-        ),
+        lambda: opened("s3://not-there", options=s3_server.options(), read_only=read_only),
         BackendError,
     )
     assert "there is no such bucket" in str(error)
@@ -109,7 +120,7 @@ def test_a_missing_bucket_is_said_at_open(s3_server: SeaweedFS, read_only: bool)
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_bucket_that_is_gone_is_not_nothing_there(
-    backend: ObjectStoreBackend, s3_server: SeaweedFS, bucket: str, name: str
+    backend: Backend, s3_server: SeaweedFS, bucket: str, name: str
 ) -> None:
     put(backend, "key", b"bytes")
     s3_server.remove_bucket(bucket)
@@ -118,19 +129,21 @@ def test_a_bucket_that_is_gone_is_not_nothing_there(
 
 
 @READ_ONLY_OR_NOT
-def test_no_server_is_unreachable_at_open(tmp_path: Path, read_only: bool) -> None:
+def test_no_server_is_unreachable_at_open(
+    tmp_path: Path, read_only: bool, opened: Callable[..., Backend]
+) -> None:
     never_started = SeaweedFS(tmp_path)
     error = refused(
-        lambda: ObjectStoreBackend(
-            "s3://bucket", options=never_started.options(), read_only=read_only
-        ),
+        lambda: opened("s3://bucket", options=never_started.options(), read_only=read_only),
         UnreachableError,
     )
     assert error.retryable
 
 
-def test_an_outage_in_mid_upload_costs_only_its_parts(own_server: SeaweedFS) -> None:
-    backend = ObjectStoreBackend("s3://bucket/run", options=own_server.options())
+def test_an_outage_in_mid_upload_costs_only_its_parts(
+    own_server: SeaweedFS, opened: Callable[..., Backend]
+) -> None:
+    backend = opened("s3://bucket/run", options=own_server.options())
     data = parts(1, 4)
     with backend.create("key", length=4 * PART_BYTES) as writer:
         for index in (3, 0):
@@ -152,8 +165,10 @@ def test_an_outage_in_mid_upload_costs_only_its_parts(own_server: SeaweedFS) -> 
     backend.close()
 
 
-def test_a_begin_that_got_no_answer_is_tried_again(own_server: SeaweedFS) -> None:
-    backend = ObjectStoreBackend("s3://bucket", options=own_server.options())
+def test_a_begin_that_got_no_answer_is_tried_again(
+    own_server: SeaweedFS, opened: Callable[..., Backend]
+) -> None:
+    backend = opened("s3://bucket", options=own_server.options())
     with backend.create("key") as writer:
         own_server.kill()
         refused(lambda: writer.write(0, memoryview(bytes(PART_BYTES))), UnreachableError)
@@ -166,24 +181,54 @@ def test_a_begin_that_got_no_answer_is_tried_again(own_server: SeaweedFS) -> Non
 
 
 def test_what_a_killed_process_left_is_collected(
-    backend: ObjectStoreBackend, s3_server: SeaweedFS, bucket: str
+    backend: Backend, s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend]
 ) -> None:
     """The writer is dropped as a killed process drops it: without abort."""
     for key in ("a/b", "a/odd %&?+ é", "c"):
         backend.create(key).write(0, memoryview(bytes(PART_BYTES)))
-    other = ObjectStoreBackend(f"s3://{bucket}/running", options=s3_server.options())
+    other = opened(f"s3://{bucket}/running", options=s3_server.options())
     other.create("a/b").write(0, memoryview(bytes(PART_BYTES)))
     assert list(backend.scan("")) == []
     with pytest.raises(KeyNotFoundError):
         backend.stat("a/b")
-    fresh = ObjectStoreBackend(backend.place, options=s3_server.options())
+    fresh = opened(backend.place, options=s3_server.options())
     assert [fresh.discard_unfinished(prefix) for prefix in ("a/", "", "")] == [2, 1, 0]
     assert other.discard_unfinished("") == 0, "its own living writer"
     for each in (fresh, other):
         each.close()
 
 
-def test_a_failed_upload_leaves_nothing(backend: ObjectStoreBackend, s3_server: SeaweedFS) -> None:
+def test_a_writer_outlives_its_backend_to_its_abort(
+    s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend]
+) -> None:
+    backend = opened(f"s3://{bucket}", options=s3_server.options())
+    writer = backend.create("key")
+    writer.write(0, memoryview(bytes(PART_BYTES)))
+    backend.close()
+    backend.close()
+    writer.abort()
+    fresh = opened(f"s3://{bucket}", options=s3_server.options())
+    assert fresh.discard_unfinished("") == 0
+    fresh.close()
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_backend_goes_without_a_word(
+    s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend], close: bool
+) -> None:
+    """Nothing is said of connections that were left open: warnings are errors here."""
+    backend = opened(f"s3://{bucket}", options=s3_server.options())
+    put(backend, "key", b"bytes")
+    if close:
+        put(backend, "key", bytes(9 * MIB))
+        backend.close()
+    del backend
+    gc.collect()
+
+
+def test_a_failed_upload_leaves_nothing(
+    backend: Backend, s3_server: SeaweedFS, opened: Callable[..., Backend]
+) -> None:
     put(backend, "key", b"old")
     hole = backend.create("key", length=3 * PART_BYTES)
     hole.write(0, memoryview(bytes(PART_BYTES)))
@@ -195,12 +240,12 @@ def test_a_failed_upload_leaves_nothing(backend: ObjectStoreBackend, s3_server: 
     small_in_the_middle.write(PART_BYTES + 5, memoryview(bytes(PART_BYTES)))
     refused(small_in_the_middle.publish, BackendError)
     assert get(backend, "key") == b"old"
-    fresh = ObjectStoreBackend(backend.place, options=s3_server.options())
+    fresh = opened(backend.place, options=s3_server.options())
     assert fresh.discard_unfinished("") == 0
     fresh.close()
 
 
-def test_small_last_pieces_are_joined(backend: ObjectStoreBackend) -> None:
+def test_small_last_pieces_are_joined(backend: Backend) -> None:
     data = b"".join(parts(7, 2)) + b"ab" + b"cde"
     with backend.create("key") as writer:
         for start, end in ((0, PART_BYTES), (PART_BYTES, 2 * PART_BYTES)):
@@ -211,7 +256,9 @@ def test_small_last_pieces_are_joined(backend: ObjectStoreBackend) -> None:
     assert get(backend, "key") == data
 
 
-def test_parts_are_bounded_in_number(backend: ObjectStoreBackend, s3_server: SeaweedFS) -> None:
+def test_parts_are_bounded_in_number(
+    backend: Backend, s3_server: SeaweedFS, opened: Callable[..., Backend]
+) -> None:
     view = memoryview(bytes(PART_BYTES))
     large = backend.create("large", length=200 * 1024 * MIB)
     large.write(0, view)
@@ -221,12 +268,12 @@ def test_parts_are_bounded_in_number(backend: ObjectStoreBackend, s3_server: Sea
     endless = backend.create("endless")
     endless.write(9_999 * PART_BYTES, view)
     refused(lambda: endless.write(10_000 * PART_BYTES, view), BackendError)
-    fresh = ObjectStoreBackend(backend.place, options=s3_server.options())
+    fresh = opened(backend.place, options=s3_server.options())
     assert fresh.discard_unfinished("") == 0, "a refused writer left its upload"
     fresh.close()
 
 
-def test_the_same_part_may_be_written_again(backend: ObjectStoreBackend) -> None:
+def test_the_same_part_may_be_written_again(backend: Backend) -> None:
     with backend.create("key", length=2 * PART_BYTES) as writer:
         for seed in (1, 2):
             writer.write(0, memoryview(bytes([seed]) * PART_BYTES))
@@ -236,7 +283,10 @@ def test_the_same_part_may_be_written_again(backend: ObjectStoreBackend) -> None
 
 
 def test_credentials_of_the_environment_serve(
-    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
+    s3_server: SeaweedFS,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: Callable[..., Backend],
 ) -> None:
     options = s3_server.options()
     for name, value in (
@@ -245,68 +295,12 @@ def test_credentials_of_the_environment_serve(
         ("AWS_ENDPOINT_URL_S3", options.pop("endpoint_url")),
     ):
         monkeypatch.setenv(name, value)
-    backend = ObjectStoreBackend(f"s3://{bucket}/a b", options=options)
+    backend = opened(f"s3://{bucket}/a b", options=options)
     data = b"".join(parts(1, 2))
     put(backend, "odd %&?+ é", data)
     assert get(backend, "odd %&?+ é") == data
     backend.create("left").write(0, memoryview(bytes(PART_BYTES)))
-    fresh = ObjectStoreBackend(f"s3://{bucket}/a b", options=options)
+    fresh = opened(f"s3://{bucket}/a b", options=options)
     assert fresh.discard_unfinished("") == 1
     for each in (backend, fresh):
         each.close()
-
-
-def test_an_upload_needs_no_memory_of_its_own(s3_server: SeaweedFS, bucket: str) -> None:
-    """256 MiB in parts of 16 MiB, four at once, from one part's memory: less than what is in flight may be added."""
-    part_bytes, parallel, total = 16 * MIB, 4, 256 * MIB
-    backend = retrying(ObjectStoreBackend(f"s3://{bucket}", options=s3_server.options()))
-    source = memoryview(bytearray(b"\x5a" * part_bytes))
-    targets = [memoryview(bytearray(part_bytes)) for _ in range(parallel)]
-    with Peak() as peak, ThreadPoolExecutor(parallel) as pool:
-        with backend.create("key", length=total) as writer:
-            list(pool.map(lambda at: writer.write(at, source), range(0, total, part_bytes)))
-            writer.publish()
-        written_bytes = peak.grown_bytes
-        list(
-            pool.map(
-                lambda index: backend.read_into(
-                    "key", index * part_bytes, targets[index % parallel]
-                ),
-                range(total // part_bytes),
-            )
-        )
-    print(
-        f"RssAnon grew by {written_bytes / MIB:.1f} MiB writing, {peak.grown_bytes / MIB:.1f} both"
-    )
-    assert all(target == source for target in targets)
-    assert written_bytes < part_bytes * parallel + 16 * MIB
-    assert peak.grown_bytes < part_bytes * parallel + 32 * MIB
-    backend.close()
-
-
-class Peak:
-    """The most that this process's anonymous memory grows by in a block."""
-
-    def __enter__(self) -> Peak:
-        self._start_bytes, self._peak_bytes = _anonymous_bytes(), 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self._done.set()
-        self._thread.join()
-
-    @property
-    def grown_bytes(self) -> int:
-        return self._peak_bytes - self._start_bytes
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self._peak_bytes = max(self._peak_bytes, _anonymous_bytes())
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from random import Random
 
 import pytest
-from backend_places import get, put
+from backend_places import fail, files_below, get, put
 
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.posix import PosixBackend
 from tierfall.backends.retry import Retrying
 from tierfall.core.contracts import Backend, Publish
 from tierfall.core.errors import (
@@ -57,7 +61,7 @@ def call(backend: Backend, operation: Operation) -> object:
             return put(backend, "run/key", b"bytes")
 
 
-REPEATABLE = [each for each in Operation if each is not Operation.PUBLISH]
+REPEATABLE = list(Operation)
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
@@ -65,12 +69,13 @@ REPEATABLE = [each for each in Operation if each is not Operation.PUBLISH]
 def test_what_may_be_repeated_is(operation: Operation, kind: FaultKind) -> None:
     waits = Waits()
     memory, storage = faulty(Fault(kind=kind, operation=operation, times=3))
-    expected = call(MemoryBackend() if operation is Operation.CREATE else memory, operation)
+    writing = (Operation.CREATE, Operation.WRITE, Operation.PUBLISH)
+    expected = call(MemoryBackend() if operation in writing else memory, operation)
     result = call(retrying(storage, waits), operation)
     assert result == expected
     assert len(storage.struck) == 3
     assert len(waits.asked) == 3
-    if operation in (Operation.WRITE, Operation.CREATE):
+    if operation in writing:
         assert get(memory, "run/key") == b"bytes"
 
 
@@ -107,15 +112,34 @@ def test_an_answer_is_not_asked_for_again(error: type[BackendError]) -> None:
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
-def test_publish_is_never_repeated(kind: FaultKind) -> None:
+def test_publish_is_repeated_and_given_up(kind: FaultKind) -> None:
     waits = Waits()
     memory, storage = faulty(Fault(kind=kind, operation=Operation.PUBLISH, times=None))
     with pytest.raises(UnreachableError) as caught:
         put(retrying(storage, waits), "run/key", b"new")
     assert caught.value.retryable, "who has the bytes may write a new object"
-    assert len(storage.struck) == 1
-    assert waits.asked == []
+    assert len(storage.struck) == 4
+    assert len(waits.asked) == 3
     assert get(memory, "run/key") == (b"bytes" if kind is FaultKind.FAIL_BEFORE else b"new")
+
+
+def test_a_writer_that_died_at_its_publish_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's writer does not outlive a failed publish; the first error is the reason, and is chained."""
+    posix, waits = PosixBackend(tmp_path), Waits()
+    with retrying(posix, waits).create("run/key") as writer:
+        writer.write(0, memoryview(b"bytes"))
+        fail(monkeypatch, "replace", errno.EIO)
+        with pytest.raises(BackendError, match="dead") as caught:
+            writer.publish()
+    first = caught.value.__cause__
+    assert isinstance(first, UnreachableError)
+    assert os.strerror(errno.EIO) in str(first)
+    assert str(first) in str(caught.value)
+    assert len(waits.asked) == 1
+    assert files_below(tmp_path) == []
+    posix.close()
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])

@@ -2,77 +2,89 @@
 
 ``s3://bucket/prefix`` takes s3fs's names: key, secret, token, anon, endpoint_url, client_kwargs
 (region_name, endpoint_url, verify) and config_kwargs (connect_timeout, read_timeout, s3: addressing_style).
-What is not given obstore looks for in the environment (AWS_*), at a metadata service and in a role. ``memory://`` takes
-none; it is for tests. ``file://`` is not served: obstore's deletes and lookups fail on a folder of the key's name, and
-it takes no name near 255 bytes; folders have a backend of their own. An option that is not known is an error, never
-ignored.
+What is not given obstore looks for in the environment (AWS_*), at a metadata service and in a role. ``gs://`` and
+``az://`` stand in ``obstore_clouds``. ``memory://`` takes none; it is for tests. ``file://`` is not served: obstore's
+deletes and lookups fail on a folder of the key's name, and it takes no name near 255 bytes; folders have a backend of
+their own. An option that is not known is an error, never ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import obstore
-from obstore.store import MemoryStore, ObjectStore, S3Store
+from obstore.store import MemoryStore, S3Store
 
-from tierfall.backends.keys import check_key
-from tierfall.backends.object_errors import translated
+from tierfall.backends.keys import place_below
+from tierfall.backends.object_client import NotServedError
+from tierfall.backends.obstore_client import ObstoreClient
+from tierfall.backends.obstore_clouds import (
+    AZURE,
+    GOOGLE,
+    NO_RETRIES,
+    RETRIES,
+    check_taken,
+    open_azure,
+    open_google,
+    taken_dict,
+)
+from tierfall.backends.obstore_errors import building
 from tierfall.backends.s3_multipart import Multipart, Timeouts
 from tierfall.backends.s3_signature import Keys, Sign, sign_by_obstore, sign_with
 from tierfall.core.errors import BackendError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Where objects go: ``prefix`` (empty, or ending in '/') stands before every key."""
+def open_client(url: str, options: Mapping[str, Any] | None = None) -> ObstoreClient:
+    """Make the client; nothing is asked of the store yet.
 
-    url: str
-    prefix: str
-    store: ObjectStore = field(repr=False)
-    uploads: Multipart | None = field(repr=False)
-
-
-def open_site(url: str, options: Mapping[str, Any] | None = None) -> Site:
-    """Make the client; nothing is asked of the store yet. Raises BackendError naming what is wrong."""
-    # Taken literally, as fsspec does: '?', '#' and '%' are letters of a key.
+    Raises NotServedError for a protocol or an option's name that obstore has none for, and BackendError naming what
+    else is wrong.
+    """
+    # Taken literally, as fsspec does: '#' and '%' are letters of a key.
     scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    given = dict(options or {})
     if scheme == "s3":
-        bucket, _, path = rest.partition("/")
-        return _open_s3(bucket, path, dict(options or {}))
-    if options:
-        raise BackendError(f"{scheme}:// takes no options: {', '.join(sorted(options))}")
-    if scheme == "memory":
-        return Site(url="memory://", prefix="", store=MemoryStore(), uploads=None)
-    raise BackendError(f"{scheme}:// is not known here; expected s3://bucket/prefix")
+        return _open_s3(bucket, path, given)
+    if scheme in GOOGLE:
+        return open_google(bucket, path, given)
+    if scheme in AZURE:
+        return open_azure(bucket, path, given)
+    if scheme != "memory":
+        raise NotServedError(f"{scheme}:// is not known to obstore")
+    check_taken(given, "memory://")
+    store = MemoryStore()
+    return ObstoreClient(
+        place="memory://", prefix="", durable=False, store=store, streams=store, uploads=None
+    )
 
 
-def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> Site:
+def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> ObstoreClient:
     if not bucket or "@" in bucket or ":" in bucket:
         raise BackendError("the address names no bucket; expected s3://bucket/prefix")
-    prefix = path.strip("/")
-    if prefix:
-        check_key(prefix)
-    place = "/".join([f"s3://{bucket}", *([prefix] if prefix else [])])
+    place, prefix = place_below(f"s3://{bucket}", path)
     config, timeouts, verify = _translate(options, place)
-    with translated(f"open {place}"):
+    with building(f"open {place}", config):
         address, region = _address(bucket, config)
         # Whoever names an http:// address, here or in the environment, means it.
         config["client_options"]["allow_http"] = address.startswith("http://")
-        store = S3Store(bucket, **config)
+        store = S3Store(bucket, retry_config=NO_RETRIES, **config)
+        streams = S3Store(bucket, retry_config=RETRIES, **config)
     sign = _signer(config, region)
     uploads = Multipart(address, sign, timeouts=timeouts, verify=verify)
-    return Site(url=place, prefix=f"{prefix}/" if prefix else "", store=store, uploads=uploads)
+    return ObstoreClient(
+        place=place, prefix=prefix, durable=True, store=store, streams=streams, uploads=uploads
+    )
 
 
 def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Timeouts, bool]:
-    client = _taken_dict(options, "client_kwargs", place)
-    more = _taken_dict(options, "config_kwargs", place)
-    addressing = _taken_dict(more, "s3", place)
+    client = taken_dict(options, "client_kwargs", place)
+    more = taken_dict(options, "config_kwargs", place)
+    addressing = taken_dict(more, "s3", place)
     style = addressing.pop("addressing_style", "path")
     verify = bool(client.pop("verify", True))
     endpoint = client.pop("endpoint_url", None) or options.pop("endpoint_url", None)
@@ -89,12 +101,8 @@ def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Tim
         "virtual_hosted_style_request": True if style == "virtual" else None,
         # One DELETE for one object: not every store knows the call for many.
         "disable_bulk_delete": True,
-        # Wrappers retry.
-        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(minutes=1)},
     }
-    unknown = [*options, *client, *more, *addressing]
-    if unknown:
-        raise BackendError(f"open {place}: unknown options {', '.join(map(str, sorted(unknown)))}")
+    check_taken([*options, *client, *more, *addressing], f"open {place}")
     if endpoint is not None:
         config["endpoint"] = config["aws_endpoint_url_s3"] = _checked_endpoint(endpoint, place)
     config["client_options"] = {
@@ -104,13 +112,6 @@ def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Tim
     }
     given = {name: value for name, value in config.items() if value is not None}
     return given, timeouts, verify
-
-
-def _taken_dict(options: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    value = options.pop(name, None) or {}
-    if not isinstance(value, Mapping):
-        raise BackendError(f"open {place}: {name} is no mapping")
-    return dict(value)
 
 
 def _checked_endpoint(endpoint: Any, place: str) -> str:

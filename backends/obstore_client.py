@@ -1,0 +1,144 @@
+"""Objects through obstore: ``s3://``, ``gs://``, ``az://``, and for tests its own memory.
+
+obstore reads, lists, deletes and puts what is small. On S3 the requests of an upload in parts are made beside it, in
+``s3_multipart``, signed with the same credentials. Elsewhere obstore's own writer is used: it takes bytes in order,
+keeps up to ``_AT_ONCE`` parts in memory and on their way, and sends a failed part again by itself, because nobody else
+can. Nobody can list what it leaves unfinished when the process is killed: on Azure that goes after a week, on Google
+Cloud Storage a bucket's lifecycle rule AbortIncompleteMultipartUpload collects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import obstore
+from obstore import exceptions
+from obstore.store import ObjectStore
+
+from tierfall.backends.object_client import Found, Stream
+from tierfall.backends.obstore_errors import translated, was_answered
+from tierfall.backends.s3_multipart import Multipart
+from tierfall.backends.views import copy_bytes, flat
+from tierfall.core.contracts import Publish
+from tierfall.core.errors import BackendError
+
+_STREAM_BYTES = 1024 * 1024
+_LIST_ROWS = 1000
+# Of obstore's writer: what one part holds at least, how many there may be, and how many are on their way at once.
+_PART_BYTES = 16 * 1024 * 1024
+_PARTS_MAX = 10_000
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObstoreClient:
+    """See ``ObjectClient``. ``streams`` is the same place as ``store``, with obstore's retries."""
+
+    place: str
+    prefix: str
+    durable: bool
+    store: ObjectStore = field(repr=False)
+    streams: ObjectStore = field(repr=False)
+    uploads: Multipart | None = field(repr=False)
+    atomic_replace: bool = True
+    knows_condition: bool = True
+
+    def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
+        part_bytes = max(_PART_BYTES, -(-(most_bytes or 0) // _PARTS_MAX))
+        return _ObstoreStream(self.streams, key, part_bytes, what)
+
+    def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
+        mode: Literal["create", "overwrite"] = (
+            "create" if publish is Publish.IF_ABSENT else "overwrite"
+        )
+        with translated(what):
+            # obstore refuses a view of no bytes.
+            obstore.put(
+                self.store, key, data if data.nbytes else b"", mode=mode, use_multipart=False
+            )
+
+    def look(self, key: str, what: str) -> Found:
+        with translated(what):
+            try:
+                found = obstore.head(self.store, key)
+            except (exceptions.BaseError, FileNotFoundError) as error:
+                # An answer to HEAD has no body: a missing bucket looks like a missing object. A GET says why.
+                if not was_answered(error):
+                    raise
+                obstore.get(self.store, key)
+                found = obstore.head(self.store, key)
+        return Found(bytes=found["size"], etag=(found["e_tag"] or "").strip('"'))
+
+    def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
+        filled = 0
+        with translated(what):
+            end = offset + view.nbytes
+            answer = obstore.get(self.store, key, options={"range": (offset, end)})
+            # One copy for each piece as it comes; as one buffer, obstore would join them first.
+            for piece in answer.stream(min_chunk_size=_STREAM_BYTES):
+                source = flat(memoryview(piece))
+                if filled + source.nbytes > view.nbytes:
+                    raise BackendError(f"{what}: the store sent more than the range asked for")
+                copy_bytes(view[filled : filled + source.nbytes], source)
+                filled += source.nbytes
+        return filled
+
+    def rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+        with translated(what):
+            for rows in obstore.list(self.store, prefix or None, chunk_size=_LIST_ROWS):
+                for row in rows:
+                    yield row["path"], row["size"]
+
+    def delete(self, key: str, what: str) -> None:
+        with translated(what):
+            obstore.delete(self.store, key)
+
+    def pending(self, prefix: str, what: str) -> Iterable[tuple[str, str]]:
+        return () if self.uploads is None else self.uploads.pending(prefix, what)
+
+    def abort(self, key: str, unfinished: str, what: str) -> None:
+        if self.uploads is not None:
+            self.uploads.abort(key, unfinished, what)
+
+    def check_open(self) -> None:
+        with translated(f"open {self.place}"):
+            next(iter(obstore.list(self.store, self.prefix or None, chunk_size=1)), None)
+
+    def close(self) -> None:
+        if self.uploads is not None:
+            self.uploads.close()
+
+
+class _ObstoreStream:
+    """An upload by obstore's writer."""
+
+    unfinished = ""
+
+    def __init__(self, store: ObjectStore, key: str, part_bytes: int, what: str) -> None:
+        self._store = store
+        self._key = key
+        self._part_bytes = part_bytes
+        self._what = what
+        self._writer: Any = None
+
+    def write(self, view: memoryview) -> None:
+        with translated(self._what):
+            if self._writer is None:
+                self._writer = obstore.open_writer(
+                    self._store, self._key, buffer_size=self._part_bytes, max_concurrency=_AT_ONCE
+                )
+            self._writer.write(view)
+
+    def finish(self) -> None:
+        with translated(self._what):
+            self._writer.close()
+
+    def drop(self) -> None:
+        """Leave obstore's ``with`` by an error, which aborts the upload; dropping its writer would not."""
+        writer, self._writer = self._writer, None
+        if writer is None or writer.closed():
+            return
+        with translated(self._what):
+            writer.__exit__(BackendError, BackendError("dropped"), None)

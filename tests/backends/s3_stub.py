@@ -1,0 +1,93 @@
+"""A stand-in for an S3 server on loopback that says what it is told, and what its tests share."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tierfall.core.errors import BackendError
+
+PART_BYTES = 5 * 1024 * 1024
+SECRET = "tierfall-test-secret-5f1d"
+KEY = "tierfall-test-key"
+
+Reply = tuple[int, str]
+
+
+def error_body(code: str) -> str:
+    return f"<Error><Code>{code}</Code><Message>no</Message><AWSAccessKeyId>{KEY}</AWSAccessKeyId></Error>"
+
+
+class Stub:
+    """Answers every request by ``reply(method, query)``; None answers nothing at all. ``cut_bytes`` are announced
+    beyond the body and never sent."""
+
+    def __init__(self) -> None:
+        self.reply: Callable[[str, dict[str, list[str]]], Reply | None] = lambda *_: (200, "")
+        self.requests: list[str] = []
+        self.cut_bytes = 0
+        self.ended = threading.Event()
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                stub.requests.append(f"{self.command} {self.path}")
+                reply = stub.reply(self.command, query)
+                if reply is None:
+                    stub.ended.wait(60)
+                    self.close_connection = True
+                    return
+                body = reply[1].encode() if self.command != "HEAD" else b""
+                self.send_response(reply[0])
+                self.send_header("Content-Length", str(len(body) + stub.cut_bytes))
+                self.send_header("ETag", '"etag"')
+                self.end_headers()
+                with suppress(ConnectionError):
+                    # Whoever gave up has not waited for it.
+                    self.wfile.write(body)
+                self.close_connection = stub.cut_bytes > 0
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+            def log_message(self, *args: Any) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "endpoint_url": f"http://127.0.0.1:{self._server.server_port}",
+            "key": KEY,
+            "secret": SECRET,
+            "config_kwargs": {"connect_timeout": 1, "read_timeout": 0.5},
+        }
+
+    def close(self) -> None:
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def refused(call: Callable[[], object]) -> BackendError:
+    with pytest.raises(BackendError) as caught:
+        call()
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+    assert SECRET not in shown
+    assert KEY not in shown, "the store's own text is not repeated"
+    return caught.value

@@ -1,0 +1,158 @@
+"""What filesystems of fsspec's do wrong is told apart: folders, and a stand-in for object stores that are not here."""
+
+from __future__ import annotations
+
+import errno
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend_places import files_below, get, powerless, put
+from s3_stub import refused
+
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.opening import open_backend
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import (
+    AccessDeniedError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.core.values import Driver
+
+LONG = memoryview(bytes(9 * 1024 * 1024))
+
+OPERATIONS: dict[str, Callable[[Backend], object]] = {
+    "read": lambda backend: backend.read_into("run/key", 0, memoryview(bytearray(1))),
+    "stat": lambda backend: backend.stat("run/key"),
+    "scan": lambda backend: list(backend.scan("run/")),
+    "delete": lambda backend: backend.delete("run/key"),
+    "discard": lambda backend: backend.discard_unfinished("run/"),
+    "put": lambda backend: put(backend, "run/key", b"bytes"),
+    "put long": lambda backend: put(backend, "run/key", bytes(LONG)),
+}
+
+
+def open_folder(path: Path) -> ObjectStoreBackend:
+    backend = open_backend(f"file://{path}", driver=Driver.FSSPEC)
+    assert isinstance(backend, ObjectStoreBackend)
+    return backend
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ObjectStoreBackend:
+    backend = open_folder(tmp_path / "tier")
+    put(backend, "run/key", b"old")
+    return backend
+
+
+def test_what_a_killed_process_left_is_collected(
+    folder: ObjectStoreBackend, tmp_path: Path
+) -> None:
+    """The writers are dropped as a killed process drops them: without abort."""
+    writers = [folder.create(key) for key in ("run/a", "run/deep/b", "c")]
+    for writer in writers:
+        writer.write(0, LONG)
+    assert len(files_below(tmp_path)) == 4
+    assert [each.key for each in folder.scan("")] == ["run/key"]
+    assert folder.discard_unfinished("") == 0, "its own living writers"
+    second = open_folder(tmp_path / "tier")
+    assert [second.discard_unfinished(prefix) for prefix in ("run/deep/", "run/", "")] == [1, 1, 1]
+    assert files_below(tmp_path) == ["tier/run/key"]
+    for writer in writers:
+        writer.abort()
+
+
+@pytest.mark.parametrize("size_bytes", [5, LONG.nbytes])
+def test_a_folder_of_the_keys_name_is_left_alone(
+    folder: ObjectStoreBackend, tmp_path: Path, size_bytes: int
+) -> None:
+    error = refused(lambda: put(folder, "run", bytes(size_bytes)))
+    assert "same name" in str(error)
+    refused(lambda: put(folder, "run/key/below", bytes(size_bytes)))
+    assert files_below(tmp_path) == ["tier/run/key"]
+    folder.delete("run")
+    assert get(folder, "run/key") == b"old"
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[Path]:
+    """A folder that others may enter; tmp_path's parents are closed to them."""
+    with tempfile.TemporaryDirectory(prefix="tierfall-test-") as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_place_that_is_gone_is_not_nothing_there(
+    folder: ObjectStoreBackend, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "tier").rename(tmp_path / "elsewhere")
+    error = refused(lambda: OPERATIONS[name](folder))
+    # What goes in order does not outlive an error: it is not retryable then, and says why.
+    assert type(error.__cause__ if name == "put long" else error) is UnreachableError
+    assert "is not there" in str(error)
+    assert not (tmp_path / "tier").exists()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_folder_that_may_not_be_entered_is_not_nothing_there(
+    open_to_all: Path, name: str
+) -> None:
+    folder = open_folder(open_to_all)
+    put(folder, "run/key", b"old")
+    (open_to_all / "run").chmod(0)
+    with powerless():
+        assert type(refused(lambda: OPERATIONS[name](folder))) is AccessDeniedError
+    (open_to_all / "run").chmod(0o755)
+    assert files_below(open_to_all) == ["run/key"]
+
+
+def test_a_full_disk_leaves_nothing(small_disk: Path) -> None:
+    backend = open_folder(small_disk)
+    put(backend, "run/key", b"old")
+    for size_bytes in (5 * 1024 * 1024, LONG.nbytes):
+        assert type(refused(lambda size=size_bytes: put(backend, "run/key", bytes(size)))) is (
+            StorageFullError
+        )
+        assert files_below(small_disk) == ["run/key"]
+    assert get(backend, "run/key") == b"old"
+
+
+def test_a_symbolic_link_is_no_object(folder: ObjectStoreBackend, tmp_path: Path) -> None:
+    (tmp_path / "tier" / "run" / "link").symlink_to(tmp_path)
+    assert [each.key for each in folder.scan("")] == ["run/key"]
+
+
+def test_a_listing_that_breaks_off_in_the_middle_raises(
+    folder: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = folder._client._system  # type: ignore[attr-defined]
+    real = system.ls
+
+    def ls(path: str, **words: Any) -> Any:
+        if path.endswith("/run"):
+            raise OSError(errno.EIO, "broken")
+        return real(path, **words)
+
+    monkeypatch.setattr(system, "ls", ls)
+    assert type(refused(lambda: list(folder.scan("")))) is UnreachableError
+    monkeypatch.setattr(system, "ls", lambda path, **words: [{"name": "/x/y", "type": "file"}])
+    assert "do not lie there" in str(refused(lambda: list(folder.scan(""))))
+
+
+def test_a_filesystem_that_takes_a_part_only_is_noticed(
+    folder: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Short(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(data) - 1
+
+    system = folder._client._system  # type: ignore[attr-defined]
+    monkeypatch.setattr(system, "open", lambda path, mode: Short())
+    assert "only a part" in str(refused(lambda: put(folder, "run/key", b"new")))
+    assert files_below(tmp_path) == ["tier/run/key"]

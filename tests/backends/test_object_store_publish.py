@@ -1,0 +1,275 @@
+"""A publish whose answer is lost is asked for again; it ends with the very object, or by saying that it is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from backend_places import get, put, retrying
+from s3_stub import PART_BYTES, Reply, Stub, error_body, refused
+
+from tests.object_store import SeaweedFS
+from tierfall.backends.object_client import UploadGoneError
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.opening import open_backend
+from tierfall.core.contracts import Backend, Publish, Writer
+from tierfall.core.errors import BackendError, UnreachableError
+from tierfall.core.values import Driver
+
+DATA = bytes(range(1, 251)) * (2 * PART_BYTES // 250) + b"the last piece"
+BEGUN = "<R><UploadId>1</UploadId></R>"
+
+
+@pytest.fixture(params=Driver)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    return Driver(request.param)
+
+
+@pytest.fixture
+def real(s3_server: SeaweedFS, bucket: str, driver: Driver) -> Iterator[ObjectStoreBackend]:
+    made = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
+    assert isinstance(made, ObjectStoreBackend)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    made = Stub()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stubbed(stub: Stub, driver: Driver) -> Iterator[Backend]:
+    """A store that keeps the condition; then it takes everything."""
+    left = [412, 200]
+    stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
+    made = open_backend("s3://bucket/run", options=stub.options, driver=driver)
+    stub.reply = taking
+    stub.requests.clear()
+    yield made
+    made.close()
+
+
+def taking(method: str, query: dict[str, list[str]]) -> Reply:
+    return (200, BEGUN if "uploads" in query else "")
+
+
+def written(backend: Backend, *, length: int | None = len(DATA)) -> Writer:
+    writer = backend.create("key", length=length)
+    for start in range(0, len(DATA), PART_BYTES):
+        writer.write(start, memoryview(DATA)[start : start + PART_BYTES])
+    return writer
+
+
+class Lost:
+    """Stands before ``complete``: does what it is asked for as often as ``answers`` has an entry, then answers so."""
+
+    def __init__(self, backend: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+        uploads = backend._client.uploads
+        assert uploads is not None
+        self._complete = uploads.complete
+        self.answers: list[type[BackendError] | None] = []
+        self.calls = 0
+        monkeypatch.setattr(uploads, "complete", self._answer)
+
+    def _answer(self, *args: Any) -> None:
+        self.calls += 1
+        answer = self.answers.pop(0) if self.answers else None
+        if answer is not UploadGoneError:
+            self._complete(*args)
+        if answer is not None:
+            raise answer("on purpose")
+
+
+@pytest.fixture
+def lost(real: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch) -> Lost:
+    return Lost(real, monkeypatch)
+
+
+def left_behind(backend: ObjectStoreBackend) -> list[Any]:
+    return list(backend._client.pending(backend._client.prefix, "look"))
+
+
+def test_a_completion_whose_answer_was_lost_is_asked_for_again(
+    real: ObjectStoreBackend, lost: Lost
+) -> None:
+    lost.answers = [UnreachableError]
+    with written(real) as writer:
+        assert refused(writer.publish).retryable
+        assert not refused(lambda: writer.write(0, memoryview(DATA[:PART_BYTES]))).retryable
+        writer.publish()
+        assert not refused(writer.publish).retryable
+    assert get(real, "key") == DATA
+    assert left_behind(real) == []
+
+
+@pytest.mark.parametrize("length", [len(DATA), None])
+def test_an_upload_that_is_gone_because_it_was_completed_is_published(
+    real: ObjectStoreBackend, lost: Lost, length: int | None
+) -> None:
+    lost.answers = [UnreachableError, UploadGoneError]
+    put(real, "key", b"older")
+    with written(real, length=length) as writer:
+        refused(writer.publish)
+        writer.publish()
+    assert lost.calls == 2
+    assert get(real, "key") == DATA
+
+
+@pytest.mark.parametrize("size_bytes", [3, 2 * PART_BYTES, len(DATA)])
+def test_another_object_under_the_key_is_never_taken_for_it(
+    real: ObjectStoreBackend, lost: Lost, size_bytes: int
+) -> None:
+    """The store itself says then that it knows the upload no more."""
+    lost.answers = [UnreachableError]
+    writer = written(real)
+    refused(writer.publish)
+    put(real, "key", b"\7" * size_bytes)
+    error = refused(writer.publish)
+    assert "write a new object" in str(error)
+    assert not error.retryable
+    assert not refused(writer.publish).retryable
+    assert get(real, "key") == b"\7" * size_bytes
+
+
+def test_an_object_that_is_gone_again_is_not_published(
+    real: ObjectStoreBackend, lost: Lost
+) -> None:
+    lost.answers = [UnreachableError]
+    writer = written(real)
+    refused(writer.publish)
+    real.delete("key")
+    assert "write a new object" in str(refused(writer.publish))
+    assert list(real.scan("")) == []
+
+
+def test_an_upload_that_was_gone_at_the_first_try_is_not_looked_for(
+    real: ObjectStoreBackend, lost: Lost
+) -> None:
+    with written(real) as earlier:
+        earlier.publish()
+    lost.answers = [UploadGoneError]
+    writer = written(real)
+    error = refused(writer.publish)
+    assert not error.retryable
+    assert not refused(writer.publish).retryable
+
+
+def test_abort_after_a_failed_publish_removes_the_upload(
+    real: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise UnreachableError("on purpose")
+
+    monkeypatch.setattr(real._client.uploads, "complete", fail)
+    with written(real) as writer:
+        refused(writer.publish)
+        assert len(left_behind(real)) == 1, "it may be asked again"
+        assert real.discard_unfinished("") == 0, "the writer lives"
+    assert left_behind(real) == []
+    assert list(real.scan("")) == []
+
+
+def test_wrappers_ask_again_by_themselves(real: ObjectStoreBackend, lost: Lost) -> None:
+    lost.answers = [UnreachableError, UploadGoneError]
+    put(retrying(real), "other", b"small")
+    with written(retrying(real)) as writer:
+        writer.publish()
+    assert get(real, "key") == DATA
+
+
+def refusing(number: int, status: int, matches: Callable[[str, Any], bool]) -> Any:
+    """Answer the first requests that match by a status, all others well."""
+    left = [status] * number
+
+    def reply(method: str, query: dict[str, list[str]]) -> Reply:
+        if matches(method, query) and left:
+            return left.pop(), ""
+        return taking(method, query)
+
+    return reply
+
+
+def test_a_last_part_that_is_throttled_is_sent_again_alone(stubbed: Backend, stub: Stub) -> None:
+    stub.reply = refusing(1, 503, lambda method, query: query.get("partNumber") == ["3"])
+    with written(stubbed, length=None) as writer:
+        assert refused(writer.publish).retryable
+        writer.publish()
+    parts = [request for request in stub.requests if "partNumber" in request]
+    assert len(parts) == 4, "two parts, and the last one twice"
+    assert sum("partNumber=3" in request for request in parts) == 2
+
+
+def test_a_last_part_is_not_sent_twice_for_a_completion(stubbed: Backend, stub: Stub) -> None:
+    stub.reply = refusing(2, 503, lambda method, query: method == "POST" and "uploadId" in query)
+    with written(stubbed, length=None) as writer:
+        for _ in range(2):
+            assert refused(writer.publish).retryable
+        writer.publish()
+    assert sum("partNumber=3" in request for request in stub.requests) == 1
+    assert not any(request.startswith("DELETE") for request in stub.requests)
+
+
+def test_an_etag_that_is_no_md5_proves_nothing(stubbed: Backend, stub: Stub) -> None:
+    """Some encryptions give such; then nobody can tell, and the stand-in answers HEAD as if all were well."""
+    writer = written(stubbed)
+    stub.reply = refusing(1, 503, lambda method, query: "uploadId" in query)
+    refused(writer.publish)
+    stub.reply = lambda method, query: (
+        (404, error_body("NoSuchUpload")) if "uploadId" in query else (200, "")
+    )
+    assert "write a new object" in str(refused(writer.publish))
+
+
+def test_a_store_that_cannot_be_looked_at_leaves_the_question_open(
+    real: ObjectStoreBackend, lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost.answers = [UnreachableError, UploadGoneError, UploadGoneError]
+    look, left = real._client.look, [UnreachableError("on purpose")]
+
+    def looking(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return look(*args)
+
+    monkeypatch.setattr(type(real._client), "look", lambda self, *args: looking(*args))
+    with written(real) as writer:
+        assert refused(writer.publish).retryable
+        assert refused(writer.publish).retryable, "it could not look"
+        writer.publish()
+    assert get(real, "key") == DATA
+
+
+def test_a_small_object_is_put_again_only_where_that_cannot_hurt(
+    stubbed: Backend, stub: Stub
+) -> None:
+    for mode, again in ((Publish.REPLACE, True), (Publish.IF_ABSENT, False)):
+        stub.reply = refusing(1, 503, lambda method, query: method == "PUT")
+        writer = stubbed.create("key", publish=mode)
+        writer.write(0, memoryview(b"small"))
+        assert refused(writer.publish).retryable
+        stub.requests.clear()
+        if again:
+            writer.publish()
+        else:
+            assert not refused(writer.publish).retryable
+        assert len(stub.requests) == again
+
+
+def test_parts_are_as_large_as_the_longest_object_needs(real: ObjectStoreBackend) -> None:
+    """200 GiB in 10,000 parts are 20.5 MiB each; what is written in smaller pieces would need more parts."""
+    longest = 200 * 1024**3
+    with real.create("key", length_max=longest) as writer:
+        writer.write(0, memoryview(bytes(PART_BYTES)))
+        error = refused(lambda: writer.write(PART_BYTES, memoryview(bytes(PART_BYTES))))
+    assert f"write {-(-longest // 10_000)} bytes or more" in str(error)
+    step = 21 * 1024**2
+    with real.create("key", length_max=longest) as writer:
+        for start in (step, 0):
+            writer.write(start, memoryview(bytes(step)))
+        writer.write(2 * step, memoryview(b"end"))
+        writer.publish()
+    assert real.stat("key").bytes == 2 * step + 3

@@ -1,0 +1,261 @@
+"""A URL names its backend: which library serves it, what is refused, and what messages may show of it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend_places import get, put
+from fsspec.registry import _registry  # type: ignore[import-untyped]
+
+from tests.object_store import KEY, SECRET, SeaweedFS
+from tierfall.backends.fsspec_client import FsspecClient
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.obstore_client import ObstoreClient
+from tierfall.backends.opening import check_url, open_backend, place_of
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.s3fs_client import S3fsClient
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import AccessDeniedError, BackendError, ConfigError, UnreachableError
+from tierfall.core.values import Driver
+
+OBSTORE_MODULES = (
+    "obstore",
+    *(
+        f"tierfall.backends.{name}"
+        for name in (
+            "obstore_options",
+            "obstore_clouds",
+            "obstore_client",
+            "obstore_errors",
+            "s3_signature",
+            "s3_multipart",
+        )
+    ),
+)
+
+
+def client_of(backend: Backend) -> Any:
+    assert isinstance(backend, ObjectStoreBackend)
+    return backend._client
+
+
+def test_a_folder_is_a_folder(tmp_path: Path) -> None:
+    backend = open_backend(f"file://{tmp_path}/a b")
+    assert isinstance(backend, PosixBackend)
+    assert backend.place == f"{tmp_path}/a b"
+    backend.close()
+
+
+def test_memory_is_one_for_the_process() -> None:
+    url = f"memory://{secrets.token_hex(6)}"
+    put(open_backend(url), "run/key", b"bytes")
+    second = open_backend(url)
+    assert isinstance(client_of(second), FsspecClient)
+    assert get(second, "run/key") == b"bytes"
+    assert get(open_backend(f"{url}/run"), "key") == b"bytes"
+    assert list(open_backend(f"{url}/ru").scan("")) == []
+    assert not second.traits.durable
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "kind"),
+    [
+        (None, {}, ObstoreClient),
+        (Driver.OBSTORE, {}, ObstoreClient),
+        (Driver.FSSPEC, {}, S3fsClient),
+        (None, {"use_ssl": False}, S3fsClient),
+        (None, {"client_kwargs": {"region_name": "us-east-1", "use_ssl": False}}, S3fsClient),
+    ],
+)
+def test_s3_is_served_by_what_knows_the_options(
+    s3_server: SeaweedFS,
+    bucket: str,
+    driver: Driver | None,
+    options: dict[str, Any],
+    kind: type,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    backend = open_backend(
+        f"s3://{bucket}/run", options=s3_server.options(**options), driver=driver
+    )
+    assert isinstance(client_of(backend), kind)
+    put(backend, "key", b"bytes")
+    assert get(backend, "key") == b"bytes"
+    backend.close()
+    said = [record.getMessage() for record in caplog.records if "fsspec" in record.getMessage()]
+    assert len(said) == (driver is None and bool(options))
+    if said:
+        assert "use_ssl" in said[0]
+        assert SECRET not in said[0]
+        assert KEY not in said[0]
+
+
+def test_without_obstore_fsspec_serves(
+    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in OBSTORE_MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    backend = open_backend(f"s3://{bucket}", options=s3_server.options())
+    assert isinstance(client_of(backend), S3fsClient)
+    backend.close()
+    with pytest.raises(ConfigError, match=r"pip install 'tierfall\[object\]'"):
+        open_backend(f"s3://{bucket}", options=s3_server.options(), driver=Driver.OBSTORE)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "package", "module"),
+    [("s3", r"'tierfall\[object\]'", "s3fs"), ("gs", "gcsfs", "gcsfs"), ("abfs", "adlfs", "adlfs")],
+)
+def test_a_missing_package_is_named(
+    protocol: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(_registry, protocol, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"pip install {package}"):
+        open_backend(f"{protocol}://bucket", driver=Driver.FSSPEC)
+
+
+def test_without_fsspec_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fsspec_options", "fsspec_client", "fsspec_errors"):
+        monkeypatch.delitem(sys.modules, f"tierfall.backends.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r"fsspec is not installed; pip install"):
+        open_backend("memory://")
+
+
+def test_libraries_are_loaded_only_when_they_are_used() -> None:
+    code = (
+        "import sys, tempfile\n"
+        "from tierfall.backends.opening import check_url, open_backend\n"
+        "check_url('s3://bucket'); open_backend('file://' + tempfile.mkdtemp()).close()\n"
+        "print(sorted({'obstore', 'fsspec', 's3fs', 'botocore'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] in ("[]", "['fsspec']"), "torch brings fsspec"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "driver", "word"),
+    [
+        ("s3://bucket", {"secrt": SECRET}, None, "secrt"),
+        ("s3://bucket", {"secrt": SECRET}, Driver.OBSTORE, "secrt"),
+        ("s3://bucket", {"client_kwargs": {"regin": SECRET}}, None, "regin"),
+        ("s3://bucket", {"endpoint_url": f"{SECRET}?"}, Driver.FSSPEC, "ValueError"),
+        ("s3://bucket", {"key": "a", "username": SECRET}, Driver.FSSPEC, "KeyError"),
+        ("gs://bucket", {"consistency": "md5"}, Driver.OBSTORE, "consistency"),
+        ("nothing://x", {}, None, "not known"),
+        ("ftp://x", {}, Driver.OBSTORE, "not known"),
+        ("file:///tmp", {"auto_mkdir": True}, None, "auto_mkdir"),
+        ("file:///tmp", {}, Driver.OBSTORE, "not known"),
+        ("memory://", {"key": SECRET}, Driver.OBSTORE, "key"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    url: str, options: dict[str, Any], driver: Driver | None, word: str
+) -> None:
+    with pytest.raises((ConfigError, BackendError), match=word) as caught:
+        open_backend(url, options=options, driver=driver)
+    assert not caught.value.retryable
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None or SECRET not in str(caught.value.__cause__)
+
+
+SHOWN = [
+    ("s3://bucket/a b/c#d%", "s3://bucket/a b/c#d%"),
+    ("s3://key:secret@bucket/prefix", "s3://bucket/prefix"),
+    ("s3://key:sec/r+et@bucket/prefix", "s3://bucket/prefix"),
+    ("s3://key:s@cr@t@bucket/prefix", "s3://bucket/prefix"),
+    ("s3://key@bucket", "s3://bucket"),
+    ("az://container/p?sig=secret", "az://container/p"),
+    ("abfss://box@acc.dfs.core.windows.net/p", "abfss://box@acc.dfs.core.windows.net/p"),
+    ("abfss://box:secret@acc.dfs.core.windows.net/p", "abfss://acc.dfs.core.windows.net/p"),
+    ("hdfs://host:8020/a@b", "hdfs://host:8020/a@b"),
+    ("file:///a/b", "file:///a/b"),
+    ("memory://", "memory://"),
+    ("key:secret@bucket", "(no URL)"),
+    ("", "(no URL)"),
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), SHOWN)
+def test_messages_show_no_credential(url: str, shown: str) -> None:
+    assert place_of(url) == shown
+
+
+GOOD = [
+    "s3://bucket",
+    "s3://bucket/prefix/",
+    "gs://bucket/p",
+    "gcs://bucket",
+    "az://container",
+    "abfss://box@acc.dfs.core.windows.net/p",
+    "file:///a/b",
+    "memory://",
+    "memory://x/y",
+    "hdfs://host:8020/a@b",
+    "sftp://user@host:22/p",
+]
+
+
+@pytest.mark.parametrize("url", GOOD)
+def test_what_is_good_passes(url: str) -> None:
+    check_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "word"),
+    [
+        ("", "no URL"),
+        ("bucket/prefix", "no URL"),
+        ("/folder", "no URL"),
+        ("S3://bucket", "no URL"),
+        ("simplecache::s3://bucket", "no URL"),
+        ("s3://", "names no bucket"),
+        ("s3:///prefix", "names no bucket"),
+        ("gs://", "names no bucket"),
+        ("az:///p", "names no bucket"),
+        ("s3://bucket:9000/p", "names no bucket"),
+        ("s3://key:secret@bucket", "user and password"),
+        ("s3://key:sec/ret@bucket", "user and password"),
+        ("sftp://user:secret@host/p", "user and password"),
+        ("s3://key@bucket", "before a bucket"),
+        ("az://container/p?sig=secret", "under options"),
+        ("file://folder", "absolute"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_said(url: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        check_url(url)
+    with pytest.raises(ConfigError, match=word):
+        open_backend(url)
+    for secret in ("secret", "sec/ret", "key"):
+        assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("driver", [None, Driver.FSSPEC])
+def test_a_place_opened_for_reading_is_not_changed(tmp_path: Path, driver: Driver | None) -> None:
+    url = f"file://{tmp_path}/tier"
+    with pytest.raises(UnreachableError):
+        open_backend(url, driver=driver, read_only=True)
+    assert not (tmp_path / "tier").exists()
+    writing = open_backend(url, driver=driver)
+    put(writing, "key", b"bytes")
+    reading = open_backend(url, driver=driver, read_only=True)
+    assert get(reading, "key") == b"bytes"
+    for call in (
+        lambda: reading.create("key"),
+        lambda: reading.delete("key"),
+        lambda: reading.discard_unfinished(""),
+    ):
+        with pytest.raises(AccessDeniedError):
+            call()
+    for each in (writing, reading):
+        each.close()

