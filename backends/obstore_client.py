@@ -1,10 +1,11 @@
 """Objects through obstore: ``s3://``, ``gs://``, ``az://``, and for tests its own memory.
 
-obstore reads, lists, deletes and puts what is small. On S3 the requests of an upload in parts are made beside it, in
-``s3_multipart``, signed with the same credentials. Elsewhere obstore's own writer is used: it takes bytes in order,
-keeps up to ``_AT_ONCE`` parts in memory and on their way, and sends a failed part again by itself, because nobody else
-can. Nobody can list what it leaves unfinished when the process is killed: on Azure that goes after a week, on Google
-Cloud Storage a bucket's lifecycle rule AbortIncompleteMultipartUpload collects it.
+obstore lists, deletes, looks, and puts what is small. On S3 the requests of an upload in parts and of reading a range
+are made beside it, in ``s3_multipart`` and ``s3_ranges``, signed with the same credentials. Elsewhere obstore's own
+writer is used: it takes bytes in order, keeps up to ``_AT_ONCE`` parts in memory and on their way, and sends a failed
+part again by itself, because nobody else can. Nobody can list what it leaves unfinished when the process is killed: on
+Azure that goes after a week, on Google Cloud Storage a bucket's lifecycle rule AbortIncompleteMultipartUpload collects
+it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from obstore.store import ObjectStore
 from tierfall.backends.object_client import Found, Stream
 from tierfall.backends.obstore_errors import translated, was_answered
 from tierfall.backends.s3_multipart import Multipart
+from tierfall.backends.s3_ranges import Ranges
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import BackendError
@@ -42,6 +44,7 @@ class ObstoreClient:
     store: ObjectStore = field(repr=False)
     streams: ObjectStore = field(repr=False)
     uploads: Multipart | None = field(repr=False)
+    ranges: Ranges | None = field(repr=False, default=None)
     atomic_replace: bool = True
     knows_condition: bool = True
 
@@ -72,6 +75,8 @@ class ObstoreClient:
         return Found(bytes=found["size"], etag=(found["e_tag"] or "").strip('"'))
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
+        if self.ranges is not None:
+            return self.ranges.read_into(key, offset, view, what)
         filled = 0
         with translated(what):
             end = offset + view.nbytes

@@ -33,7 +33,9 @@ from tierfall.backends.obstore_clouds import (
     taken_dict,
 )
 from tierfall.backends.obstore_errors import building
-from tierfall.backends.s3_multipart import Multipart, Timeouts
+from tierfall.backends.s3_lines import Lines, Timeouts
+from tierfall.backends.s3_multipart import Multipart
+from tierfall.backends.s3_ranges import Ranges
 from tierfall.backends.s3_signature import Keys, Sign, sign_by_obstore, sign_with
 from tierfall.core.errors import BackendError
 
@@ -75,9 +77,15 @@ def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> ObstoreClient:
         store = S3Store(bucket, retry_config=NO_RETRIES, **config)
         streams = S3Store(bucket, retry_config=RETRIES, **config)
     sign = _signer(config, region)
-    uploads = Multipart(address, sign, timeouts=timeouts, verify=verify)
+    lines = Lines(address, timeouts=timeouts, verify=verify)
     return ObstoreClient(
-        place=place, prefix=prefix, durable=True, store=store, streams=streams, uploads=uploads
+        place=place,
+        prefix=prefix,
+        durable=True,
+        store=store,
+        streams=streams,
+        uploads=Multipart(lines, sign),
+        ranges=Ranges(lines, sign),
     )
 
 

@@ -6,46 +6,23 @@ an error says whether it may be. Nothing here knows what an object is for.
 
 from __future__ import annotations
 
-import http.client
-import select
-import ssl
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
+from tierfall.backends.s3_lines import Answer, Lines, checked
 from tierfall.backends.s3_signature import Sign
-from tierfall.backends.store_answers import answer_error, code_in, silence_error
+from tierfall.backends.store_answers import answer_error, code_in
 from tierfall.core.errors import BackendError
-
-_ANSWER_BYTES_MAX = 16 * 1024 * 1024
-_KEEP_IDLE = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    connect_s: float = 5.0
-    request_s: float = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    status: int
-    etag: str
-    text: str
 
 
 class Multipart:
-    """The five requests of multipart uploads to one bucket, whose address is ``address``."""
+    """The five requests of multipart uploads to one bucket, over ``lines`` to its address."""
 
-    def __init__(
-        self, address: str, sign: Sign, *, timeouts: Timeouts, verify: bool = True
-    ) -> None:
-        self.address = address
+    def __init__(self, lines: Lines, sign: Sign) -> None:
+        self.lines = lines
         self.sign = sign
-        self._lines = _Lines(address, timeouts=timeouts, verify=verify)
 
     def begin(self, key: str, what: str) -> str:
         """Begin an upload; return its id."""
@@ -77,7 +54,7 @@ class Multipart:
         """Remove an upload with its parts; one that is gone is no error."""
         answer = self._answer("DELETE", key, {"uploadId": upload}, what)
         if answer.status != 404 or code_in(answer.text) == "NoSuchBucket":
-            _check(answer, what)
+            checked(answer, what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
         """Every unfinished upload whose key starts with ``prefix``, as key and id."""
@@ -98,7 +75,7 @@ class Multipart:
             marks = following
 
     def close(self) -> None:
-        self._lines.close()
+        self.lines.close()
 
     def _ask(
         self,
@@ -108,7 +85,7 @@ class Multipart:
         what: str,
         body: memoryview | None = None,
     ) -> Answer:
-        return _check(self._answer(method, key, query, what, body), what)
+        return checked(self._answer(method, key, query, what, body), what)
 
     def _answer(
         self,
@@ -118,111 +95,8 @@ class Multipart:
         what: str,
         body: memoryview | None = None,
     ) -> Answer:
-        path = f"/{quote(key, safe='/-_.~')}" if key else ""
-        url = f"{self.address}{path}?{urlencode(query, quote_via=quote, safe='')}"
-        return self._lines.send(method, self.sign(method, url), body, what)
-
-
-class _Lines:
-    """Connections to one host, kept between requests."""
-
-    def __init__(self, url: str, *, timeouts: Timeouts, verify: bool) -> None:
-        parts = urlsplit(url)
-        self._host = parts.netloc
-        self._timeouts = timeouts
-        self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
-        self._keep_idle = _KEEP_IDLE
-        self._context: ssl.SSLContext | None = None
-        if parts.scheme == "https":
-            self._context = ssl.create_default_context()
-            if not verify:
-                self._context.check_hostname = False
-                self._context.verify_mode = ssl.CERT_NONE
-
-    def send(self, method: str, url: str, body: memoryview | None, what: str) -> Answer:
-        parts = urlsplit(url)
-        line: http.client.HTTPConnection | None = None
-        try:
-            line = self._take()
-            return self._exchange(line, method, f"{parts.path}?{parts.query}", body)
-        except (OSError, http.client.HTTPException) as error:
-            if line is not None:
-                line.close()
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise silence_error(f"{reason} at {self._host}", what) from None
-
-    def close(self) -> None:
-        """Close what is idle, and from now on every connection after its use."""
-        with self._lock:
-            idle, self._idle, self._keep_idle = self._idle, [], 0
-        for line in idle:
-            line.close()
-
-    def _exchange(
-        self, line: http.client.HTTPConnection, method: str, target: str, body: memoryview | None
-    ) -> Answer:
-        try:
-            line.request(method, target, body=body)
-        except BrokenPipeError:
-            # A store that refuses says so before it has read the body; then the answer is there already.
-            if line.sock is None:
-                raise
-        response = line.getresponse()
-        text = response.read(_ANSWER_BYTES_MAX).decode("utf-8", "replace")
-        answer = Answer(status=response.status, etag=response.getheader("ETag") or "", text=text)
-        if response.isclosed() and line.sock is not None:
-            self._give(line)
-        else:
-            response.close()
-            line.close()
-        return answer
-
-    def _take(self) -> http.client.HTTPConnection:
-        while True:
-            with self._lock:
-                line = self._idle.pop() if self._idle else None
-            if line is None:
-                return self._open()
-            if not _is_readable(line):
-                return line
-            line.close()
-
-    def _open(self) -> http.client.HTTPConnection:
-        line = (
-            http.client.HTTPConnection(self._host, timeout=self._timeouts.connect_s)
-            if self._context is None
-            else http.client.HTTPSConnection(
-                self._host, timeout=self._timeouts.connect_s, context=self._context
-            )
-        )
-        try:
-            line.connect()
-            line.sock.settimeout(self._timeouts.request_s)
-        except BaseException:
-            line.close()
-            raise
-        return line
-
-    def _give(self, line: http.client.HTTPConnection) -> None:
-        with self._lock:
-            if len(self._idle) < self._keep_idle:
-                self._idle.append(line)
-                return
-        line.close()
-
-
-def _is_readable(line: http.client.HTTPConnection) -> bool:
-    """Say whether something came without a request: the other side has closed it."""
-    poll = select.poll()
-    poll.register(line.sock, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _check(answer: Answer, what: str) -> Answer:
-    if 200 <= answer.status < 300:
-        return answer
-    raise answer_error(answer.status, code_in(answer.text), what)
+        url = f"{self.lines.at(key)}?{urlencode(query, quote_via=quote, safe='')}"
+        return self.lines.send(method, self.sign(method, url), what, body=body)
 
 
 def _elements(text: str, name: str, what: str) -> list[ElementTree.Element]:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, memory, report
+from benchmarks import machine, memory, objects, report
 from benchmarks.figures import Results, exit_code
-from benchmarks.suite import Plan, Suite
+from benchmarks.plan import Plan
+from benchmarks.suite import Suite
 from tierfall.tiers.arena_folder import SHARED_MEMORY
 
-PARTS = ("durable", "host", "cold", "memory")
+FILE_PARTS = ("durable", "host", "cold")
+PARTS = (*FILE_PARTS, "memory", "objects", "throttled")
 EPILOGUE = (
     "exit codes: 0: every target is met (or --report-only), 1: one is missed, "
     "2: the file tier ran buffered I/O where the reference ran direct"
@@ -85,19 +87,28 @@ def run(plan: Plan) -> Results:
     before = machine.load()
     if before > 0.3 * torch.get_num_threads():
         say(f"others are at work on this machine (load {before:.1f}): expect wider spreads")
-    suite = Suite(plan, say)
-    gc.collect()
-    gc.freeze()
-    results = suite.run()
+    results = Results()
+    if plan.only & {*FILE_PARTS, "memory"}:
+        results = run_suite(plan)
+    objects.measure(plan, say, results)
     results.facts.update(load_before=before, load_after=machine.load())
     if "memory" in plan.only:
-        del suite
-        gc.unfreeze()
-        gc.collect()
         say("memory: saves and restores in a process of their own")
         shutil.rmtree(plan.folder / "tier", ignore_errors=True)
         results.memory = memory.measure_apart(plan)
     return results
+
+
+def run_suite(plan: Plan) -> Results:
+    suite = Suite(plan, say)
+    gc.collect()
+    gc.freeze()
+    try:
+        return suite.run()
+    finally:
+        del suite
+        gc.unfreeze()
+        gc.collect()
 
 
 if __name__ == "__main__":

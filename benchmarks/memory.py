@@ -20,7 +20,8 @@ from typing import Any
 
 import tierfall
 from benchmarks import bare
-from benchmarks.suite import FILE, HOST, Plan, configuration
+from benchmarks.plan import Plan
+from benchmarks.suite import FILE, HOST, configuration
 from benchmarks.workload import Workload, shape_for
 
 SAMPLE_EVERY_S = 0.002

@@ -32,26 +32,46 @@ def table(results: Results, machine: dict[str, Any]) -> str:
     if results.memory is not None:
         lines.append(_memory_line(results))
     lines += ["", f"{'seconds':<34}{'median':>8}{'least to most':>17}{'GB/s':>9}"]
-    state = results.facts["state_bytes"]
     for name, values in results.samples.items():
         one = spread(values)
-        rate = "" if "/" in name else f"{state / one.median / 1e9:9.2f}"
+        moved = _bytes_moved(name, results.facts)
+        rate = "" if "/" in name else f"{moved / one.median / 1e9:9.2f}"
         lines.append(f"{name:<34}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}")
     return "\n".join([*lines, "", _io_line(results)])
 
 
 def _heading(results: Results, machine: dict[str, Any]) -> list[str]:
     facts = results.facts
-    return [
-        f"state: {facts['state_bytes'] / GIB:.2f} GiB in {facts['tensors']} tensors, "
-        f"{facts['parameters'] / 1e6:.0f} M parameters, fp32 with AdamW",
+    lines = [
         f"machine: {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads of torch "
         f"{machine['torch']}, state on {machine['device']}",
         f"files: {machine['folder']}; host tier: {machine['memory_folder']}; load before and after: "
         f"{facts['load_before']:.1f}, {facts['load_after']:.1f}",
-        f"first save (allocates the arena): returned after {facts['first_save_blocked_s']:.2f} s, "
-        f"durable after {facts['first_save_s']:.2f} s",
     ]
+    if "state_bytes" in facts:
+        lines += [
+            f"state: {facts['state_bytes'] / GIB:.2f} GiB in {facts['tensors']} tensors, "
+            f"{facts['parameters'] / 1e6:.0f} M parameters, fp32 with AdamW",
+            f"first save (allocates the arena): returned after {facts['first_save_blocked_s']:.2f} s, "
+            f"durable after {facts['first_save_s']:.2f} s",
+        ]
+    if "object_state_bytes" in facts:
+        lines.append(
+            f"object store: SeaweedFS on this machine, {facts['object_state_bytes'] / MIB:.0f} MiB of state"
+        )
+    if "throttled_state_bytes" in facts:
+        lines.append(f"slow folder: {facts['throttled_state_bytes'] / MIB:.0f} MiB of bf16 weights")
+    return lines
+
+
+def _bytes_moved(series: str, facts: dict[str, Any]) -> int:
+    """How many bytes of state a sample of a series moved."""
+    kinds = {
+        "upload": "object_state_bytes",
+        "download": "object_state_bytes",
+        "throttled": "throttled_state_bytes",
+    }
+    return int(facts[kinds.get(series.partition(".")[0], "state_bytes")])
 
 
 def _ratio_line(each: Ratio) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import tierfall
 from benchmarks import bare
 from benchmarks.bare import Buffer
 from benchmarks.figures import Results, ratio
+from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Shape, Workload, bytes_of, shape_for
 
@@ -27,20 +27,6 @@ DURABLE_TARGET = 1.25
 COLD_TARGET = 1.25
 HOST_TARGET = 1.3
 TRAINING_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What to run, where, and how large. ``folder`` and ``memory`` are the run's own, and removed by the caller."""
-
-    folder: Path
-    memory: Path
-    file_system: str
-    size_bytes: int
-    rounds: int
-    seed: int
-    only: frozenset[str]
-    device: str = "cpu"
 
 
 def configuration(plan: Plan, memory: str) -> dict[str, Any]:

@@ -142,19 +142,29 @@ def _packing(tier: FileTier | ObjectTier, config: Config) -> Packing | None:
         tier.compress.codec,
         level=tier.compress.level or LEVEL_MIN,
         chunk_bytes=config.chunk_bytes,
-        parallel=_workers(),
+        parallel=_packers(),
     )
 
 
 def _workers() -> int:
-    """How many threads bring chunks to a tier: more would take cores from training."""
+    """How many threads bring chunks to a disk: more would take cores from training."""
     return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
 
 
-def lane_limits(store: StoredTier) -> LaneLimits:
-    """Say how much may be on its way to a tier at once."""
+def _packers() -> int:
+    """How many threads pack and send: one more, so that something is packed while the others send."""
+    return 1 + _workers()
+
+
+def lane_limits(store: StoredTier, *, remote: bool, chunk_bytes: int) -> LaneLimits:
+    """Say how much may be on its way to a tier at once. Threads that send to a remote one do little but wait."""
     traits = store.backend.traits
-    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, _workers()))
+    threads = _workers()
+    if store.packs:
+        threads = _packers()
+    elif remote:
+        threads = max(WORKERS_MAX, BUDGET_BYTES // chunk_bytes)
+    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
     return LaneLimits(
         parallel=parallel,
         budget_bytes=BUDGET_BYTES,
@@ -343,7 +353,11 @@ class Session:
         ledger = Ledger(tier_rules(self.config), self.config.host.name)
         ledger.load(merge(self.listings), self.listings)
         self._adopt(ledger)
-        lanes = {name: lane_limits(store) for name, store in self.stores.items()}
+        remote = {tier.name for tier in self.config.stored if tier.folder is None}
+        lanes = {
+            name: lane_limits(store, remote=name in remote, chunk_bytes=self.config.chunk_bytes)
+            for name, store in self.stores.items()
+        }
         self.pool = read_pool(self.config.chunk_bytes)
         self.workers = Workers(
             TaskRunner(self.stores, self.pool, self._writer),

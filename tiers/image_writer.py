@@ -28,6 +28,8 @@ from tierfall.core.records import Manifest, NamedFile
 from tierfall.core.snapshot import Geometry
 from tierfall.core.values import Codec, Shard
 
+# Small, so that sending begins early and goes on evenly, and large enough for disks and stores.
+PART_BYTES = 8 << 20
 PARTS_MAX = 10_000
 _PAGE_BYTES = 4096
 
@@ -74,7 +76,7 @@ class Packing:
     """How one tier packs, and the memory that it takes for that, kept from image to image.
 
     ``parallel`` threads at once: each uses a buffer for the planes and one for its frame, one frame more may wait for
-    those before it, and ``parallel`` parts may be under way, all of about ``chunk_bytes``.
+    those before it, all of about ``chunk_bytes``, and ``parallel`` parts may be under way.
     """
 
     def __init__(self, codec: Codec, *, level: int, chunk_bytes: int, parallel: int) -> None:
@@ -166,7 +168,7 @@ class PackedImageWriter:
         if packing.codec is Codec.PLANES:
             self._widths = chunk_widths(pieces, cut, what="manifest")
         bound = packed_bytes_max(cut)
-        least = max(cut.chunk_bytes, part_bytes_min, -(-bound // PARTS_MAX))
+        least = max(PART_BYTES, part_bytes_min, -(-bound // PARTS_MAX))
         self._part_bytes = -(-min(least, bound) // _PAGE_BYTES) * _PAGE_BYTES
         self._lock = threading.Lock()
         self._stream = _Stream()

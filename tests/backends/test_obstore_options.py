@@ -55,7 +55,7 @@ def test_parts_go_where_obstore_goes(
     for credentials in ({}, keys, {"anon": True}):
         uploads = open_client("s3://bucket/prefix", {**credentials, **options}).uploads
         assert uploads is not None
-        assert uploads.address == address
+        assert uploads.lines.address == address
     signing = open_client("s3://bucket", {**keys, **options}).uploads
     assert signing is not None
     assert "%2Feu-west-3%2Fs3%2F" in signing.sign("GET", address)

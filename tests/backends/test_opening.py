@@ -34,7 +34,9 @@ OBSTORE_MODULES = (
             "obstore_client",
             "obstore_errors",
             "s3_signature",
+            "s3_lines",
             "s3_multipart",
+            "s3_ranges",
         )
     ),
 )

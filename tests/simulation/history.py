@@ -527,13 +527,13 @@ class History:
                     entry = coordinator.ledger.entries.get(id)
                     unseen = entry is None or not entry.readable_on(tier)
                     # it waits for a start that can read every tier
-                    postponed = unread and id in coordinator.dropper.awaited
+                    postponed = bool(unread) and id in coordinator.dropper.awaited
                     kept = unseen or postponed or id in pinned | set(self.pinned)
                     assert kept, f"{id} should be deleted on {tier}"
             for id in set(now[tier].commits) & self.buried - pinned - set(self.pinned):
                 entry = coordinator.ledger.entries.get(id)
                 unseen = entry is None or not entry.readable_on(tier)
-                postponed = unread and id in coordinator.dropper.awaited
+                postponed = bool(unread) and id in coordinator.dropper.awaited
                 # the mark may lie beside a record that this start read as damaged: the next one sees it
                 postponed |= entry is not None and not any(
                     names.TOMBSTONE_MARK in held.marks.get(id, ()) and entry.readable_on(other)

@@ -1,0 +1,246 @@
+"""What the far end of a chain costs: an S3 server on this machine, and a slow folder with and without compression.
+
+Uploads and downloads go to the same server, one after the other, in one run. The references have a ready buffer, and
+nothing to check: what obstore's own upload in parts and s3fs's ``pipe_file`` take, and obstore's reads of ranges by
+several threads. Each object goes once it was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import obstore
+import s3fs
+import torch
+
+import tierfall
+from benchmarks.figures import Results, ratio
+from benchmarks.plan import Plan
+from benchmarks.rounds import Contender, Figures, run_rounds
+from benchmarks.workload import Workload, bytes_of, shape_for
+from tierfall.demo.s3_server import running
+
+BUCKET = "bench"
+STORE = "store"
+SIZE_MAX_BYTES = 256 << 20
+RANGE_BYTES = 16 << 20
+RANGE_THREADS = 4
+SPEED_TARGET = 1 / 0.95
+THROTTLE = "25MB/s"
+GAIN_TARGET = 0.9
+TRAINING_STEPS = 3
+
+
+class Objects:
+    """A server of its own, one state, and what is found."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None], results: Results) -> None:
+        self._plan = plan
+        self._say = say
+        self._results = results
+
+    def run(self) -> None:
+        if "objects" in self._plan.only:
+            folder = self._plan.folder / "server"
+            with running(folder, BUCKET) as server:
+                self._transfers(server)
+        if "throttled" in self._plan.only:
+            self._throttled()
+
+    def _rounds(self, title: str, contenders: list[Contender]) -> None:
+        self._say(title)
+        found = run_rounds(
+            contenders, rounds=self._plan.rounds, seed=self._plan.seed, say=self._say
+        )
+        self._results.samples.update(found)
+
+    def _ratio(self, name: str, subject: str, reference: str, target: float) -> None:
+        found = ratio(
+            name, self._results.samples, subject=subject, reference=reference, target=target
+        )
+        self._results.ratios.append(found)
+
+    # The server --------------------------------------------------------------------------------------
+
+    def _transfers(self, server: Any) -> None:
+        work = Workload(shape_for(min(self._plan.size_bytes, SIZE_MAX_BYTES)))
+        work.train(TRAINING_STEPS)
+        self._results.facts["object_state_bytes"] = bytes_of(work.tensors())
+        store = server.store(BUCKET)
+        options = server.options()
+        file_system = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+        ready = self._image_of(work)
+
+        def put() -> None:
+            obstore.put(store, "reference", ready, use_multipart=True)
+
+        def pipe() -> None:
+            file_system.pipe_file(f"{BUCKET}/reference", ready)
+
+        def forget() -> None:
+            obstore.delete(store, "reference")
+
+        step = 0
+        ckpt = tierfall.open(self._configuration("saver", self._on(options)))
+
+        def make_room() -> None:
+            nonlocal step
+            if step:
+                ckpt.delete(step)
+                ckpt.drain()
+            step += 1
+
+        def save() -> Figures:
+            began = time.perf_counter()
+            handle = ckpt.save(step, work.state)
+            blocked = time.perf_counter() - began
+            handle.wait(STORE)
+            return {"blocked": blocked}
+
+        with ckpt:
+            self._rounds(
+                "upload: save to committed on the store, and uploads of a ready buffer",
+                [
+                    Contender(name="upload.tierfall", before=make_room, timed=save),
+                    Contender(name="upload.obstore", timed=put, after=forget),
+                    Contender(name="upload.s3fs", timed=pipe, after=forget),
+                ],
+            )
+        samples = self._results.samples
+        best = min(("upload.obstore", "upload.s3fs"), key=lambda n: statistics.median(samples[n]))
+        self._ratio(
+            "durable on the store, over the best put", "upload.tierfall", best, SPEED_TARGET
+        )
+        self._downloads(work, store, options, step)
+
+    def _downloads(self, work: Workload, store: Any, options: dict[str, Any], step: int) -> None:
+        saved = [tensor.clone() for tensor in work.tensors()]
+        (key, size) = next(
+            (row["path"], row["size"])
+            for rows in obstore.list(store, f"checkpoints/bench/step-{step:08d}-a0001")
+            for row in rows
+            if row["path"].endswith(".safetensors")
+        )
+
+        def ranges() -> None:
+            with ThreadPoolExecutor(RANGE_THREADS) as executor:
+                starts = range(0, size, RANGE_BYTES)
+                for _ in executor.map(
+                    lambda at: obstore.get_range(
+                        store, key, start=at, end=min(at + RANGE_BYTES, size)
+                    ),
+                    starts,
+                ):
+                    continue
+
+        opened: list[tierfall.Checkpointer] = []
+
+        def begin() -> None:
+            work.spoil()
+            opened.append(
+                tierfall.open(self._configuration(f"start{time.monotonic_ns()}", self._on(options)))
+            )
+
+        def restore() -> None:
+            report = opened[-1].restore(work.state)
+            assert report is not None
+            assert [source.tier for source in report.sources] == [STORE]
+
+        def end() -> None:
+            opened.pop().close()
+            if not all(map(torch.equal, work.tensors(), saved)):
+                raise AssertionError("what was restored is not what was saved")
+
+        self._rounds(
+            "download: restore from the store alone, and ranges by several threads",
+            [
+                Contender(name="download.tierfall", before=begin, timed=restore, after=end),
+                Contender(name="download.obstore", timed=ranges),
+            ],
+        )
+        self._ratio(
+            "restore from the store, over ranges",
+            "download.tierfall",
+            "download.obstore",
+            SPEED_TARGET,
+        )
+
+    def _image_of(self, work: Workload) -> bytes:
+        """The bytes of a state's image, ready to be sent."""
+        folder = self._plan.folder / "ready"
+        tier = {"name": "disk", "kind": "file", "path": str(folder)}
+        with tierfall.open(self._configuration("ready", tier)) as ckpt:
+            ckpt.save(1, work.state, block=True)
+        return next(folder.glob("bench/step-*/*.safetensors")).read_bytes()
+
+    def _on(self, options: dict[str, Any]) -> dict[str, Any]:
+        url = f"s3://{BUCKET}/checkpoints"
+        return {"name": STORE, "kind": "object", "url": url, "options": options}
+
+    def _configuration(self, memory: str, *tiers: dict[str, Any]) -> dict[str, Any]:
+        host = {"name": "host", "kind": "host", "folder": str(self._plan.memory / memory)}
+        return {"run": "bench", "max_wait": "10m", "tiers": [host, *tiers]}
+
+    # A slow folder -----------------------------------------------------------------------------------
+
+    def _throttled(self) -> None:
+        work = Workload(shape_for(min(2 * self._plan.size_bytes, 3 * SIZE_MAX_BYTES)))
+        work.train(TRAINING_STEPS)
+        state = {
+            name: value.detach().to(torch.bfloat16)
+            for name, value in work.model.state_dict().items()
+        }
+        self._results.facts["throttled_state_bytes"] = bytes_of(list(state.values()))
+        del work
+        reported: dict[str, float] = {}
+
+        def contender(codec: str) -> Contender:
+            folder = self._plan.folder / f"slow-{codec}"
+            tier = {
+                "name": STORE,
+                "kind": "object",
+                "url": f"file://{folder}",
+                "bandwidth": THROTTLE,
+                "compress": {"codec": codec},
+            }
+            ckpt = tierfall.open(self._configuration(f"slow-{codec}", tier))
+            steps = iter(range(1, 1_000_000))
+
+            def timed() -> None:
+                ckpt.save(next(steps), state, block=True)
+
+            def after() -> None:
+                if codec != "none":
+                    reported[codec] = ckpt.statistics().compression[STORE].ratio
+
+            opened.append(ckpt)
+            return Contender(name=f"throttled.{codec}", timed=timed, after=after)
+
+        opened: list[tierfall.Checkpointer] = []
+        codecs = ("none", "zstd", "planes")
+        try:
+            self._rounds(
+                f"throttled: bf16 weights to a folder at {THROTTLE}, as they are and packed",
+                [contender(codec) for codec in codecs],
+            )
+        finally:
+            for ckpt in opened:
+                ckpt.close()
+        for codec in codecs[1:]:
+            self._results.facts[f"{codec}_ratio"] = reported[codec]
+            least_gain = 1 + GAIN_TARGET * (reported[codec] - 1)
+            self._ratio(
+                f"{codec} (ratio {reported[codec]:.2f}), over raw",
+                f"throttled.{codec}",
+                "throttled.none",
+                1 / least_gain,
+            )
+
+
+def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
+    """Measure the parts ``objects`` and ``throttled`` of a plan."""
+    Objects(plan, say, results).run()
