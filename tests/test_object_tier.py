@@ -23,6 +23,7 @@ import torch
 import tierfall
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tests.steps import blank, open_elsewhere, state_of, step_in, wait_until
+from tests.throttling_proxy import ThrottlingProxy
 from tierfall.backends import opening
 from tierfall.core.errors import (
     AccessDeniedError,
@@ -289,6 +290,41 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
+def test_throttling_is_said_once_counted_and_waited_out(
+    make_config: Make,
+    s3_server: SeaweedFS,
+    bucket: str,
+    caplog: pytest.LogCaptureFixture,
+    driver: str,
+) -> None:
+    caplog.set_level(logging.INFO, logger="tierfall")
+    with ThrottlingProxy(s3_server.endpoint) as proxy:
+        config = make_config(chunk="1MiB", host={"capacity": "64MiB"})
+        tier = store_tier(s3_server, bucket, driver=driver)
+        tier["options"] = s3_server.options(endpoint_url=proxy.endpoint)
+        config["tiers"] = [config["tiers"][0], tier]
+        with tierfall.open(config) as ckpt:
+            ckpt.save(1, large(1, mib=8), block=True)
+            proxy.throttled.set()
+            handle = ckpt.save(2, large(2, mib=8))
+            wait_until(lambda: ckpt.statistics().flush_failures > 1, "it fails twice", PATIENCE_S)
+            assert not handle.done("store")
+            with pytest.raises(RestoreError, match="store could not be read"):
+                tierfall.load(config)
+            proxy.throttled.clear()
+            handle.wait("store", timeout=PATIENCE_S)
+        assert proxy.refused > 5
+        assert torch.equal(tierfall.load(config)["w"], large(2, mib=8)["w"])
+    said = [
+        r
+        for r in caplog.records
+        if r.levelno >= logging.WARNING and "flush of 2@1" in r.msg % r.args
+    ]
+    assert len(said) == 1, [r.getMessage() for r in said]
+    assert "503" in said[0].getMessage()
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
 def test_no_server_is_said_and_never_taken_for_nothing_there(
     make_config: Make,
     tmp_path: Path,
@@ -438,6 +474,38 @@ def test_uploads_that_a_crash_left_are_collected_by_the_next_start(
         (info,) = ckpt.checkpoints()
         assert info.tiers["store"] is CopyState.COMMITTED
     assert uploads_on(s3_server, bucket) == []
+
+
+def test_drain_brings_what_a_dead_trainer_left_to_the_store(
+    with_store: Make, tmp_path: Path, memory: Path
+) -> None:
+    config = with_store(host={"capacity": "64MiB"})
+    config["tiers"] = [config["tiers"][0], config["tiers"][-1]]
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    code = """
+        import os, sys, signal, torch, tierfall
+        from tierfall.tiers.stored import StoredTier
+        ckpt = tierfall.open(sys.argv[1])
+        StoredTier.create_shard = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+        ckpt.save(1, {"w": torch.full((6 << 20,), 7, dtype=torch.uint8)}).captured()
+        signal.pause()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(path)], check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == -signal.SIGKILL
+    drained = subprocess.run(
+        [sys.executable, "-m", "tierfall", "drain", "--config", str(path), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    if drained.returncode:  # it died before the image was sealed
+        assert "nothing" in drained.stdout + drained.stderr
+        return
+    assert (tierfall.load(only_store(config, tmp_path / "elsewhere"))["w"] == 7).all()
 
 
 def test_a_run_that_is_closed_in_mid_flush_is_finished_by_the_next_start(

@@ -23,6 +23,8 @@ from tierfall.reading import Reader, moved, open_place, resolve_path
 from tierfall.session import SHARD
 
 _YAML = (".yaml", ".yml")
+LOAD_CHUNKS = 2
+"""Beside its result ``load`` takes the memory of so many chunks."""
 
 
 def open(
@@ -157,6 +159,7 @@ def _load(
         open_image=open_image,
         make_plan=lambda header: plan_load(header, map_location=map_location),
         shard=shard,
+        chunks_max=LOAD_CHUNKS,
     )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")

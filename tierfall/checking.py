@@ -1,7 +1,7 @@
 """Checking a whole run: which copies there are to check, what is wrong beyond a single copy, and what helps.
 
-It reads beside a living trainer and changes nothing. What lies in memory may be reused by the trainer while it is read,
-so damage there counts only when a second look finds it again.
+It reads beside a living trainer and changes nothing, but for what a mender does that it is handed. What lies in memory
+may be reused by the trainer while it is read, so damage there counts only when a second look finds it again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
@@ -19,6 +20,7 @@ from tierfall.core.errors import (
     NotSupportedError,
     TierfallError,
 )
+from tierfall.core.packing.files import same_checkpoint
 from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
 from tierfall.core.values import CheckpointId
 from tierfall.reading import Reader
@@ -65,6 +67,16 @@ class Scope:
         return self.tier in (None, tier) and (id is None or self.checkpoint in (None, id))
 
 
+class Mender(Protocol):
+    """What repairs what was found, before it is reported."""
+
+    def mend_copies(
+        self, copies: Sequence[CheckedCopy], verifier: Verifier
+    ) -> Sequence[CheckedCopy]: ...
+
+    def mend_tier(self, store: StoredTier, listing: Listing) -> None: ...
+
+
 def planned_bytes(listings: Sequence[Listing], scope: Scope) -> int:
     """Return how many bytes of images a check will read."""
     return sum(
@@ -80,33 +92,40 @@ def check_run(
     listings: Sequence[Listing],
     scope: Scope,
     on_bytes: Callable[[int], None] = lambda count: None,
+    mender: Mender | None = None,
 ) -> RunReport:
-    """Check every copy within ``scope``, in host memory too."""
-    copies: list[CheckedCopy] = []
+    """Check every copy within ``scope``, in host memory too; with a ``mender``, report what it left damaged."""
+    found: list[CheckedCopy] = []
     findings: list[Finding] = []
     unread: list[tuple[str, str]] = []
     notes: list[str] = []
+    covered = [listing for listing in listings if scope.covers(listing.tier)]
     with Verifier(on_bytes) as verifier:
-        for listing in listings:
-            if not scope.covers(listing.tier):
-                continue
+        for listing in covered:
             if listing.error is not None:
                 unread.append((listing.tier, str(listing.error)))
-                continue
-            if listing.tier == reader.host.name:
-                found, more = _check_memory(reader, listing, scope, verifier)
+            elif listing.tier == reader.host.name:
+                copies, more = _check_memory(reader, listing, scope, verifier)
+                found += copies
                 findings += more
             else:
                 store = reader.stores[listing.tier]
                 ids = [c.id for c in listing.copies if scope.covers(listing.tier, c.id)]
-                found = [verifier.check_stored(store, id) for id in ids]
-                if scope.checkpoint is None:
-                    try:
-                        findings += _check_tier(store, listing)
-                    except BackendError as error:
-                        unread.append((listing.tier, str(error)))
-            copies += found
-            notes += _notes(listing, scope)
+                found += [verifier.check_stored(store, id) for id in ids]
+        stored = [x for x in covered if x.error is None and x.tier in reader.stores]
+        for listing in stored if scope.checkpoint is None else ():
+            store = reader.stores[listing.tier]
+            try:
+                if (
+                    mender is not None
+                ):  # first: no copy is written where the newest attempt is not known
+                    mender.mend_tier(store, listing)
+                findings += _check_tier(store, listing)
+            except BackendError as error:
+                unread.append((listing.tier, str(error)))
+        copies = found if mender is None else list(mender.mend_copies(found, verifier))
+    for listing in covered:
+        notes += _notes(listing, scope) if listing.error is None else []
     findings += _damage(copies, merge(listings), reader, scope)
     findings += _contradictions(copies)
     unread += [(f"{c.tier} {c.id}", str(c.error)) for c in copies if c.error is not None]
@@ -172,8 +191,8 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
                 raise IntegrityError("it speaks of another attempt")
         except (IntegrityError, NotSupportedError) as error:
             advice = (
-                "copy the file from another tier that has it, they are the same; without it no process can tell "
-                "whether a newer attempt exists"
+                "without it no process can tell whether a newer attempt exists; to write it anew from a tier that has "
+                f"it: tierfall verify --tier {store.name} --repair"
             )
             findings.append(_tier_finding(store, key, error, advice))
     findings += _check_latest(store)
@@ -186,7 +205,8 @@ def _check_latest(store: StoredTier) -> list[Finding]:
         return []
     problem = IntegrityError(f"it names {latest}, which is not there")
     advice = (
-        "it is a hint for people, and no restore reads it; the next commit there writes it anew"
+        "it is a hint for people, and no restore reads it; the next commit there writes it anew, and so does tierfall "
+        f"verify --tier {store.name} --repair"
     )
     return [_tier_finding(store, names.LATEST_NAME, problem, advice)]
 
@@ -238,21 +258,16 @@ def _advice(
     reader: Reader,
     scope: Scope,
 ) -> str:
-    if damage.file.startswith(f"{names.MARKS_FOLDER}/"):
-        leaf = damage.file.removeprefix(f"{names.MARKS_FOLDER}/")
-        if leaf == names.PIN_MARK:
-            return f"it still protects; to write it anew: tierfall unpin {copy.id}, tierfall pin {copy.id}"
-        return "remove that file, or copy it from another tier that has it"
+    repair = f"tierfall verify {copy.id} --tier {copy.tier} --repair"
+    if damage.file.startswith(f"{names.MARKS_FOLDER}/") and copy.tier in reader.stores:
+        return f"it counts all the same; to write it anew: {repair}"
     good = [c.tier for c in copies if c.id == copy.id and c.good]
-    stored = [tier for tier in good if tier in reader.stores]
-    if stored and copy.tier in reader.stores:
-        source = reader.stores[stored[0]].place
-        folder = f"{reader.run}/{names.step_folder(copy.id)}"
-        return f"restores take {good[0]} instead; to repair it, copy the same file from {source}/{folder}"
+    if good and copy.tier in reader.stores:
+        return f"restores take {good[0]} instead; to repair it: {repair}"
     if good:
         return f"restores take {good[0]} instead"
     if scope.tier is not None and len(holding) > 1:
-        return f"other tiers hold it too: see whether they are good by tierfall verify {copy.id}"
+        return f"other tiers hold it too; to repair it from them: {repair}"
     return f"no good copy of it is left: restores pass it over for an older step; tierfall rm {copy.id}"
 
 
@@ -265,7 +280,7 @@ def _contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
             continue
         other = first.setdefault(copy.id, copy)
         assert other.commit is not None
-        if (copy.commit.line, copy.commit.files) != (other.commit.line, other.commit.files):
+        if not same_checkpoint(copy.commit, other.commit):
             findings.append(
                 Finding(
                     tier=copy.tier,

@@ -118,6 +118,8 @@ def open_stores(
                 later = "" if read_only else " (open again once it answers)"
                 errors[tier.name] = type(error)(f"{error}{later}")
                 continue
+            except ConfigError as error:
+                raise type(error)(f"open: tier {tier.name}: {error}") from error
             wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
             stores[tier.name] = StoredTier(
                 name=tier.name, run=run, backend=wrapped, packing=_packing(tier, config)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.documents import sha256
@@ -139,7 +141,7 @@ class PackedImage:
 
 @dataclass(frozen=True, slots=True)
 class RegionImage:
-    """An image in host memory: nothing is copied to read it."""
+    """An image in host memory: nothing is copied to read it, unless it is another process's to use again."""
 
     tier: str
     region: HostRegion
@@ -155,7 +157,13 @@ class RegionImage:
     def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
         start, end = manifest.chunk_range(index)
         with self._still_there():
-            return self.region.image[start:end]
+            view = self.region.image[start:end]
+            if not view.readonly:
+                return view
+            # A trainer that lives may write there at any time: what is checked must be what is used.
+            settled = buffer[: end - start]
+            np.copyto(np.frombuffer(settled, np.uint8), np.frombuffer(view, np.uint8))
+            return settled
 
     @contextmanager
     def _still_there(self) -> Iterator[None]:

@@ -181,8 +181,7 @@ def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
 
 def _scatter(view: memoryview, start: int, fills: Sequence[Fill], ends: Sequence[int]) -> None:
     """Copy a chunk, which begins at ``start`` from the data start, to all targets in it."""
-    # torch warns of memory that may not be written to, as that of a living trainer may not
-    source = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    source = torch.frombuffer(view, dtype=torch.uint8)
     end = start + len(view)
     at = bisect_right(ends, start)
     while at < len(fills) and fills[at].start < end:

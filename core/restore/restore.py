@@ -252,9 +252,7 @@ def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool
     return one is not None and one.line == other.line and one.file(name) == other.file(name)
 
 
-def _tiers(
-    checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]
-) -> list[str]:
+def _tiers(checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]) -> list[str]:
     """Name the tiers that a checkpoint may be read from, fastest first."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     return [tier for tier in held if request.tier in (None, tier)]

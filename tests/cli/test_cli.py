@@ -64,14 +64,17 @@ def test_a_step_that_is_none_is_a_usage_error(make_cli: MakeCli, step: str) -> N
 def test_a_step_that_is_not_there_names_those_that_are(make_cli: MakeCli, saved: Saved) -> None:
     cli = make_cli()
     saved(cli, [1, 2])
-    for command in ("show", "verify", "pin", "unpin", "rm"):
-        answer = cli(command, "7", code=1)
+    for words in (
+        *(["show", "7"], ["verify", "7"], ["pin", "7"], ["unpin", "7"], ["rm", "7"]),
+        *(["export", "7", "--to", "out"], ["copy", "7", "--to", "disk"]),
+    ):
+        answer = cli(*words, code=1)
         assert "step 7 is not there" in answer.err
         assert "1@1, 2@1" in answer.err
         assert answer.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["export", "copy", "check", "watch"])
+@pytest.mark.parametrize("name", ["watch"])
 @pytest.mark.parametrize("rest", [[], ["400", "--to", "x"], ["--help"]])
 def test_a_command_of_a_later_version_says_so(name: str, rest: list[str]) -> None:
     answer = run([name, *rest])
@@ -79,14 +82,13 @@ def test_a_command_of_a_later_version_says_so(name: str, rest: list[str]) -> Non
     assert answer.err == f"tierfall: {name}: not supported yet\n"
 
 
-def test_repairing_is_for_a_later_version(make_cli: MakeCli) -> None:
-    assert "not supported yet" in make_cli()("verify", "--repair", code=2).err
-
-
 def test_help_lists_the_commands_that_work_and_no_others() -> None:
     text = run(["--help"]).out
     listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line]
-    commands = ("ls", "show", "verify", "prune", "pin", "unpin", "rm", "drain", "schema", "demo")
+    commands = [
+        *("ls", "show", "check", "verify", "export", "copy", "prune", "pin", "unpin", "rm"),
+        *("drain", "schema", "demo"),
+    ]
     assert listed == [*commands, "Exit", "configuration."]
 
 
@@ -127,7 +129,9 @@ def test_an_error_of_ours_is_one_line_and_a_bug_is_a_traceback(
             (["show"], 2),
             (["show", "1", "2"], 2),
             (["ls", "--what"], 2),
-            (["verify", "--repair"], 2),
+            (["check", "--size", "much"], 2),
+            (["copy", "1", "--to", "host"], 2),
+            (["export", "1", "--to", "out", "--format", "dcp"], 2),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -87,12 +87,12 @@ def test_one_flipped_bit_is_found_in_every_kind_of_file(
 
 
 def test_what_is_advised_repairs(cli: Cli, tmp_path: Path) -> None:
-    for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000)):
+    for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000), ("marks/pin", 40)):
         flip(folder(tmp_path / "disk") / file, offset)
         (found,) = damage(cli)
-        source = folder(tmp_path / "far")
-        assert f"copy the same file from {source}" in found["advice"]
-        shutil.copy(source / file, folder(tmp_path / "disk") / file)
+        command = found["advice"].rpartition(": tierfall ")[2]
+        assert command == "verify 1@1 --tier disk --repair"
+        cli(*command.split())
         cli("verify")
     assert steps_on(tmp_path / "disk") == [1, 2]
 

@@ -1,8 +1,9 @@
 """The command line: what a person asks of a run without writing a program.
 
-``app`` lists the commands; ``looking``, ``checking``, ``changing`` and ``draining`` hold them; ``common`` holds what
-they share: options, exit codes, the two ways of answering (tables for people, JSON for programs). What the commands do
-stands in modules that print nothing (``tierfall.orders``, ``tierfall.checking``, ``tierfall.draining``).
+``app`` lists the commands; ``looking``, ``measuring``, ``checking``, ``exporting``, ``copying``, ``changing`` and
+``draining`` hold them; ``common`` holds what they share: options, exit codes, the two ways of answering (tables for
+people, JSON for programs). What the commands do stands in modules that print nothing (``tierfall.orders``,
+``tierfall.checking``, ``tierfall.exporting`` and so on).
 """
 
 from tierfall.cli.app import app

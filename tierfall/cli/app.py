@@ -12,12 +12,12 @@ import typer
 from typer.core import TyperGroup
 
 import tierfall
-from tierfall.cli import changing, checking, draining, looking
+from tierfall.cli import changing, checking, copying, draining, exporting, looking, measuring
 from tierfall.cli.common import Exit, Refusal, end, listen_to_warnings, refuse
 from tierfall.core.errors import TierfallError
 from tierfall.demo.command import demo
 
-LATER = ("export", "copy", "check", "watch")
+LATER = ("watch",)
 # Click's UsageError: newer typers carry click within them, so that it has no name to import it by.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
@@ -93,7 +93,10 @@ def _prepare(
 for _function, _summary in (
     (looking.ls, "List the steps of a run, tier by tier."),
     (looking.show, "Show one step in full."),
-    (checking.verify, "Read back and check every file of every copy."),
+    (measuring.check, "Check the file, and measure every tier."),
+    (checking.verify, "Read back and check every file of every copy, and repair."),
+    (exporting.export, "Write a step as one file for other programs."),
+    (copying.copy, "Bring a step to a tier that does not hold it."),
     (changing.prune, "Apply the rules of retention now."),
     (changing.pin, "Keep a step, whatever the rules say."),
     (changing.unpin, "Take the pin off a step."),

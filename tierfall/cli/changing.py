@@ -16,7 +16,6 @@ from tierfall.cli.common import (
     JsonOption,
     RunOption,
     StepArgument,
-    complain,
     counted,
     find_step,
     id_members,
@@ -26,13 +25,13 @@ from tierfall.cli.common import (
     parse_step,
     refuse,
     table,
+    warn_of,
     watched,
 )
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
 from tierfall.core.catalog import KnownCheckpoint, merge
 from tierfall.core.lock import Owner
-from tierfall.core.records import Attempt
 from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.units import format_size
 from tierfall.core.view import Decision, Verdict
@@ -93,7 +92,7 @@ def _order(
         carried = orders.leave_mark(settings, kind, checkpoint)
         failed = {**carried.failed, **unread}
     else:
-        _warn_of(elsewhere)
+        warn_of(elsewhere)
         carried = orders.carry_out(settings, kind, checkpoint.id)
         failed = dict(carried.failed)
     answer.document = {
@@ -144,14 +143,6 @@ def _check_deletion(
         refuse("rm: nothing was deleted")
 
 
-def _warn_of(elsewhere: Attempt | None) -> None:
-    if elsewhere is not None:
-        complain(
-            f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: it "
-            "cannot be seen from here"
-        )
-
-
 def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -183,7 +174,7 @@ def prune(
         planned = orders.plan_prune(settings, listings)
         pruned = orders.Pruned(decisions=planned, unread=orders.unread(listings))
     else:
-        _warn_of(elsewhere)
+        warn_of(elsewhere)
         with Watch("prune", 0, shown=watched(as_json)) as watch:
             pruned = orders.prune(settings, watch.set)
     answer.document = {

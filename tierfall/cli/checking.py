@@ -1,4 +1,4 @@
-"""``verify``: read everything back and say what is damaged, where, and what helps."""
+"""``verify``: read everything back and say what is damaged, where, and what helps; and repair it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from tierfall.checking import Finding, RunReport, Scope, check_run, planned_byte
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
-    Exit,
     JsonOption,
     RunOption,
+    check_tier,
     counted,
-    find_step,
+    find_on,
     id_members,
     load_settings,
     parse_step,
     refuse,
     table,
+    warn_of,
     watched,
 )
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
-from tierfall.core.catalog import Listing, merge
 from tierfall.core.restore.verify import CheckedCopy
 from tierfall.core.units import format_size
-from tierfall.orders import unread
+from tierfall.orders import trained_elsewhere
 from tierfall.reading import Reader
+from tierfall.repairing import Repair, Repairer
+from tierfall.transfer import owning
 
 
 def verify(
@@ -39,48 +41,56 @@ def verify(
     tier: Annotated[
         str | None, typer.Option("--tier", metavar="NAME", help="Check this tier only.")
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", hidden=True)] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Write what is damaged anew from good copies.")
+    ] = False,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read back and check every file of every copy: every chunk, manifest, commit record and mark."""
-    if repair:
-        refuse("verify --repair: not supported yet", Exit.USAGE)
     settings = load_settings(config, run)
     named = None if step is None else parse_step(step)
-    _check_tier(settings, tier)
+    check_tier(settings, tier)
     answer = Answer(as_json)
-    with Reader(settings) as reader:
+    repairs: tuple[Repair, ...] | None = None
+    if repair:
+        _check_ownerless(settings)
+    with owning(settings) if repair else Reader(settings) as reader:
         listings = reader.list()
-        scope = _scope(answer, listings, named, tier)
-        with Watch("verify", planned_bytes(listings, scope), shown=watched(as_json)) as watch:
-            report = check_run(reader, listings, scope, watch.add)
-    _answer(answer, settings, report)
+        found = named and find_on(answer, listings, named, tier, doing="verify")
+        scope = Scope(checkpoint=found.id if found else None, tier=tier)
+        total = planned_bytes(listings, scope)
+        with Watch("verify", total, shown=watched(as_json)) as watch:
+            if repair:
+                warn_of(trained_elsewhere(listings, reader.stores))
+                repairer = Repairer(reader, listings)
+                report = check_run(reader, listings, scope, watch.add, repairer)
+                repairs = tuple(repairer.repairs)
+            else:
+                report = check_run(reader, listings, scope, watch.add)
+    _answer(answer, settings, report, repairs)
     answer.finish()
 
 
-def _check_tier(settings: Config, tier: str | None) -> None:
-    known = [t.name for t in settings.tiers]
-    if tier is not None and tier not in known:
-        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
+def _check_ownerless(settings: Config) -> None:
+    with Reader(settings) as reader:
+        owner = reader.owner()
+    if owner is not None:
+        refuse(
+            f"verify --repair: a trainer owns run {settings.run!r} ({owner}) and may drop or write copies meanwhile; "
+            "nothing was checked. Repair once it has ended; until then restores take the good copies"
+        )
 
 
-def _scope(
-    answer: Answer,
-    listings: tuple[Listing, ...],
-    named: tuple[int, int | None] | None,
-    tier: str | None,
-) -> Scope:
-    if named is None:
-        return Scope(tier=tier)
-    known = [c for c in merge(listings) if tier is None or tier in c.copies]
-    silent = unread(listing for listing in listings if tier in (None, listing.tier))
-    found = find_step(answer, known, named, silent, doing="verify")
-    return Scope(checkpoint=found.id, tier=tier)
-
-
-def _answer(answer: Answer, settings: Config, report: RunReport) -> None:
+def _answer(
+    answer: Answer, settings: Config, report: RunReport, repairs: tuple[Repair, ...] | None
+) -> None:
+    for repair in repairs or ():
+        if repair.done:
+            answer.show(f"repaired {_place(repair)}: {repair.why}")
+        else:
+            answer.problem(f"not repaired: {_place(repair)}: {repair.why}")
     for place, why in report.unread:
         answer.problem(f"{place} could not be read: {why}")
     for finding in report.findings:
@@ -94,6 +104,8 @@ def _answer(answer: Answer, settings: Config, report: RunReport) -> None:
         "notes": list(report.notes),
         "bytes": sum(copy.bytes for copy in report.copies),
     }
+    if repairs is not None:
+        answer.document["repairs"] = [_repair_members(repair) for repair in repairs]
     made = table("STEP", "TIER", "CHUNKS", "SIZE", "", right=("STEP", "CHUNKS", "SIZE"))
     for copy in sorted(report.copies, key=lambda c: c.id):
         made.add_row(
@@ -107,6 +119,21 @@ def _answer(answer: Answer, settings: Config, report: RunReport) -> None:
     what = f"{damage} damaged" if report.findings else "nothing is damaged"
     copies = counted(len(report.copies), "copy is", "copies are")
     answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
+
+
+def _place(repair: Repair) -> str:
+    return " ".join(str(part) for part in (repair.tier, repair.id, repair.file) if part)
+
+
+def _repair_members(repair: Repair) -> dict[str, Any]:
+    return {
+        "tier": repair.tier,
+        "step": repair.id.step if repair.id else None,
+        "attempt": repair.id.attempt if repair.id else None,
+        "file": repair.file or None,
+        "done": repair.done,
+        "why": repair.why,
+    }
 
 
 def _verdict(copy: CheckedCopy) -> str:

@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tierfall.config import Config, load_config
-from tierfall.core.catalog import KnownCheckpoint
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.documents import float_to_json
 from tierfall.core.errors import ConfigError, StepError, TierfallError
 from tierfall.core.lock import Owner
+from tierfall.core.records import Attempt
 from tierfall.core.values import CheckpointId
-from tierfall.orders import find
+from tierfall.orders import find, unread
 
 PIPED_WIDTH = 10_000
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
@@ -164,6 +165,27 @@ def find_step(
         answer.refuse(error)
 
 
+def find_on(
+    answer: Answer,
+    listings: Sequence[Listing],
+    named: tuple[int, int | None],
+    tier: str | None,
+    *,
+    doing: str,
+) -> KnownCheckpoint:
+    """Find the checkpoint that STEP names, on ``tier`` where one is given; ends the command where it is not there."""
+    known = [c for c in merge(listings) if tier is None or tier in c.copies]
+    silent = unread(listing for listing in listings if tier in (None, listing.tier))
+    return find_step(answer, known, named, silent, doing=doing)
+
+
+def check_tier(settings: Config, tier: str | None) -> None:
+    """End the command where no tier has that name."""
+    known = [t.name for t in settings.tiers]
+    if tier is not None and tier not in known:
+        refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
+
+
 def _print_document(document: dict[str, Any], problems: Sequence[str]) -> None:
     outcome = {"ok": not problems, "problems": list(problems)}
     typer.echo(json.dumps(document | outcome, indent=2, allow_nan=False))
@@ -207,6 +229,15 @@ def counted(count: int, one: str, many: str) -> str:
 def of_tier(tier: str, error: object) -> str:
     """Say what is wrong on a tier, which many a message names first by itself."""
     return f"tier {tier}: {str(error).removeprefix(f'{tier}: ')}"
+
+
+def warn_of(elsewhere: Attempt | None) -> None:
+    """Say so where another node trained last: whether it still does cannot be known."""
+    if elsewhere is not None:
+        complain(
+            f"the newest attempt, {elsewhere.number}, was begun on {elsewhere.node}, where its trainer may live: it "
+            "cannot be seen from here"
+        )
 
 
 def id_members(id: CheckpointId) -> dict[str, int]:

@@ -1,0 +1,277 @@
+"""``check``: every tier is opened and measured, what it promises is said, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import Cli, Trainer
+
+import tierfall
+from tests.object_store import KEY, SECRET, SeaweedFS
+from tests.steps import files_below, state_of
+from tierfall import measuring
+from tierfall.backends.posix import PosixBackend
+from tierfall.config import load_config
+from tierfall.core.contracts import Traits
+from tierfall.core.errors import StorageFullError, UnreachableError
+
+MakeCli = Callable[..., Cli]
+SMALL = ("--size", "300KiB")
+
+
+def tier(document: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in document["tiers"] if one["name"] == name)
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, tmp_path: Path) -> Cli:
+    """Two folders, as an earlier start left them."""
+    cli = make_cli(disk={}, far={"shared": True, "capacity": "1GiB"})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    return cli
+
+
+def test_every_tier_is_measured_and_nothing_is_left(cli: Cli, tmp_path: Path, memory: Path) -> None:
+    before = files_below(tmp_path), files_below(memory)
+    document = cli.json("check", *SMALL)
+    assert (document["ok"], document["size_bytes"]) == (True, 300 << 10)
+    assert [one["name"] for one in document["tiers"]] == ["host", "disk", "far"]
+    for name in ("disk", "far"):
+        found = tier(document, name)
+        assert found["write_bytes_per_s"] > 1000
+        assert found["read_bytes_per_s"] > 1000
+        assert 0 < found["round_trip_s"] < 10
+        assert (found["durable"], found["fenced"], found["error"]) == (True, True, None)
+        assert found["place"] == str(tmp_path / name)
+        free = shutil.disk_usage(tmp_path).free
+        assert free / 2 < found["free_bytes"] < free * 2
+    assert tier(document, "far")["capacity_bytes"] == 1 << 30
+    host = tier(document, "host")
+    assert (host["write_bytes_per_s"], host["durable"], host["error"]) == (None, None, None)
+    assert host["free_bytes"] > 0
+    assert (files_below(tmp_path), files_below(memory)) == before
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
+
+
+def test_what_a_tier_promises_is_told_in_words(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = cli("check", *SMALL).out
+    assert "disk: durable, zombies are fenced, " in text
+    assert text.endswith("3 of 3 tiers answered; measured with 300 KiB each\n")
+    real = PosixBackend.traits.fget
+    assert real is not None
+
+    def weak(self: PosixBackend) -> Traits:
+        weaker = {"durable": False, "conditional_create": False, "direct_io": False}
+        return replace(real(self), **weaker)
+
+    monkeypatch.setattr(PosixBackend, "traits", property(weak))
+    text = cli("check", *SMALL).out
+    assert "disk: NOT durable" in text
+    assert "zombies are NOT fenced" in text
+    assert "no direct I/O, so reads may come from the page cache" in text
+
+
+def test_real_bytes_go_through_the_backend_under_a_name_beside_the_runs(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[str, int]] = []
+    read: list[tuple[int, int]] = []
+    real_create, real_read = PosixBackend.create, PosixBackend.read_into
+
+    def create(self: Any, key: str, *, length: int, **words: Any) -> Any:
+        written.append((key, length))
+        return real_create(self, key, length=length, **words)
+
+    def read_into(self: Any, key: str, offset: int, view: memoryview) -> None:
+        if "probe" in key:
+            read.append((offset, len(view)))
+        real_read(self, key, offset, view)
+
+    monkeypatch.setattr(PosixBackend, "create", create)
+    monkeypatch.setattr(PosixBackend, "read_into", read_into)
+    cli("check", *SMALL)
+    assert len(written) == 2
+    for key, length in written:
+        assert key.startswith("tierfall-check-")
+        assert length == 300 << 10
+    assert sum(count for _, count in read) == 2 * (300 << 10)
+    assert len(read) == 2 * 5, "in chunks of the configuration, 64 KiB"
+
+
+def test_a_tier_that_is_not_there_is_said_and_not_made(cli: Cli, tmp_path: Path) -> None:
+    shutil.move(tmp_path / "disk", tmp_path / "unmounted")
+    document = cli.json("check", *SMALL, code=1)
+    (problem,) = document["problems"]
+    assert "tier disk: " in problem
+    assert "mount or restore it" in problem
+    assert tier(document, "disk")["write_bytes_per_s"] is None
+    assert tier(document, "far")["write_bytes_per_s"] > 0
+    assert not (tmp_path / "disk").exists()
+    assert "2 of 3 tiers answered" in cli("check", *SMALL, code=1).out
+
+
+def test_a_folder_that_refuses_and_a_file_in_its_place_are_said(cli: Cli, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").write_text("")
+    answer = cli("check", *SMALL, code=1)
+    assert "tier disk: " in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("when", ["write", "publish", "stat", "read_into"])
+def test_a_tier_that_fails_on_the_way_keeps_nothing(
+    cli: Cli, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierfall.backends.posix_writer import PosixWriter
+
+    def fail(*words: object, **more: object) -> None:
+        raise StorageFullError("no space here")
+
+    owner: Any = PosixWriter if when in ("write", "publish") else PosixBackend
+    monkeypatch.setattr(owner, when, fail)
+    before = files_below(tmp_path)
+    answer = cli("check", *SMALL, code=1)
+    assert answer.err.count("no space here") == 2
+    assert files_below(tmp_path) == before
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["run"]
+
+
+def test_a_probe_that_cannot_be_removed_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*words: object) -> None:
+        raise StorageFullError("cannot be removed")
+
+    monkeypatch.setattr(PosixBackend, "delete", fail)
+    for also in ((), ("read_into",)):
+        for method in also:
+            monkeypatch.setattr(PosixBackend, method, fail)
+        err = cli("check", *SMALL, code=1).err
+        assert "tierfall-check-" in err
+        assert err.count("/probe may be left in ") == 2
+
+
+def test_an_interrupt_keeps_nothing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PosixBackend, "stat", interrupt)
+    before = files_below(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.measure(load_config(cli.path), 1000)
+    assert files_below(tmp_path) == before
+
+
+def test_storage_that_gives_back_other_bytes_is_found(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PosixBackend.read_into
+
+    def flip(self: Any, key: str, offset: int, view: memoryview) -> None:
+        real(self, key, offset, view)
+        if "probe" in key and offset == 131_072:
+            view[5] ^= 1
+
+    monkeypatch.setattr(PosixBackend, "read_into", flip)
+    answer = cli("check", *SMALL, code=1)
+    assert answer.err.count("differs from what was written, at byte 131072") == 2
+
+
+def test_a_disk_without_room_is_not_filled(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_free_bytes", lambda folder: 400 << 10)
+    answer = cli("check", *SMALL, code=1)
+    assert answer.err.count("400 KiB are free, so 300 KiB were not written") == 2
+    assert "smaller --size" in answer.err
+    cli("check", "--size", "200KiB")
+
+
+def test_memory_whose_room_cannot_be_asked_is_said(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise UnreachableError("no answer")
+
+    monkeypatch.setattr(measuring, "room_for_arena", fail)
+    document = cli.json("check", *SMALL, code=1)
+    assert tier(document, "host")["error"] == "no answer"
+
+
+def test_before_the_first_start_memory_has_no_folder_yet(
+    make_cli: MakeCli, tmp_path: Path, memory: Path
+) -> None:
+    cli = make_cli(host={"folder": str(memory / "not" / "yet")})
+    (tmp_path / "disk").mkdir()
+    document = cli.json("check", *SMALL)
+    assert tier(document, "host")["free_bytes"] > 0
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", ["0", "much", "-1MiB", "5GiB", "1.5.2MiB"])
+def test_a_size_that_makes_no_sense_is_wrong_usage(cli: Cli, size: str) -> None:
+    assert "--size: " in cli("check", f"--size={size}", code=2).err
+
+
+def test_one_byte_can_be_measured(cli: Cli) -> None:
+    assert tier(cli.json("check", "--size", "1B"), "disk")["read_bytes_per_s"] > 0
+
+
+def test_beside_a_living_trainer_it_works_as_ever(
+    cli: Cli, train: Callable[[Cli], Trainer], tmp_path: Path
+) -> None:
+    trainer = train(cli)
+    trainer.tell("save 2")
+    cli("check", *SMALL)
+    trainer.tell("save 3")
+    assert cli.json("verify")["ok"]
+    assert not list(tmp_path.rglob("*tierfall-check*"))
+
+
+def with_store(cli: Cli, url: str, options: dict[str, Any]) -> None:
+    store = {"name": "store", "kind": "object", "url": url, "options": options}
+    cli.configure({**cli.config, "tiers": [*cli.config["tiers"], store]})
+
+
+def test_an_object_store_is_measured_and_no_credential_is_shown(
+    cli: Cli, s3_server: SeaweedFS, bucket: str
+) -> None:
+    with_store(cli, f"s3://{bucket}/checkpoints", s3_server.options())
+    for words in ((), ("--json",)):
+        answer = cli("check", "--size", "12MiB", *words)
+        assert KEY not in answer.out + answer.err
+        assert SECRET not in answer.out + answer.err
+    found = tier(cli.json("check", "--size", "12MiB"), "store")
+    assert found["write_bytes_per_s"] > 1000
+    assert (found["place"], found["fenced"]) == (f"s3://{bucket}/checkpoints", True)
+    assert found["free_bytes"] is None
+    import obstore
+
+    assert list(obstore.list(s3_server.store(bucket)).collect()) == []
+
+
+def test_a_store_that_does_not_answer_shows_no_credential(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": "access-me", "secret": "hunter2!"}
+    with_store(cli, "s3://bucket/checkpoints", options)
+    for words in ((), ("--json",)):
+        answer = cli("check", *SMALL, *words, code=1)
+        assert "store" in answer.err
+        for secret in ("access-me", "hunter2"):
+            assert secret not in answer.out + answer.err
+
+
+def test_the_probe_is_noise(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compresses, or is the same everywhere, would flatter a store."""
+    asked: list[int] = []
+    real = os.urandom
+    monkeypatch.setattr(measuring.os, "urandom", lambda n: asked.append(n) or real(n))
+    cli("check", *SMALL)
+    assert sum(asked) == 2 * (64 << 10)

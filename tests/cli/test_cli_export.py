@@ -1,0 +1,197 @@
+"""``export`` and ``copy`` at the command line: what they say, in words and as a document, and how they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from cli_kit import Cli, Trainer, flip, run_process
+
+import tierfall
+from tests.steps import files_below, state_of, steps_on
+from tierfall.cli import copying, exporting
+
+MakeCli = Callable[..., Cli]
+Saved = Callable[..., None]
+IMAGE = "rank-00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, saved: Saved) -> Cli:
+    """Steps 1 and 2 on disk, and step 2 on far."""
+    cli = make_cli(disk={}, far={"flush": {"every": 2}})
+    saved(cli, [1, 2])
+    return cli
+
+
+# export ----------------------------------------------------------------------------------------------
+
+
+def test_an_export_says_what_it_wrote(cli: Cli, tmp_path: Path) -> None:
+    answer = cli("export", "1", "--to", str(tmp_path / "out"))
+    path = tmp_path / "out" / "run-step-00000001.safetensors"
+    assert answer.out.startswith(f"exported 1@1 from disk to {path}: ")
+    document = cli.json("export", "2@1", "--to", str(tmp_path / "out"), "--only", "w")
+    assert (document["step"], document["attempt"], document["tensors"]) == (2, 1, 1)
+    assert document["path"] == str(tmp_path / "out" / "w.safetensors")
+    assert document["bytes"] == Path(document["path"]).stat().st_size
+    assert list(document["sources"]) == ["disk"]
+    opened = safetensors.torch.load_file(document["path"])
+    assert torch.equal(opened["w"], state_of(2)["w"])
+
+
+def test_several_parts_are_named_by_several_options(cli: Cli, tmp_path: Path) -> None:
+    words = ("--only", "w", "--only", "extra", "--format", "torch")
+    document = cli.json("export", "1", "--to", str(tmp_path / "out"), *words)
+    assert torch.load(document["path"], weights_only=True)["extra"] == {"step": 1}
+    assert document["notes"] == []
+
+
+def test_an_export_reads_from_the_tier_that_is_named(cli: Cli, tmp_path: Path) -> None:
+    flip(tmp_path / "far/run/step-00000002-a0001" / IMAGE, -1)
+    words = ("export", "2", "--to", str(tmp_path / "out"))
+    assert "damaged in every copy" in cli(*words, "--tier", "far", code=1).err
+    flip(tmp_path / "disk/run/step-00000002-a0001" / IMAGE, 70_000)
+    document = cli.json(*words)
+    assert set(document["sources"]) == {"disk", "far"}
+    assert "on disk" in document["fallbacks"][0]["what"]
+    assert "passed over: chunk 1 of 2@1 on disk" in cli(*words, "--force").out
+    assert "step 1 is not there" in cli(*words[:1], "1", *words[2:], "--tier", "far", code=1).err
+    assert "no tier is named 'nvme'" in cli(*words, "--tier", "nvme", code=2).err
+
+
+def test_an_export_refuses_what_is_there(cli: Cli, tmp_path: Path) -> None:
+    words = ("export", "1", "--to", str(tmp_path / "out"))
+    cli(*words)
+    before = files_below(tmp_path)
+    answer = cli(*words, code=1)
+    assert "is there already; say --force" in answer.err
+    assert answer.err.count("\n") == 1
+    assert files_below(tmp_path) == before
+    cli(*words, "--force")
+    assert files_below(tmp_path) == before
+
+
+def test_an_export_changes_nothing_on_the_tiers(cli: Cli, tmp_path: Path, memory: Path) -> None:
+    before = files_below(tmp_path / "disk"), files_below(tmp_path / "far"), files_below(memory)
+    cli("export", "2", "--to", str(tmp_path / "out"), "--format", "torch")
+    after = files_below(tmp_path / "disk"), files_below(tmp_path / "far"), files_below(memory)
+    assert after == before
+
+
+def test_dcp_comes_later(cli: Cli, tmp_path: Path) -> None:
+    answer = cli("export", "1", "--to", str(tmp_path / "out"), "--format", "dcp", code=2)
+    assert answer.err == (
+        "tierfall: export: --format dcp is not supported yet; use safetensors or torch\n"
+    )
+    assert "'xyz'" in cli("export", "1", "--to", "out", "--format", "xyz", code=2).err
+
+
+def test_beside_a_trainer_a_step_in_its_memory_is_exported(
+    make_cli: MakeCli, train: Callable[[Cli], Trainer], tmp_path: Path
+) -> None:
+    cli = make_cli(disk={"flush": {"every": 2}})
+    trainer = train(cli)
+    trainer.tell("capture 1")
+    document = cli.json("export", "1", "--to", str(tmp_path / "out"))
+    assert list(document["sources"]) == ["host"]
+
+
+def test_a_process_exports_as_the_function_does(cli: Cli, tmp_path: Path) -> None:
+    answer = run_process("export", "1", "--to", str(tmp_path / "out"), "--config", str(cli.path))
+    assert (answer.code, answer.err) == (0, "")
+
+
+# copy ------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_says_what_it_did_and_why(cli: Cli, tmp_path: Path) -> None:
+    cli("pin", "1")
+    answer = cli("copy", "1", "--to", "far")
+    assert answer.out.splitlines()[0].startswith(
+        "copied 1@1 from disk to far, which did not hold it ("
+    )
+    assert "brought along, since other tiers have it: pin\n" in answer.out
+    assert steps_on(tmp_path / "far") == [1, 2]
+    again = cli("copy", "1", "--to", "far")
+    assert again.out.startswith("far holds 1@1 already, and it is good (")
+    document = cli.json("copy", "1", "--to", "far")
+    assert (document["already"], document["marks"], document["tier"]) == (True, [], "far")
+
+
+def test_a_copy_is_a_document_too(cli: Cli) -> None:
+    document = cli.json("copy", "1", "--to", "far")
+    assert (document["step"], document["already"], list(document["sources"])) == (
+        1,
+        False,
+        ["disk"],
+    )
+    assert document["bytes"] > 80_000
+
+
+def test_memory_and_unknown_tiers_are_no_target(cli: Cli) -> None:
+    assert "is memory" in cli("copy", "1", "--to", "host", code=2).err
+    assert "no tier is named 'nvme'" in cli("copy", "1", "--to", "nvme", code=2).err
+
+
+def test_a_copy_is_left_to_a_trainer_that_lives(
+    make_cli: MakeCli, train: Callable[[Cli], Trainer], tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, far={"flush": {"every": 1000}})
+    trainer = train(cli)
+    trainer.tell("save 1")
+    before = files_below(tmp_path)
+    answer = cli("copy", "1", "--to", "far", code=1)
+    assert f"copy: a trainer owns run 'run' (process {trainer.pid} on " in answer.err
+    assert "nothing was copied" in answer.err
+    assert (answer.out, answer.err.count("\n")) == ("", 1)
+    answer = cli("verify", "--repair", code=1)
+    assert f"verify --repair: a trainer owns run 'run' (process {trainer.pid} on " in answer.err
+    assert files_below(tmp_path) == before
+    trainer.close()
+    cli("copy", "1", "--to", "far")
+    assert steps_on(tmp_path / "far") == [1]
+
+
+def test_a_copy_beyond_the_rules_lives_on_through_the_next_start(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, far={"flush": {"every": 1000}, "retain": {"last": 1}})
+    saved(cli, [1, 2])
+    cli("copy", "1", "--to", "far")
+    note = cli("copy", "2", "--to", "far").out
+    assert "note:" not in note, "the newest stays"
+    saved(cli, [3])
+    assert 2 in steps_on(tmp_path / "far")
+
+
+def test_both_show_progress_to_whoever_watches(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, words in (
+        (exporting, ("export", "1", "--to", str(tmp_path / "out"))),
+        (copying, ("copy", "1", "--to", "far")),
+    ):
+        told: list[tuple[int, int]] = []
+        base: Any = module.Watch
+
+        class Seen(base):  # type: ignore[misc]
+            def set(self, done: int, total: int) -> None:
+                told.append((done, total))  # noqa: B023 - used within this round
+
+        monkeypatch.setattr(module, "Watch", Seen)
+        cli(*words)
+        assert told[-1][0] == told[-1][1] > 80_000
+
+
+def test_a_checkpoint_of_an_unreadable_tier_is_not_called_absent(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    for words in (["export", "1", "--to", str(tmp_path / "out")], ["copy", "1", "--to", "far"]):
+        answer = cli(*words, code=1)
+        assert "may be on disk" in answer.err
+    assert tierfall.load(cli.config, step=2)["extra"] == {"step": 2}
+    cli("export", "2", "--to", str(tmp_path / "out"))

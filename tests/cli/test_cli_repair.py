@@ -1,0 +1,436 @@
+"""``tierfall verify --repair``: what is damaged is written anew from good copies, and nothing good is ever risked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import Cli, flip
+
+import tierfall
+from tests.steps import blank, files_below, state_of, steps_on
+from tierfall import repairing
+from tierfall.backends.posix import PosixBackend
+from tierfall.core import documents
+from tierfall.core.errors import StorageFullError, UnreachableError
+from tierfall.core.records import Attempt, Mark
+from tierfall.core.values import CheckpointId
+from tierfall.tiers.stored import StoredTier
+
+MakeConfig = Callable[..., dict[str, Any]]
+IMAGE = "rank-00000-of-00001.safetensors"
+MANIFEST = "rank-00000-of-00001.json"
+STORED = "rank-00000-of-00001.stored.json"
+SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
+ONE = CheckpointId(1, 1)
+
+
+def folder(root: Path, step: int = 1) -> Path:
+    return root / "run" / f"step-{step:08d}-a0001"
+
+
+def store_of(root: Path) -> StoredTier:
+    return StoredTier(name=root.name, run="run", backend=PosixBackend(root))
+
+
+@pytest.fixture
+def make(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Cli]:
+    """``make(disk, far)``: steps 1 (pinned) and 2 on both tiers, packed by these codecs."""
+
+    def saved(disk: str = "none", far: str = "none", **words: Any) -> Cli:
+        config = make_config(
+            disk={"compress": {"codec": disk}}, far={"compress": {"codec": far}}, **words
+        )
+        with tierfall.open(config) as ckpt:
+            ckpt.save(1, state_of(1), block=True)
+            ckpt.save(2, state_of(2), block=True)
+            ckpt.pin(1)
+        return Cli(tmp_path, config)
+
+    return saved
+
+
+@pytest.fixture
+def cli(make: Callable[..., Cli]) -> Cli:
+    return make()
+
+
+@pytest.mark.parametrize("there", SUFFIX)
+@pytest.mark.parametrize(
+    ("what", "here"),
+    [
+        (what, here)
+        for what in ("commit", "manifest", "image", "record", "missing", "all")
+        for here in SUFFIX
+        if (what, here) != ("record", "none")
+    ],
+)
+def test_whatever_is_damaged_is_written_anew_as_the_tier_packs(
+    make: Callable[..., Cli], tmp_path: Path, here: str, there: str, what: str
+) -> None:
+    cli = make(here, there)
+    disk = folder(tmp_path / "disk")
+    image = disk / f"{IMAGE}{SUFFIX[here]}"
+    if what in ("commit", "all"):
+        flip(disk / "commit.json", 40)
+    if what in ("manifest", "all"):
+        flip(disk / MANIFEST, 40)
+    if what in ("image", "all"):
+        flip(image, image.stat().st_size // 2)
+    if what in ("record", "all") and here != "none":
+        flip(disk / STORED, 40)
+    if what == "missing":
+        image.unlink()
+    others = files_below(tmp_path / "far"), files_below(folder(tmp_path / "disk", 2))
+    document = cli.json("verify", "--repair")
+    (repair,) = document["repairs"]
+    assert (repair["tier"], repair["step"], repair["done"]) == ("disk", 1, True)
+    assert repair["why"] == "written anew from far"
+    assert document["damage"] == []
+    assert cli.json("verify")["notes"] == []
+    assert steps_on(tmp_path / "disk") == [1, 2]
+    assert (disk / "marks" / "pin").exists()
+    assert (files_below(tmp_path / "far"), files_below(folder(tmp_path / "disk", 2))) == others
+
+
+def test_a_raw_copy_is_what_it_was_byte_for_byte(cli: Cli, tmp_path: Path) -> None:
+    before = files_below(tmp_path / "disk")
+    for file, offset in (("commit.json", 40), (MANIFEST, 40), (IMAGE, 70_000)):
+        flip(folder(tmp_path / "disk") / file, offset)
+    answer = cli("verify", "1", "--tier", "disk", "--repair")
+    assert "repaired disk 1@1: written anew from far\n" in answer.out
+    assert "nothing is damaged" in answer.out
+    assert files_below(tmp_path / "disk") == before
+
+
+def test_nothing_damaged_changes_nothing(cli: Cli, tmp_path: Path) -> None:
+    before = files_below(tmp_path)
+    assert cli.json("verify", "--repair")["repairs"] == []
+    assert files_below(tmp_path) == before
+
+
+def test_two_raw_copies_damaged_in_different_places_mend_each_other(
+    cli: Cli, tmp_path: Path
+) -> None:
+    before = files_below(tmp_path)
+    flip(folder(tmp_path / "disk") / IMAGE, 70_000)
+    flip(folder(tmp_path / "far") / IMAGE, -1)
+    assert [repair["done"] for repair in cli.json("verify", "--repair")["repairs"]] == [True, True]
+    assert files_below(tmp_path) == before
+
+
+def test_damage_in_every_copy_is_said_and_changes_nothing(cli: Cli, tmp_path: Path) -> None:
+    for tier in ("disk", "far"):
+        flip(folder(tmp_path / tier) / IMAGE, -1)
+    before = files_below(tmp_path)
+    answer = cli("verify", "--repair", code=1)
+    assert "not repaired: disk 1@1: chunk 2 is damaged in every copy" in answer.err
+    assert "not repaired: far 1@1: " in answer.err
+    assert files_below(tmp_path) == before
+    document = cli.json("verify", "--repair", code=1)
+    assert [repair["done"] for repair in document["repairs"]] == [False, False]
+    assert {one["tier"] for one in document["damage"]} == {"disk", "far"}
+
+
+def test_every_commit_record_damaged_is_past_repair(cli: Cli, tmp_path: Path) -> None:
+    for tier in ("disk", "far"):
+        flip(folder(tmp_path / tier) / "commit.json", 40)
+    before = files_below(tmp_path)
+    answer = cli("verify", "--repair", code=1)
+    assert answer.err.count("no other tier holds a good commit record of 1@1") == 2
+    assert files_below(tmp_path) == before
+
+
+def test_a_packed_copy_is_never_its_own_source(make: Callable[..., Cli], tmp_path: Path) -> None:
+    """Image and record are replaced one after the other: in between its own good chunks could not be read."""
+    cli = make("zstd", "zstd")
+    for tier, part in (("disk", 3), ("far", 2)):
+        image = folder(tmp_path / tier) / f"{IMAGE}.zst"
+        flip(image, image.stat().st_size * (part - 1) // 3)
+    before = files_below(tmp_path)
+    document = cli.json("verify", "--repair", code=1)
+    assert [repair["done"] for repair in document["repairs"]] == [False, False]
+    assert files_below(tmp_path) == before
+
+
+def test_a_copy_is_repaired_from_memory(make: Callable[..., Cli], tmp_path: Path) -> None:
+    cli = make(host={"on_close": "keep"})
+    for tier in ("disk", "far"):
+        flip(folder(tmp_path / tier) / IMAGE, -1)
+    repairs = cli.json("verify", "--repair")["repairs"]
+    assert {repair["why"] for repair in repairs} == {"written anew from host"}
+
+
+def test_damage_in_memory_is_not_repaired_and_said(
+    make: Callable[..., Cli], tmp_path: Path, memory: Path
+) -> None:
+    cli = make(host={"on_close": "keep"})
+    (arena,) = memory.rglob("*.arena")
+    data = arena.read_bytes()
+    flip(arena, data.index((folder(tmp_path / "disk") / IMAGE).read_bytes()[:65_536]) + 70_000)
+    answer = cli("verify", "--repair", code=1)
+    assert "not repaired: host 1@1: what lies in memory is not repaired" in answer.err
+    cli("verify", "--tier", "disk")
+
+
+# At no moment is something good gone -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", SUFFIX)
+@pytest.mark.parametrize("write", range(1, 5))
+def test_a_repair_that_ends_after_any_write_can_be_done_again(
+    make: Callable[..., Cli],
+    tmp_path: Path,
+    codec: str,
+    write: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier fails when the n-th file is to be published: image, its record, manifest, commit record."""
+    cli = make(codec, codec)
+    flip(folder(tmp_path / "disk") / "commit.json", 40)
+    flip(folder(tmp_path / "disk") / MANIFEST, 40)
+    good = files_below(tmp_path / "far")
+    real, count = PosixBackend.create, 0
+
+    def fail_late(self: Any, key: str, **words: Any) -> Any:
+        nonlocal count
+        if "/step-" in key:
+            count += 1
+            if count >= write:
+                raise StorageFullError("no space")
+        return real(self, key, **words)
+
+    monkeypatch.setattr(PosixBackend, "create", fail_late)
+    answer = cli("verify", "--repair", code=-1)
+    assert files_below(tmp_path / "far") == good
+    assert (folder(tmp_path / "disk") / "marks" / "pin").exists()
+    assert (folder(tmp_path / "disk") / "commit.json").exists(), "it never seems unfinished"
+    assert answer.code == (1 if count >= write else 0)
+    monkeypatch.undo()
+    assert cli.steps()["1@1"].keys() == {"disk", "far"}
+    assert tierfall.load(cli.config, step=1)["extra"] == {"step": 1}
+    cli("verify", "--repair")
+    assert steps_on(tmp_path / "disk") == [1, 2]
+
+
+def test_what_was_packed_otherwise_before_leaves_nothing_behind(
+    make: Callable[..., Cli], tmp_path: Path
+) -> None:
+    cli = make("zstd")
+    cli.config["tiers"][1]["compress"] = {"codec": "none"}
+    cli.configure(cli.config)
+    flip(folder(tmp_path / "disk") / f"{IMAGE}.zst", 1000)
+    cli("verify", "--repair")
+    names = {path.name for path in folder(tmp_path / "disk").iterdir()}
+    assert names == {IMAGE, MANIFEST, "commit.json", "marks"}
+    assert steps_on(tmp_path / "disk") == [1, 2]
+
+
+# Marks, and files of a tier as a whole ---------------------------------------------------------------
+
+
+def test_a_damaged_mark_is_taken_from_another_tier_or_written_anew(
+    cli: Cli, tmp_path: Path
+) -> None:
+    pin = folder(tmp_path / "disk") / "marks" / "pin"
+    before = pin.read_bytes()
+    flip(pin, 40)
+    (repair,) = cli.json("verify", "--repair")["repairs"]
+    assert repair["why"] == "marks/pin written anew"
+    assert pin.read_bytes() == before
+    for tier in ("disk", "far"):
+        flip(folder(tmp_path / tier) / "marks" / "pin", 40)
+    cli("verify", "--repair")
+    assert cli.json("show", "1")["pinned"]
+
+
+def test_records_of_attempts_and_latest_are_written_anew(cli: Cli, tmp_path: Path) -> None:
+    before = files_below(tmp_path)
+    flip(tmp_path / "disk/run/attempts/a0001.json", 40)
+    (tmp_path / "far/run/latest").write_text("step-00000009-a0001\n")
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    document = cli.json("verify", "--repair")
+    assert {(one["tier"], one["file"]): one["why"] for one in document["repairs"]} == {
+        ("disk", "attempts/a0001.json"): "written anew from far",
+        ("far", "latest"): "names 2@1",
+        ("disk", None): "written anew from far",
+    }
+    assert files_below(tmp_path) == before
+
+
+def test_a_record_of_an_attempt_that_no_tier_has_whole_is_said(cli: Cli, tmp_path: Path) -> None:
+    for tier in ("disk", "far"):
+        flip(tmp_path / tier / "run/attempts/a0001.json", 40)
+    answer = cli("verify", "--repair", code=1)
+    assert answer.err.count("attempts/a0001.json: no other tier has a good one") == 2
+
+
+def test_latest_of_a_tier_without_checkpoints_goes(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(disk={}, far={"flush": {"every": 1000}})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        ckpt.drain()
+    latest = tmp_path / "far/run/latest"
+    latest.write_text("step-00000009-a0001\n")
+    (repair,) = Cli(tmp_path, config).json("verify", "--repair")["repairs"]
+    assert (repair["why"], latest.exists()) == ("removed, since no checkpoint is there", False)
+
+
+# What is not touched ---------------------------------------------------------------------------------
+
+
+def test_another_life_of_the_run_is_not_written_over(
+    make_config: MakeConfig, make: Callable[..., Cli], tmp_path: Path
+) -> None:
+    with tierfall.open(make_config(other={})) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    cli = make()
+    for damaged in (IMAGE, "commit.json"):
+        shutil.rmtree(folder(tmp_path / "disk"))
+        shutil.copytree(folder(tmp_path / "other"), folder(tmp_path / "disk"))
+        flip(folder(tmp_path / "disk") / damaged, 70 if damaged == IMAGE else 40)
+        before = files_below(tmp_path)
+        answer = cli("verify", "--repair", code=1)
+        assert "another checkpoint than the one on other tiers" in answer.err
+        assert files_below(tmp_path) == before
+
+
+def test_what_a_newer_tierfall_wrote_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
+    path = folder(tmp_path / "disk") / "commit.json"
+    members = json.loads(path.read_text())
+    for name in ("format", "requires", "digest"):
+        members.pop(name)
+    newer = documents.seal(members).rpartition(b',"digest"')[0]
+    newer = newer.replace(b'"format":1', b'"format":9')
+    path.write_bytes(newer + f',"digest":"{documents.sha256(newer)}"}}\n'.encode())
+    before = files_below(tmp_path)
+    answer = cli("verify", "--repair", code=1)
+    assert "not repaired: disk 1@1: " in answer.err
+    assert "written in format 9" in answer.err
+    assert files_below(tmp_path) == before
+
+
+def test_what_is_to_be_deleted_is_not_repaired(cli: Cli, tmp_path: Path) -> None:
+    store = store_of(tmp_path / "far")
+    store.remove_mark(ONE, "pin")
+    store.add_mark(Mark(name="tombstone", checkpoint=ONE, wall_time_s=1.0))
+    store.close()
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    assert "marked for deletion" in cli("verify", "--repair", code=1).err
+
+
+def test_a_copy_that_is_dropped_meanwhile_stays_dropped(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    real = repairing.write_files
+
+    def drop(store: StoredTier, *words: Any) -> Any:
+        commit = real(store, *words)
+        (folder(tmp_path / "disk") / "commit.json").unlink()
+        return commit
+
+    monkeypatch.setattr(repairing, "write_files", drop)
+    assert "it was dropped while it was repaired" in cli("verify", "--repair", code=1).err
+    assert not (folder(tmp_path / "disk") / IMAGE).exists()
+
+
+def test_a_start_elsewhere_fences_a_repair(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder(tmp_path / "disk") / "commit.json"
+    flip(path, 40)
+    damaged, real = path.read_bytes(), repairing.write_files
+
+    def start(*words: Any) -> Any:
+        store = store_of(tmp_path / "disk")
+        store.take_attempt(
+            Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
+        )
+        store.close()
+        return real(*words)
+
+    monkeypatch.setattr(repairing, "write_files", start)
+    assert "process 7 on other" in cli("verify", "--repair", code=1).err
+    assert path.read_bytes() == damaged
+
+
+def test_a_repair_that_does_not_hold_is_said(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    real = repairing.write_files
+
+    def damage_again(*words: Any) -> Any:
+        commit = real(*words)
+        flip(folder(tmp_path / "disk") / IMAGE, -1)
+        return commit
+
+    monkeypatch.setattr(repairing, "write_files", damage_again)
+    document = cli.json("verify", "--repair", code=1)
+    assert document["repairs"][0]["why"] == "written anew, and not good again"
+    assert len(document["damage"]) == 1
+
+
+def test_a_tier_that_does_not_answer_is_said_and_the_others_are_repaired(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={}, far={}, third={})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    shutil.move(tmp_path / "third", tmp_path / "unmounted")
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    document = Cli(tmp_path, config).json("verify", "--repair", code=1)
+    assert [one["place"] for one in document["unread"]] == ["third"]
+    assert [repair["done"] for repair in document["repairs"]] == [True]
+
+
+def test_what_cannot_be_read_of_a_tier_is_left_to_the_check(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> None:
+        raise UnreachableError("gone")
+
+    monkeypatch.setattr(StoredTier, "read_attempt", fail)
+    document = cli.json("verify", "--repair", code=1)
+    assert {one["place"] for one in document["unread"]} == {"disk", "far"}
+    assert document["repairs"] == []
+
+
+def test_a_manifest_of_the_same_checkpoint_says_so_where_the_commit_record_does_not(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """Neither record says whose files these are, or the manifest does: both are written over."""
+    flip(folder(tmp_path / "disk") / "commit.json", 40)
+    (folder(tmp_path / "far", 2) / MANIFEST).unlink()
+    flip(folder(tmp_path / "far", 2) / "commit.json", 40)
+    assert [repair["done"] for repair in cli.json("verify", "--repair")["repairs"]] == [True, True]
+    assert steps_on(tmp_path / "disk") == steps_on(tmp_path / "far") == [1, 2]
+
+
+def test_a_tier_that_fails_while_it_is_looked_at_is_reported(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> None:
+        raise UnreachableError("gone")
+
+    monkeypatch.setattr(StoredTier, "read_latest", fail)
+    document = cli.json("verify", "--repair", code=1)
+    assert [one["place"] for one in document["unread"]] == ["disk", "far"]
+    assert document["repairs"] == []
+
+
+def test_beside_a_living_trainer_nothing_is_repaired(cli: Cli, tmp_path: Path) -> None:
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.restore(blank())
+        before = files_below(tmp_path)
+        answer = cli("verify", "--repair", code=1)
+        assert "a trainer owns run 'run'" in answer.err
+        assert (answer.out, answer.err.count("\n")) == ("", 1)
+        assert files_below(tmp_path) == before
+    cli("verify", "--repair")

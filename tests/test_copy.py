@@ -1,0 +1,492 @@
+"""``tierfall copy``: a checkpoint comes to a tier that does not hold it as a flush would bring it, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.object_store import SeaweedFS
+from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on
+from tierfall import copying, transfer
+from tierfall.backends.posix import PosixBackend
+from tierfall.config import load_config
+from tierfall.copying import Copied, copy
+from tierfall.core import documents
+from tierfall.core.errors import (
+    BackendError,
+    CapacityError,
+    FencedError,
+    IntegrityError,
+    LockError,
+    StepError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.core.records import Attempt, Mark
+from tierfall.core.restore.verify import Verifier
+from tierfall.core.values import CheckpointId
+from tierfall.tiers.stored import StoredTier
+
+MakeConfig = Callable[..., dict[str, Any]]
+ONE, TWO = CheckpointId(1, 1), CheckpointId(2, 1)
+IMAGE = "rank-00000-of-00001.safetensors"
+SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
+SELDOM = {"flush": {"every": 1000}}
+
+
+def step_folder(root: Path, step: int = 1) -> Path:
+    return root / "run" / f"step-{step:08d}-a0001"
+
+
+def store_of(root: Path) -> StoredTier:
+    return StoredTier(name=root.name, run="run", backend=PosixBackend(root))
+
+
+def assert_good(root: Path, id: CheckpointId = ONE) -> None:
+    """The copy is whole, alone, and restores bit for bit."""
+    store = store_of(root)
+    with Verifier() as verifier:
+        checked = verifier.check_stored(store, id)
+    store.close()
+    assert checked.good, checked
+    assert checked.foreign == ()
+    assert step_in(tierfall.load(step_folder(root, id.step))) == id.step
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def run_copy(config: dict[str, Any], id: CheckpointId = ONE, tier: str = "far") -> Copied:
+    return copy(load_config(config), id, tier)
+
+
+@pytest.fixture
+def make_saved(make_config: MakeConfig) -> Callable[..., dict[str, Any]]:
+    """Steps 1 (pinned) and 2 on disk; ``far`` is to get one in a thousand."""
+
+    def make(far: dict[str, Any] | None = None, **words: Any) -> dict[str, Any]:
+        config = make_config(disk=words.pop("disk", {}), far={**SELDOM, **(far or {})}, **words)
+        with tierfall.open({**config, "interval": None}) as ckpt:
+            ckpt.save(1, state_of(1), block=True, tags=["first"])
+            ckpt.save(2, state_of(2), block=True)
+            ckpt.pin(1)
+        return config
+
+    return make
+
+
+@pytest.fixture
+def config(make_saved: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    return make_saved()
+
+
+@pytest.mark.parametrize("there", SUFFIX)
+@pytest.mark.parametrize("here", SUFFIX)
+def test_a_copy_is_packed_as_its_tier_packs_and_is_good(
+    make_saved: Callable[..., dict[str, Any]], tmp_path: Path, here: str, there: str
+) -> None:
+    config = make_saved({"compress": {"codec": there}}, disk={"compress": {"codec": here}})
+    done = run_copy(config)
+    far = step_folder(tmp_path / "far")
+    assert (far / f"{IMAGE}{SUFFIX[there]}").exists()
+    assert_good(tmp_path / "far")
+    assert (done.already, set(done.sources), done.marks) == (False, {"disk"}, ("pin",))
+    assert (far / "marks" / "pin").read_bytes() == (
+        step_folder(tmp_path / "disk") / "marks" / "pin"
+    ).read_bytes()
+    manifest = "rank-00000-of-00001.json"
+    assert (far / manifest).read_bytes() == (step_folder(tmp_path / "disk") / manifest).read_bytes()
+    assert (tmp_path / "far/run/latest").read_text() == "step-00000001-a0001\n"
+
+
+def test_the_tier_knows_the_newest_attempt_afterwards_and_no_attempt_was_taken(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    run_copy(config)
+    name = "run/attempts/a0001.json"
+    assert (tmp_path / "far" / name).read_bytes() == (tmp_path / "disk" / name).read_bytes()
+    assert len(list((tmp_path / "disk/run/attempts").iterdir())) == 1
+
+
+def test_the_next_trainer_restores_from_the_copy_alone(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    run_copy(config, TWO)
+    shutil.rmtree(tmp_path / "disk")
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        assert ckpt.restore(state).step == 2
+        ckpt.save(3, state_of(3), block=True)
+    assert step_in(state) == 2
+
+
+def test_latest_does_not_go_back(config: dict[str, Any], tmp_path: Path) -> None:
+    latest = tmp_path / "far/run/latest"
+    run_copy(config, TWO)
+    run_copy(config, ONE)
+    assert latest.read_text() == "step-00000002-a0001\n"
+    assert steps_on(tmp_path / "far") == [1, 2]
+
+
+def test_what_is_there_and_good_is_left_but_for_marks_that_it_lacks(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    run_copy(config)
+    before = files_below(tmp_path)
+    again = run_copy(config)
+    assert (again.already, again.marks) == (True, ())
+    assert files_below(tmp_path) == before
+    (step_folder(tmp_path / "far") / "marks" / "pin").unlink()
+    assert run_copy(config).marks == ("pin",)
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["commit.json", IMAGE])
+def test_what_is_there_and_damaged_is_left_to_a_repair(
+    config: dict[str, Any], tmp_path: Path, file: str
+) -> None:
+    run_copy(config)
+    flip(step_folder(tmp_path / "far") / file, 40)
+    before = files_below(tmp_path)
+    with pytest.raises(IntegrityError, match="tierfall verify 1@1 --tier far --repair"):
+        run_copy(config)
+    assert files_below(tmp_path) == before
+
+
+def test_another_checkpoint_by_that_name_is_left_as_it_is(
+    make_saved: Callable[..., dict[str, Any]], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """An earlier life of the run, by the same name and number."""
+    with tierfall.open(make_config(other={})) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    config = make_saved()
+    shutil.copytree(step_folder(tmp_path / "other"), step_folder(tmp_path / "far"))
+    before = files_below(tmp_path)
+    with pytest.raises(StepError, match="holds another checkpoint"):
+        run_copy(config)
+    assert files_below(tmp_path) == before
+
+
+def test_each_chunk_comes_from_a_copy_that_is_good(
+    make_saved: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """The image in memory is damaged in one place, the one on disk in another."""
+    config = make_saved(host={"on_close": "keep"})
+    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*.arena")
+    data = arena.read_bytes()
+    image = (step_folder(tmp_path / "disk") / IMAGE).read_bytes()
+    flip(arena, data.index(image[:65_536]) + 70_000)
+    flip(step_folder(tmp_path / "disk") / IMAGE, -1)
+    done = run_copy(config)
+    assert set(done.sources) == {"host", "disk"}
+    assert any("passed over: chunk 1" in note for note in done.notes)
+    assert_good(tmp_path / "far")
+
+
+def test_no_good_copy_leaves_nothing(config: dict[str, Any], tmp_path: Path) -> None:
+    flip(step_folder(tmp_path / "disk") / IMAGE, -1)
+    with pytest.raises(IntegrityError, match="damaged in every copy"):
+        run_copy(config)
+    assert not step_folder(tmp_path / "far").exists()
+    flip(step_folder(tmp_path / "disk") / "commit.json", 40)
+    with pytest.raises(IntegrityError, match="commit record"):
+        run_copy(config)
+    assert not step_folder(tmp_path / "far").exists()
+
+
+@pytest.mark.parametrize("method", ["write_manifest", "commit", "create_shard"])
+def test_a_tier_that_fails_on_the_way_is_left_as_it_was(
+    config: dict[str, Any], tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*words: object, **more: object) -> None:
+        raise StorageFullError("no space")
+
+    monkeypatch.setattr(StoredTier, method, full)
+    with pytest.raises(StorageFullError):
+        run_copy(config)
+    monkeypatch.undo()
+    assert not step_folder(tmp_path / "far").exists()
+    run_copy(config)
+    assert_good(tmp_path / "far")
+
+
+def test_what_an_unfinished_copy_left_there_goes(config: dict[str, Any], tmp_path: Path) -> None:
+    far = step_folder(tmp_path / "far")
+    far.mkdir(parents=True)
+    (far / f"{IMAGE}.zst").write_bytes(b"half")
+    (far / "rank-00000-of-00001.stored.json").write_bytes(b"half")
+    run_copy(config)
+    assert_good(tmp_path / "far")
+
+
+def test_what_is_there_and_does_not_answer_is_no_success(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_copy(config)
+
+    def fail(*words: object) -> None:
+        raise UnreachableError("gone")
+
+    monkeypatch.setattr(StoredTier, "files", fail)
+    with pytest.raises(UnreachableError, match="gone"):
+        run_copy(config)
+
+
+def test_a_manifest_that_holds_more_than_is_known_here_is_not_copied_in_part(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """A newer version's members would be lost, and the manifest be another one than the commit record names."""
+    disk = step_folder(tmp_path / "disk")
+    manifest = reseal(disk / "rank-00000-of-00001.json", {"later": 1})
+    files = json.loads((disk / "commit.json").read_text())["files"]
+    for file in files:
+        if file["name"] == "rank-00000-of-00001.json":
+            file |= {"bytes": len(manifest), "digest": documents.sha256(manifest)}
+    reseal(disk / "commit.json", {"files": files})
+    assert step_in(tierfall.load(disk)) == 1
+    with pytest.raises(StepError, match="use the tierfall that saved it"):
+        run_copy(config)
+    assert not step_folder(tmp_path / "far").exists()
+
+
+def reseal(path: Path, changes: dict[str, Any]) -> bytes:
+    """Change members of a record, with a digest that fits."""
+    members = {**json.loads(path.read_text()), **changes}
+    for name in ("format", "requires", "digest"):
+        members.pop(name)
+    path.write_bytes(documents.seal(members))
+    return path.read_bytes()
+
+
+def test_a_copy_whose_leftovers_cannot_be_removed_says_so(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(*words: object, **more: object) -> None:
+        raise UnreachableError("gone")
+
+    monkeypatch.setattr(StoredTier, "commit", fail)
+    monkeypatch.setattr(StoredTier, "discard", fail)
+    with pytest.raises(UnreachableError):
+        run_copy(config)
+    assert "leftovers of 1@1 stay for now" in caplog.text
+    assert steps_on(tmp_path / "far") == []
+
+
+def test_latest_that_cannot_be_written_is_no_failure(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object) -> None:
+        raise BackendError("no")
+
+    monkeypatch.setattr(StoredTier, "name_latest", fail)
+    assert any("could not write 'latest'" in note for note in run_copy(config).notes)
+    assert_good(tmp_path / "far")
+
+
+# Who else may be at work -----------------------------------------------------------------------------
+
+
+def test_a_living_trainer_of_this_machine_keeps_it_from_copying(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        with pytest.raises((LockError, tierfall.errors.ConfigError), match=r"Checkpointer|owned"):
+            run_copy(config)
+    assert not step_folder(tmp_path / "far").exists()
+
+
+def test_the_lock_is_held_while_it_copies_and_given_back(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = transfer.write_files, []
+
+    def look(*words: Any) -> Any:
+        try:
+            open_elsewhere(config)
+        except (LockError, tierfall.errors.ConfigError) as error:
+            refused.append(str(error))
+        return real(*words)
+
+    monkeypatch.setattr(copying, "write_files", look)
+    run_copy(config)
+    assert len(refused) == 1
+    tierfall.open(config).close()
+
+
+def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = transfer.write_files
+
+    def start_elsewhere(*words: Any) -> Any:
+        written = real(*words)
+        for root in (tmp_path / "disk", tmp_path / "far"):
+            store = store_of(root)
+            store.take_attempt(
+                Attempt(run="run", number=2, id="f" * 32, node="other", pid=7, wall_time_s=1.0)
+            )
+            store.close()
+        return written
+
+    monkeypatch.setattr(copying, "write_files", start_elsewhere)
+    with pytest.raises(FencedError, match="process 7 on other"):
+        run_copy(config)
+    assert not step_folder(tmp_path / "far").exists()
+
+
+def test_after_a_later_attempt_an_older_checkpoint_is_copied_under_it(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank(), step=1)
+        ckpt.pin(2)
+        ckpt.save(2, state_of(2), block=True)
+    run_copy(config, TWO)
+    assert_good(tmp_path / "far", TWO)
+    attempts = sorted(path.name for path in (tmp_path / "far/run/attempts").iterdir())
+    assert "a0002.json" in attempts
+    commit = json.loads((step_folder(tmp_path / "far", 2) / "commit.json").read_text())
+    assert commit["attempt"] == 1
+    latest = (tmp_path / "far/run/latest").exists()
+    assert not latest, "a line that was left behind is not the latest"
+
+
+def test_what_a_trainer_of_another_node_owes_is_left_to_it(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierfall.open(make_config(disk={})) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    config = make_config(disk={}, far={"shared": True})
+    (tmp_path / "far").mkdir()
+    monkeypatch.setattr(socket, "gethostname", lambda: "login-node")
+    with pytest.raises(StepError, match="may be at it: run this on"):
+        run_copy(config)
+    monkeypatch.undo()
+    run_copy(config)
+    assert_good(tmp_path / "far")
+
+
+@pytest.mark.parametrize("tier", ["disk", "far"])
+def test_a_damaged_record_of_the_newest_attempt_is_read_elsewhere_or_stops_it(
+    config: dict[str, Any], tmp_path: Path, tier: str
+) -> None:
+    flip(tmp_path / "disk/run/attempts/a0001.json", 40)
+    if tier == "far":
+        run_copy(config)
+        assert_good(tmp_path / "far")
+        return
+    flip(tmp_path / "far/run/attempts/a0001.json", 40)
+    with pytest.raises(IntegrityError, match=r"a0001\.json"):
+        run_copy(config)
+
+
+def test_without_any_record_of_an_attempt_the_checkpoints_own_counts(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "disk/run/attempts")
+    run_copy(config)
+    assert_good(tmp_path / "far")
+    record = json.loads((tmp_path / "far/run/attempts/a0001.json").read_text())
+    commit = json.loads((step_folder(tmp_path / "far") / "commit.json").read_text())
+    assert record["attempt_id"] == commit["attempt_id"]
+
+
+# What is asked for -----------------------------------------------------------------------------------
+
+
+def test_a_deleted_checkpoint_and_one_that_has_gone_are_not_copied(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(StepError, match="was dropped just now"):
+        run_copy(config, CheckpointId(9, 1))
+    store = store_of(tmp_path / "disk")
+    store.add_mark(Mark(name="tombstone", checkpoint=TWO, wall_time_s=1.0))
+    store.close()
+    with pytest.raises(StepError, match="marked for deletion"):
+        run_copy(config, TWO)
+    assert not step_folder(tmp_path / "far", 2).exists()
+
+
+def test_a_damaged_mark_is_brought_along_anew(config: dict[str, Any], tmp_path: Path) -> None:
+    flip(step_folder(tmp_path / "disk") / "marks" / "pin", 40)
+    assert run_copy(config).marks == ("pin",)
+    assert_good(tmp_path / "far")
+
+
+def test_a_tier_that_is_not_there_is_not_made(config: dict[str, Any], tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "far")
+    with pytest.raises(UnreachableError, match="not there"):
+        run_copy(config)
+    assert not (tmp_path / "far").exists()
+
+
+def test_capacity_is_kept(make_saved: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = make_saved({"capacity": "200KiB"})
+    run_copy(config)
+    with pytest.raises(CapacityError, match=r"of the capacity of 200 KiB there is room for .* KiB"):
+        run_copy(config, TWO)
+    assert steps_on(tmp_path / "far") == [1]
+
+
+def test_what_retention_will_say_is_told(make_saved: Callable[..., dict[str, Any]]) -> None:
+    config = make_saved({"retain": {"last": 1}})
+    assert run_copy(config, TWO).notes == ()
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.unpin(1)
+    (note,) = run_copy(config).notes
+    assert note.startswith("the rules of far drop it again after the next commit there")
+    assert note.endswith("older than the last 1; to keep it: tierfall pin 1@1")
+
+
+@pytest.mark.parametrize("codec", SUFFIX)
+def test_small_chunks_go_to_an_object_store_in_parts_that_it_takes(
+    make_config: MakeConfig, s3_server: SeaweedFS, bucket: str, tmp_path: Path, codec: str
+) -> None:
+    config = make_config(disk={}, host={"capacity": "200MiB", "on_close": "keep"})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1, elements=4_000_000), block=True)
+    config["tiers"].append(
+        {
+            "name": "store",
+            "kind": "object",
+            "url": f"s3://{bucket}/checkpoints",
+            "options": s3_server.options(),
+            "compress": {"codec": codec},
+            **SELDOM,
+        }
+    )
+    done = run_copy(config, tier="store")
+    assert set(done.sources) == {"host"}
+    (arena,) = (Path(config["tiers"][0]["folder"]) / "run").glob("*.arena")
+    arena.unlink()
+    shutil.rmtree(tmp_path / "disk")
+    assert step_in(tierfall.load(config, step=1)) == 1
+
+
+def test_a_tier_that_was_not_opened_by_name_is_never_touched(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources are opened for reading only: they may be mounted so."""
+    opened: list[tuple[str, bool]] = []
+    real = PosixBackend.__init__
+
+    def note(self: Any, root: Any, *, read_only: bool = False, **words: Any) -> None:
+        opened.append((Path(root).name, read_only))
+        real(self, root, read_only=read_only, **words)
+
+    monkeypatch.setattr(PosixBackend, "__init__", note)
+    run_copy(config)
+    assert ("disk", False) not in opened
+    assert ("far", False) in opened

@@ -1,0 +1,96 @@
+"""``export``: write a checkpoint, or a part of it, as a file that needs no tierfall to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierfall.cli.common import (
+    Answer,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    RunOption,
+    StepArgument,
+    check_tier,
+    counted,
+    find_on,
+    id_members,
+    load_settings,
+    parse_step,
+    refuse,
+    watched,
+)
+from tierfall.cli.progress import Watch
+from tierfall.core.units import format_size
+from tierfall.exporting import Exported, Format, Wish
+from tierfall.exporting import export as export_checkpoint
+from tierfall.reading import Reader
+
+
+def export(
+    step: StepArgument,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="DIR", help="The folder to write into; made if missing.")
+    ],
+    format: Annotated[
+        Format,
+        typer.Option(
+            "--format", help="safetensors, or torch for torch.load. dcp is not supported yet."
+        ),
+    ] = Format.SAFETENSORS,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PREFIX", help="Export this part alone: model. May be given again."
+        ),
+    ] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", metavar="NAME", help="Read from this tier only.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file of that name that is there.")
+    ] = False,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as one file, from the fastest good copy; every chunk is verified."""
+    settings = load_settings(config, run)
+    named = parse_step(step)
+    check_tier(settings, tier)
+    if format is Format.DCP:
+        refuse("export: --format dcp is not supported yet; use safetensors or torch", Exit.USAGE)
+    answer = Answer(as_json)
+    wish = Wish(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
+    with Reader(settings) as reader:
+        listings = reader.list()
+        checkpoint = find_on(answer, listings, named, tier, doing="export")
+        held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+        tiers = [name for name in held if tier in (None, name)]
+        with Watch("export", 0, shown=watched(as_json)) as watch:
+            exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
+    _answer(answer, settings.run, exported)
+    answer.finish()
+
+
+def _answer(answer: Answer, run: str, exported: Exported) -> None:
+    answer.document = {
+        "run": run,
+        **id_members(exported.id),
+        "path": str(exported.path),
+        "bytes": exported.bytes,
+        "tensors": exported.tensors,
+        "sources": dict(exported.sources),
+        "fallbacks": [{"what": f.what, "reason": f.reason} for f in exported.fallbacks],
+        "notes": list(exported.notes),
+    }
+    tensors = counted(exported.tensors, "tensor", "tensors")
+    answer.show(
+        f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "
+        f"{format_size(exported.bytes)}"
+    )
+    answer.show(*(f"passed over: {f.what}: {f.reason}" for f in exported.fallbacks))
+    answer.show(*(f"note: {note}" for note in exported.notes))

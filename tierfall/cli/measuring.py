@@ -1,0 +1,134 @@
+"""``check``: is the file right, is every tier there, how fast is it, and what does it promise."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tierfall.cli.common import (
+    Answer,
+    ConfigOption,
+    Exit,
+    JsonOption,
+    RunOption,
+    counted,
+    load_settings,
+    of_tier,
+    refuse,
+    table,
+    watched,
+)
+from tierfall.core.errors import ConfigError
+from tierfall.core.units import format_duration, format_rate, format_size, parse_size
+from tierfall.measuring import SIZE_MAX_BYTES, Measured, measure
+
+
+def check(
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="How much to write to each tier.")
+    ] = "64MiB",
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the file, open every tier, and measure it with real bytes, which are removed again."""
+    settings = load_settings(config, run)
+    size_bytes = _size(size)
+    answer = Answer(as_json)
+    console = Console(stderr=False)
+    with console.status("check", spinner="line") if watched(as_json) else _Silent() as status:
+        tiers = measure(settings, size_bytes, lambda name: status.update(f"check: {name}"))
+    answer.document = {
+        "run": settings.run,
+        "size_bytes": size_bytes,
+        "tiers": [_members(tier) for tier in tiers],
+    }
+    _show(answer, tiers, size_bytes)
+    answer.finish()
+
+
+class _Silent:
+    """Stands where nobody watches."""
+
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def update(self, what: str) -> None: ...
+
+
+def _size(text: str) -> int:
+    try:
+        size_bytes = parse_size(text)
+    except ConfigError as error:
+        refuse(f"--size: {error}", Exit.USAGE)
+    if not 0 < size_bytes <= SIZE_MAX_BYTES:
+        most = format_size(SIZE_MAX_BYTES)
+        refuse(f"--size: {text!r} makes no measurement; expected up to {most}", Exit.USAGE)
+    return size_bytes
+
+
+def _show(answer: Answer, tiers: tuple[Measured, ...], size_bytes: int) -> None:
+    right = ("WRITE", "READ", "ROUND TRIP", "FREE", "CAPACITY")
+    made = table("TIER", "KIND", *right, "PLACE", right=right)
+    for tier in tiers:
+        made.add_row(
+            tier.name,
+            str(tier.kind),
+            _rate(tier.write_bytes_per_s),
+            _rate(tier.read_bytes_per_s),
+            "-" if tier.round_trip_s is None else format_duration(tier.round_trip_s),
+            _bytes(tier.free_bytes),
+            _bytes(tier.capacity_bytes),
+            tier.place,
+        )
+    answer.show(made)
+    for tier in tiers:
+        if tier.durable is not None:
+            answer.show(f"{tier.name}: {', '.join(_promises(tier))}")
+        if tier.error is not None:
+            answer.problem(of_tier(tier.name, tier.error))
+    good = sum(tier.error is None for tier in tiers)
+    answered = f"{good} of {counted(len(tiers), 'tier', 'tiers')} answered"
+    answer.show(f"{answered}; measured with {format_size(size_bytes)} each")
+
+
+def _promises(tier: Measured) -> list[str]:
+    durable = "durable" if tier.durable else "NOT durable: a power cut may take what was written"
+    fenced = (
+        "zombies are fenced"
+        if tier.fenced
+        else "zombies are NOT fenced: an earlier start that still lives may commit there"
+    )
+    direct = "direct I/O" if tier.direct_io else "no direct I/O"
+    if not tier.direct_io and tier.kind != "object":
+        direct += ", so reads may come from the page cache"
+    return [durable, fenced, direct]
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else format_rate(bytes_per_s)
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else format_size(count)
+
+
+def _members(tier: Measured) -> dict[str, Any]:
+    return {
+        "name": tier.name,
+        "kind": str(tier.kind),
+        "place": tier.place,
+        "write_bytes_per_s": tier.write_bytes_per_s,
+        "read_bytes_per_s": tier.read_bytes_per_s,
+        "round_trip_s": tier.round_trip_s,
+        "durable": tier.durable,
+        "fenced": tier.fenced,
+        "direct_io": tier.direct_io,
+        "free_bytes": tier.free_bytes,
+        "capacity_bytes": tier.capacity_bytes,
+        "error": None if tier.error is None else str(tier.error),
+    }

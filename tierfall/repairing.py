@@ -1,0 +1,225 @@
+"""Repairing: damaged files are written anew from good copies of the same checkpoint on other tiers.
+
+A copy is rewritten in place: image and records, each complete and verified before it takes the place of the damaged
+one, the commit record last; nothing is removed before that, and marks stay where they are. So at no moment is a good
+copy, or a pin, gone. What was written by another life of the run, or by a newer tierfall, is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tierfall.core import names
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    StepError,
+    TierfallError,
+)
+from tierfall.core.packing.files import plain, same_checkpoint
+from tierfall.core.records import Commit, read_manifest
+from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.reading import Reader
+from tierfall.tiers.stored import StoredTier
+from tierfall.transfer import (
+    OnBytes,
+    limits_of,
+    mark_of,
+    origin,
+    remove_other_forms,
+    replace_document,
+    writable,
+    write_files,
+    writing_attempt,
+)
+
+_MARKS = f"{names.MARKS_FOLDER}/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """What became of one thing that is damaged; ``why`` says from where it was written anew, or what kept it from it.
+
+    ``id`` is None for a file of a tier as a whole, which ``file`` names.
+    """
+
+    tier: str
+    id: CheckpointId | None
+    file: str
+    done: bool
+    why: str
+
+
+class Repairer:
+    """Repairs what a check of the run found, while the run's lock is held."""
+
+    def __init__(
+        self, reader: Reader, listings: Sequence[Listing], on_bytes: OnBytes = lambda count: None
+    ) -> None:
+        """``on_bytes`` is told how many bytes of images were written."""
+        self._reader = reader
+        self._listings = listings
+        self._known = {c.id: c for c in merge(listings)}
+        self._on_bytes = on_bytes
+        self.repairs: list[Repair] = []
+
+    # Copies ------------------------------------------------------------------------------------------
+
+    def mend_copies(
+        self, copies: Sequence[CheckedCopy], verifier: Verifier
+    ) -> Sequence[CheckedCopy]:
+        """Rewrite what is damaged, and return what every copy is now: those that were touched are checked again."""
+        return [self._mended(copy, verifier) if copy.damage else copy for copy in copies]
+
+    def _mended(self, copy: CheckedCopy, verifier: Verifier) -> CheckedCopy:
+        try:
+            why = self._mend(copy)
+        except TierfallError as error:
+            self._note(copy.tier, copy.id, "", str(error), done=False)
+            return copy
+        again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
+        if again.good:
+            self._note(copy.tier, copy.id, "", why, done=True)
+        else:
+            self._note(copy.tier, copy.id, "", "written anew, and not good again", done=False)
+        return again
+
+    def _mend(self, copy: CheckedCopy) -> str:
+        if copy.tier not in self._reader.stores:
+            raise StepError("what lies in memory is not repaired; the next start frees its place")
+        checkpoint = self._known[copy.id]
+        if checkpoint.tombstoned:
+            raise StepError("it is marked for deletion")
+        with writable(self._reader.config, copy.tier) as store:
+            self._check_ours(store, copy, checkpoint)
+            marks = [d for d in copy.damage if d.file.startswith(_MARKS)]
+            said = self._mend_marks(store, checkpoint, marks)
+            if len(marks) < len(copy.damage):
+                said = [self._mend_files(store, checkpoint, copy), *said]
+        return ", ".join(said)
+
+    def _check_ours(
+        self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint
+    ) -> None:
+        """Refuse to write over another checkpoint, or over what this version cannot read."""
+        commit, known = copy.commit, checkpoint.commit
+        if commit is not None:
+            if known is not None and not same_checkpoint(commit, known):
+                raise StepError("it is another checkpoint than the one on other tiers")
+            return
+        try:
+            store.read_commit(copy.id)
+        except NotSupportedError:
+            raise
+        except (IntegrityError, KeyNotFoundError):
+            self._check_line(store, copy.id, known)
+
+    def _check_line(self, store: StoredTier, id: CheckpointId, known: Commit | None) -> None:
+        """Without a commit record a manifest, if it is whole, says whose files these are."""
+        for rank in range(known.world_size if known else 0):
+            shard = Shard(rank, known.world_size if known else 1)
+            try:
+                data = store.read_manifest(id, shard)
+                manifest = read_manifest(data, what=names.manifest_name(shard))
+            except (IntegrityError, KeyNotFoundError):
+                continue
+            if known is not None and manifest.line != known.line:
+                raise StepError("its files are of another checkpoint than the one on other tiers")
+
+    def _mend_marks(
+        self, store: StoredTier, checkpoint: KnownCheckpoint, damaged: Sequence[Damage]
+    ) -> list[str]:
+        for damage in damaged:
+            name = damage.file.removeprefix(_MARKS)
+            data = mark_of(self._reader, checkpoint, name).encode()
+            replace_document(store, self._reader.run, checkpoint.id, damage.file, data)
+        return [f"{damage.file} written anew" for damage in damaged]
+
+    def _mend_files(self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy) -> str:
+        source = origin(self._reader, checkpoint, self._sources(store, checkpoint, copy))
+        attempt = writing_attempt(self._reader, self._listings, source.commit.line)
+        store.check_fence(attempt)
+        limits = limits_of(self._reader.config, store)
+        commit = write_files(store, limits, source, self._on_bytes)
+        store.check_fence(attempt)
+        if not store.holds(copy.id):  # its commit record has gone meanwhile: it was dropped
+            store.discard(copy.id)
+            raise StepError("it was dropped while it was repaired")
+        replace_document(store, self._reader.run, copy.id, names.COMMIT_NAME, commit.encode())
+        remove_other_forms(store, self._reader.run, commit)
+        return f"written anew from {', '.join(source.tally.bytes)}"
+
+    def _sources(
+        self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
+    ) -> list[str]:
+        """Name the other tiers that hold it, and last the damaged copy itself: two may be damaged in different places.
+
+        Not where it is packed, or will be: image and record of a packed one cannot be replaced in one step.
+        """
+        held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
+        others = [tier for tier in held if tier != copy.tier]
+        raw = copy.commit is not None and plain(copy.commit) == copy.commit
+        return [*others, copy.tier] if raw and not store.packs else others
+
+    # Tiers as a whole --------------------------------------------------------------------------------
+
+    def mend_tier(self, store: StoredTier, listing: Listing) -> None:
+        """Write damaged records of attempts anew from other tiers, and ``latest`` where it names what is not there."""
+        for number in listing.attempts:
+            file = names.attempt_key("", number).lstrip("/")
+            try:
+                store.read_attempt(number)
+            except IntegrityError:
+                self._try(store.name, file, partial(self._mend_attempt, store.name, number))
+            except (BackendError, NotSupportedError):
+                continue  # it is reported by the check that follows
+        try:
+            stale = (latest := store.read_latest()) is not None and not store.holds(latest)
+        except BackendError:
+            return  # likewise
+        if stale:
+            self._try(store.name, names.LATEST_NAME, partial(self._mend_latest, store.name))
+
+    def _try(self, tier: str, file: str, mend: Callable[[], str]) -> None:
+        try:
+            self._note(tier, None, file, mend(), done=True)
+        except TierfallError as error:
+            self._note(tier, None, file, str(error), done=False)
+
+    def _mend_attempt(self, tier: str, number: int) -> str:
+        for listing in self._listings:
+            if listing.tier == tier or number not in listing.attempts:
+                continue
+            try:
+                attempt = self._reader.stores[listing.tier].read_attempt(number)
+            except TierfallError:
+                continue
+            key = names.attempt_key(self._reader.run, number)
+            data = attempt.encode()
+            with (
+                writable(self._reader.config, tier) as store,
+                store.backend.create(key, length=len(data)) as writer,
+            ):
+                writer.write(0, memoryview(data))
+                writer.publish()
+            return f"written anew from {listing.tier}"
+        raise IntegrityError("no other tier has a good one")
+
+    def _mend_latest(self, tier: str) -> str:
+        there = [c for c in self._known.values() if tier in c.copies and not c.abandoned]
+        with writable(self._reader.config, tier) as store:
+            held = [c.id for c in there if store.holds(c.id)]
+            if not held:
+                store.forget_latest()
+                return "removed, since no checkpoint is there"
+            store.name_latest(max(held))
+        return f"names {max(held)}"
+
+    def _note(self, tier: str, id: CheckpointId | None, file: str, why: str, *, done: bool) -> None:
+        self.repairs.append(Repair(tier=tier, id=id, file=file, done=done, why=why))
