@@ -86,10 +86,10 @@ def state(make_state: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once: what is waited for here is never the passing of time."""
     monkeypatch.setattr("tierfall.core.scheduler.lane.FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr("tierfall.core.scheduler.coordinator.LONGEST_RETRY_S", 0.05)
+    monkeypatch.setattr("tierfall.core.scheduler.flushing.LONGEST_RETRY_S", 0.05)
     real = wrap.wrap
     monkeypatch.setattr(
-        "tierfall.session.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
+        "tierfall.stores.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
     )
 
 

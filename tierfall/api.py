@@ -20,7 +20,7 @@ from tierfall.core.restore.restore import OpenImage, Request, restore
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.line import as_step
 from tierfall.reading import Reader, moved, open_place, resolve_path
-from tierfall.session import SHARD
+from tierfall.stores import SHARD
 
 _YAML = (".yaml", ".yml")
 LOAD_CHUNKS = 2

@@ -40,7 +40,8 @@ from tierfall.policies.bundle import plan_retention
 from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 from tierfall.saving import Saver
-from tierfall.session import SHARD, Session
+from tierfall.session import Session
+from tierfall.stores import SHARD
 
 logger = logging.getLogger("tierfall")
 _open: set[Checkpointer] = set()

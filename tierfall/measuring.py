@@ -33,7 +33,7 @@ from tierfall.core.restore.reader import in_threads
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.units import format_size
 from tierfall.core.values import TierKind
-from tierfall.session import run_folder
+from tierfall.stores import run_folder
 from tierfall.tiers.arena_folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
 from tierfall.transfer import limits_of, writable

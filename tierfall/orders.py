@@ -31,7 +31,8 @@ from tierfall.core.scheduler.tasks import Order, PersonsOrder
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Decision, Verdict, View
 from tierfall.policies.bundle import plan_retention, still_owed
-from tierfall.session import Session, open_stores, tier_rules
+from tierfall.session import Session
+from tierfall.stores import open_stores, tier_rules
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2

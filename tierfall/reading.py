@@ -21,7 +21,7 @@ from tierfall.core.lock import Owner, RunLock
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Codec, Shard
 from tierfall.origin import moved_run, moved_shard, moved_step
-from tierfall.session import SHARD, SLOT, list_all, open_stores, run_folder
+from tierfall.stores import SHARD, SLOT, list_all, open_stores, run_folder
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier

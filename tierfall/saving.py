@@ -27,7 +27,8 @@ from tierfall.core.units import format_size
 from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
 from tierfall.line import SavingLine
 from tierfall.policies.bundle import tiers_owed
-from tierfall.session import SHARD, Session
+from tierfall.session import Session
+from tierfall.stores import SHARD
 
 logger = logging.getLogger("tierfall")
 

@@ -12,18 +12,11 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
-from tierfall.backends.opening import open_backend
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.wrap import wrap
-from tierfall.config import Config, FileTier, ObjectTier, Tier
-from tierfall.config import StoredTier as StoredSection
+from tierfall.config import Config
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
     BackendError,
     ConfigError,
@@ -35,164 +28,25 @@ from tierfall.core.errors import (
     UnreachableError,
 )
 from tierfall.core.lock import RunLock
-from tierfall.core.packing.frames import LEVEL_MIN
 from tierfall.core.records import Attempt, read_manifest
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.restore.reader import read_pool
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.scheduler.ledger import Ledger
+from tierfall.core.scheduler.runner import TaskRunner
 from tierfall.core.scheduler.tasks import Ask
-from tierfall.core.scheduler.workers import TaskRunner, Workers
+from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion, geometry
-from tierfall.core.values import CheckpointId, Codec, LossClass, Shard, TierKind, survives
-from tierfall.core.view import TierRules
+from tierfall.core.values import CheckpointId, Shard
 from tierfall.policies import bundle
+from tierfall.stores import SHARD, SLOT, lane_limits, list_all, open_stores, run_folder, tier_rules
 from tierfall.tiers.arena import lock_name
-from tierfall.tiers.arena_folder import default_folder, prepare_folder
+from tierfall.tiers.arena_folder import prepare_folder
 from tierfall.tiers.host import HeldImage, HostTier, damaged
-from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
 T = TypeVar("T")
-SHARD = Shard(0, 1)
-SLOT = 0
-BUDGET_BYTES = 64 << 20
-WORKERS_MAX = 4
-MEMORY = "memory://"
-
-
-def tier_rules(config: Config) -> tuple[TierRules, ...]:
-    """What policies are to know of each tier."""
-    rules = []
-    for tier in config.tiers:
-        stored = tier if isinstance(tier, StoredSection) else None
-        rules.append(
-            TierRules(
-                name=tier.name,
-                kind=tier.kind,
-                survives=_survives(tier),
-                capacity_bytes=tier.capacity_bytes,
-                flush_every=stored.flush.every if stored else 1,
-                retain_last=stored.retain.last if stored else None,
-            )
-        )
-    return tuple(rules)
-
-
-def _survives(tier: Tier) -> LossClass:
-    """A folder is no safer for being called by an address, and what is in memory goes with the process."""
-    if not isinstance(tier, StoredSection):
-        return survives(tier.kind, shared=False)
-    kind = tier.kind
-    if isinstance(tier, ObjectTier):
-        if tier.url.startswith(MEMORY):
-            return LossClass.NONE
-        kind = kind if tier.folder is None else TierKind.FILE
-    return survives(kind, shared=bool(tier.shared))
-
-
-def run_folder(config: Config, run: str) -> Path:
-    """Where the run's arena and lock lie on this machine."""
-    base = Path(config.host.folder) if config.host.folder else default_folder()
-    return base / run
-
-
-def open_stores(
-    config: Config, run: str, *, read_only: bool = False
-) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
-    """Open every stored tier; those that did not answer come back as errors.
-
-    A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at.
-    """
-    stores: dict[str, StoredTier] = {}
-    errors: dict[str, TierfallError] = {}
-    try:
-        for tier in config.stored:
-            try:
-                backend = _open_backend(tier, read_only=read_only)
-            except BackendError as error:
-                if not read_only and not isinstance(error, UnreachableError):
-                    raise type(error)(f"open: tier {tier.name}: {error}") from error
-                later = "" if read_only else " (open again once it answers)"
-                errors[tier.name] = type(error)(f"{error}{later}")
-                continue
-            except ConfigError as error:
-                raise type(error)(f"open: tier {tier.name}: {error}") from error
-            wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
-            stores[tier.name] = StoredTier(
-                name=tier.name, run=run, backend=wrapped, packing=_packing(tier, config)
-            )
-    except BaseException:
-        for store in stores.values():
-            store.close()
-        raise
-    return stores, errors
-
-
-def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:
-    if isinstance(tier, FileTier):
-        return PosixBackend(Path(tier.path), read_only=read_only)
-    return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
-
-
-def _packing(tier: FileTier | ObjectTier, config: Config) -> Packing | None:
-    if tier.compress.codec is Codec.NONE:
-        return None
-    return Packing(
-        tier.compress.codec,
-        level=tier.compress.level or LEVEL_MIN,
-        chunk_bytes=config.chunk_bytes,
-        parallel=_packers(),
-    )
-
-
-def _workers() -> int:
-    """How many threads bring chunks to a disk: more would take cores from training."""
-    return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
-
-
-def _packers() -> int:
-    """How many threads pack and send: one more, so that something is packed while the others send."""
-    return 1 + _workers()
-
-
-def lane_limits(store: StoredTier, *, remote: bool, chunk_bytes: int) -> LaneLimits:
-    """Say how much may be on its way to a tier at once. Threads that send to a remote one do little but wait."""
-    traits = store.backend.traits
-    threads = _workers()
-    if store.packs:
-        threads = _packers()
-    elif remote:
-        threads = max(WORKERS_MAX, BUDGET_BYTES // chunk_bytes)
-    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
-    return LaneLimits(
-        parallel=parallel,
-        budget_bytes=BUDGET_BYTES,
-        window=parallel + 1 if store.packs else 0,
-        run_bytes_min=0 if store.packs else traits.part_bytes_min,
-    )
-
-
-def list_all(
-    config: Config,
-    host: HostTier,
-    stores: Mapping[str, StoredTier],
-    errors: Mapping[str, TierfallError],
-) -> tuple[Listing, ...]:
-    """Ask every tier what it holds, at the same time; fastest tier first."""
-
-    def ask(name: str) -> Listing:
-        if name == host.name:
-            return host.list()
-        if name in errors:
-            return Listing(tier=name, error=errors[name])
-        return stores[name].list()
-
-    names = [tier.name for tier in config.tiers]
-    with ThreadPoolExecutor(len(names), thread_name_prefix="tierfall-list") as executor:
-        return tuple(executor.map(ask, names))
 
 
 class Session:

@@ -32,7 +32,7 @@ from tierfall.core.snapshot import geometry
 from tierfall.core.values import CheckpointId, Codec, Shard
 from tierfall.orders import check_folders
 from tierfall.reading import Reader
-from tierfall.session import SLOT, lane_limits, open_stores, run_folder
+from tierfall.stores import SLOT, lane_limits, open_stores, run_folder
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.arena_folder import prepare_folder
 from tierfall.tiers.image_writer import PARTS_MAX

@@ -25,6 +25,7 @@ from tierfall.core.restore.images import Image, StoredImage, checked_manifest, u
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.scheduler.ledger import Ledger
+from tierfall.core.scheduler.runner import TaskRunner
 from tierfall.core.scheduler.tasks import (
     Admission,
     CaptureAdvanced,
@@ -35,7 +36,6 @@ from tierfall.core.scheduler.tasks import (
     PersonsOrder,
     Task,
 )
-from tierfall.core.scheduler.workers import TaskRunner
 from tierfall.core.snapshot import Geometry, Snapshot
 from tierfall.core.values import CheckpointId, Codec, Shard, TierKind, survives
 from tierfall.core.view import TierRules

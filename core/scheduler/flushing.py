@@ -1,0 +1,269 @@
+"""Flushing: which copy each lane brings next, room for it, and what follows when one is committed, stalls or fails.
+
+It belongs to the coordinator's thread, decides by the policies that it is handed, and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tierfall.core import names
+from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
+from tierfall.core.records import Commit, Mark
+from tierfall.core.scheduler.dropping import Dropper
+from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, Transfer
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.units import format_size
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.view import Eviction, View
+
+logger = logging.getLogger("tierfall")
+TRIES_BEFORE_REPORT = 3
+
+
+class PlanEviction(Protocol):
+    def __call__(
+        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+    ) -> Eviction: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What happened so far, in numbers."""
+
+    flush_failures: int = 0
+    given_up_copies: int = 0
+    commits: dict[str, int] = field(default_factory=dict)
+
+
+class Flusher:
+    """See the module. ``saves_wait`` tells whether a save waits for room in memory, ``is_unpinning`` whether a pin is
+    just being taken away."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, Lane],
+        dropper: Dropper,
+        plan_eviction: PlanEviction,
+        max_wait_s: float,
+    ) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._dropper = dropper
+        self._plan_eviction = plan_eviction
+        self._max_wait_s = max_wait_s
+        self.saves_wait: Callable[[], bool] = lambda: False
+        self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
+        self.fenced: FencedError | None = None
+        self.errors: list[BaseException] = []
+        self.counters = Counters()
+
+    def drive(self, lane: Lane, now_s: float, *, begin: bool) -> None:
+        """Advance a lane; ``begin`` says whether another copy may be begun."""
+        while True:
+            free = lane.active is None and self.fenced is None and now_s >= lane.not_before_s
+            if free and begin:
+                self._begin_next(lane, now_s)
+            if lane.active is None:
+                return
+            entry = lane.active.entry
+            # a save waits for room: read from storage what lies there too, so that memory becomes free
+            lane.spare_memory = self.saves_wait()
+            lane.advance(
+                now_s, self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry)
+            )
+            transfer = lane.aborted()
+            if transfer is None:
+                return
+            self._copy_failed(lane, transfer, now_s)
+
+    def _begin_next(self, lane: Lane, now_s: float) -> None:
+        left = self._ledger.abandoned()
+        for entry in self._ledger.ordered():
+            if lane.tier not in entry.owed:
+                continue
+            if entry.id in left:
+                entry.give_up([lane.tier], entry.given_up("its line was left behind"))
+            elif lane.hopeless(entry):
+                error = FlushError(
+                    f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
+                )
+                self.give_up_copy(entry, lane.tier, error)
+            else:
+                if self._make_room(lane, entry, now_s):
+                    lane.begin(entry)
+                return
+
+    def _make_room(self, lane: Lane, entry: Entry, now_s: float) -> bool:
+        """Admit a copy to a tier before it begins: drop what may go, and wait while it goes."""
+        if self._dropper.paused or self._dropper.busy(lane.tier):
+            return False
+        capacity = next(r.capacity_bytes for r in self._ledger.rules if r.name == lane.tier)
+        need = _image_bytes(entry)
+        free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
+        free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
+        if lane.full:
+            free = min(free, 0)
+        if free >= need:
+            return True
+        held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
+        plan = self._plan_eviction(
+            self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
+        )
+        if plan.drops and (lane.full or plan.missing_bytes == 0):
+            lane.full = False
+            for decision in plan.drops:
+                self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
+            return False
+        self._room_is_missing(lane, entry, need, max(free, 0), now_s)
+        return False
+
+    def _room_is_missing(
+        self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
+    ) -> None:
+        found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
+        lane.full = False
+        lane.not_before_s = now_s + LONGEST_RETRY_S  # others share the disk, and leave marks there
+        self._dropper.survey(lane.tier)
+        self._is_failing(
+            lane,
+            CapacityError(
+                f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
+                f"dropped there; it is tried again when room is made, and every {LONGEST_RETRY_S:g} s. "
+                "Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the disk"
+            ),
+        )
+
+    def _is_failing(self, lane: Lane, error: BaseException) -> None:
+        """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
+        if lane.tier in self._ledger.failing:
+            return
+        self._ledger.failing[lane.tier] = error
+        self.errors.append(error)
+        logger.error("%s", error)
+        for entry in self._ledger.entries.values():
+            if lane.tier in entry.owed:
+                self.tell_failing(entry, lane.tier)
+
+    def tell_failing(self, entry: Entry, tier: str) -> None:
+        if entry.handle is not None:
+            entry.handle.tell_tier_failed(tier, self._ledger.failing[tier])
+
+    def room_was_made(self, lane: Lane, now_s: float) -> None:
+        lane.full = False
+        lane.not_before_s = min(lane.not_before_s, now_s)
+        self._ledger.failing.pop(lane.tier, None)
+
+    def committed(self, lane: Lane, id: CheckpointId, commit: Commit) -> None:
+        """``commit`` is the record as it stands on the tier."""
+        entry = self._ledger.entries[id]
+        entry.set_state(lane.tier, CopyState.COMMITTED, commit.stored_bytes)
+        entry.marks[lane.tier] = frozenset(mark.name for mark in self._marks_of(entry))
+        entry.owed.discard(lane.tier)
+        self._ledger.unfinished.pop((lane.tier, id), None)
+        lane.succeeded(entry)
+        self._ledger.failing.pop(lane.tier, None)
+        self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
+        self._dropper.survey(lane.tier)
+        if entry.handle is not None:
+            entry.handle.tell_committed(lane.tier)
+
+    def _copy_failed(self, lane: Lane, transfer: Transfer, now_s: float) -> None:
+        """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
+        entry, error = transfer.entry, transfer.error
+        assert error is not None
+        entry.set_state(lane.tier, CopyState.ABSENT)
+        if transfer.published:
+            self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
+        if isinstance(error, FencedError):
+            self._fence(error)
+        if lane.tier not in entry.owed:
+            self._ledger.forget_if_gone(entry)
+            return
+        if isinstance(error, StorageFullError):
+            lane.full = True
+            logger.warning("flush of %s to %s: no space: %s", entry.id, lane.tier, error)
+            return
+        lane.back_off(now_s)
+        self.counters.flush_failures += 1
+        logger.log(
+            logging.WARNING if lane.tries == 1 else logging.DEBUG,
+            "flush of %s to %s failed (try %d), again in %.1f s: %s",
+            entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
+        )  # fmt: skip
+        lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
+        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
+            self._is_failing(lane, _flush_error(entry, lane.tier, error))
+
+    def stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
+        """A copy could not go on, and keeps what has arrived: it is tried again from there."""
+        if not lane.stall(now_s):
+            return
+        assert lane.active is not None
+        self.counters.flush_failures += 1
+        logger.log(
+            logging.WARNING if lane.active.stalls == 1 else logging.DEBUG,
+            "flush of %s to %s stalls, and goes on in %.1f s: %s",
+            id, lane.tier, lane.not_before_s - now_s, error,
+        )  # fmt: skip
+        if lane.failing_for_s(now_s) >= self._max_wait_s:
+            self._is_failing(lane, _flush_error(lane.active.entry, lane.tier, error))
+
+    def _report(self, entry: Entry, tier: str, error: BaseException) -> None:
+        if entry.handle is not None:
+            entry.handle.tell_tier_failed(tier, error)
+        self.errors.append(error)
+        logger.error("%s", error)
+
+    def _fence(self, error: FencedError) -> None:
+        """A newer attempt exists: nothing more is written by this process."""
+        if self.fenced is None:
+            self.fenced = error
+            self.errors.append(error)
+            logger.error("%s", error)
+        for entry in self._ledger.entries.values():
+            entry.give_up(tuple(entry.owed), error)
+        for lane in self._lanes.values():
+            lane.give_up(error)
+        self._dropper.cancel()
+
+    def _marks_of(self, entry: Entry) -> tuple[Mark, ...]:
+        """The marks that go along with a copy."""
+        if not entry.pinned or entry.commit is None or self.is_unpinning(entry.id):
+            return ()
+        wall_time_s = entry.commit.wall_time_s
+        return (Mark(name=names.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)
+
+    def _is_newest(self, tier: str, entry: Entry) -> bool:
+        """Say whether ``latest`` of a tier may come to name this one: it never goes back."""
+        left = self._ledger.abandoned()
+        return not any(
+            e.id > entry.id and e.id not in left and e.state(tier) is CopyState.COMMITTED
+            for e in self._ledger.entries.values()
+        )
+
+    def give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
+        entry.owed.discard(tier)
+        self.counters.given_up_copies += 1
+        self._report(entry, tier, error)
+        lane = self._lanes[tier]
+        if lane.active is not None and lane.active.entry is entry:
+            lane.give_up(error)
+
+
+def _image_bytes(entry: Entry) -> int:
+    if entry.geometry is not None:
+        return entry.geometry.image_bytes
+    assert entry.commit is not None
+    return entry.commit.image_bytes
+
+
+def _flush_error(entry: Entry, tier: str, cause: BaseException) -> FlushError:
+    error = FlushError(f"flush of {entry.id} to {tier} failed and is still being tried: {cause}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,261 @@
+"""Carrying out tasks: every blocking call that moves a copy, on whatever thread asks.
+
+It decides nothing. Whatever a task raises comes back as its outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tierfall.core.buffers import BufferPool
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.catalog import Listing
+from tierfall.core.documents import Spliced
+from tierfall.core.errors import BackendError, IntegrityError, TierfallError
+from tierfall.core.packing.files import with_packed
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
+from tierfall.core.restore.images import Image, StoredImage, unpacked
+from tierfall.core.scheduler.tasks import (
+    AbortShard,
+    ChangeMark,
+    CopyRun,
+    DropCopy,
+    FinishCopy,
+    ImageWriter,
+    OpenShard,
+    Outcome,
+    ReadMarks,
+    Side,
+    Source,
+    Task,
+)
+from tierfall.core.snapshot import Geometry, geometry
+from tierfall.core.values import CheckpointId, Codec, Shard
+
+logger = logging.getLogger("tierfall")
+
+
+class Store(Protocol):
+    """A stored tier, as workers use it. All methods block."""
+
+    name: str
+
+    def list(self) -> Listing: ...
+
+    def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
+
+    def holds(self, checkpoint: CheckpointId) -> bool: ...
+
+    def check_fence(self, attempt: Attempt) -> None: ...
+
+    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
+    def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
+    def read_into(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        view: memoryview,
+        *,
+        codec: Codec = Codec.NONE,
+    ) -> None: ...
+
+    def create_shard(
+        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
+    ) -> ImageWriter: ...
+
+    def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None: ...
+
+    def commit(self, commit: Commit, *, attempt: Attempt, marks: tuple[Mark, ...] = ()) -> None: ...
+
+    def name_latest(self, checkpoint: CheckpointId) -> None: ...
+
+    def add_mark(self, mark: Mark) -> None: ...
+
+    def remove_mark(self, checkpoint: CheckpointId, name: str) -> None: ...
+
+    def marks(self, checkpoint: CheckpointId) -> frozenset[str]: ...
+
+    def drop(
+        self,
+        checkpoint: CheckpointId,
+        *,
+        tombstoned: bool = False,
+        next_latest: CheckpointId | None = None,
+    ) -> frozenset[str]: ...
+
+    def discard(self, checkpoint: CheckpointId) -> None: ...
+
+
+class _SourceError(Exception):
+    """The failure came from where the bytes were read; the cause is what counts."""
+
+
+class TaskRunner:
+    """Carries out one task at a time, on the calling thread."""
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        pool: BufferPool,
+        attempt: Callable[[], Attempt],
+    ) -> None:
+        self._stores = stores
+        self._pool = pool
+        self._attempt = attempt
+        self._images: dict[tuple[str, str, CheckpointId], Image] = {}
+
+    def run(self, task: Task) -> Outcome:
+        """Return what became of a task; never raises what the task raised."""
+        began = time.monotonic()
+        try:
+            value = self._perform(task)
+        except _SourceError as error:
+            return Outcome(task=task, error=error.__cause__, side=Side.SOURCE)
+        except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
+            return Outcome(task=task, error=error)
+        return Outcome(task=task, value=value, seconds=time.monotonic() - began)
+
+    def _perform(self, task: Task) -> Any:
+        store = self._stores[task.tier]
+        match task:
+            case OpenShard():
+                return self._open(task, store)
+            case CopyRun():
+                return self._copy(task)
+            case FinishCopy():
+                return self._finish(task, store)
+            case AbortShard():
+                self._forget(task.tier)
+                return task.writer.abort()
+            case DropCopy():
+                return self._drop(task, store)
+            case ReadMarks():
+                return {id: store.marks(id) for id in task.ids}
+            case ChangeMark(remove=True):
+                return store.remove_mark(task.mark.checkpoint, task.mark.name)
+            case ChangeMark():
+                return store.add_mark(task.mark)
+
+    def _drop(self, task: DropCopy, store: Store) -> Any:
+        if not task.unfinished:
+            return store.drop(task.id, tombstoned=task.tombstoned, next_latest=task.next_latest)
+        if store.holds(task.id):
+            return store.read_commit(task.id)  # the answer to its commit was lost
+        return store.discard(task.id)
+
+    def _open(self, task: OpenShard, store: Store) -> Commit | tuple[ImageWriter, Manifest | None]:
+        """Begin an image; or return the commit record of a copy whose commit succeeded, though its answer was lost.
+
+        The fence comes first: what another process writes into a folder of that name must not be touched.
+        """
+        store.check_fence(self._attempt())
+        if store.holds(task.id):
+            commit = store.read_commit(task.id)
+            if commit.line.attempt_id != task.attempt_id:
+                raise IntegrityError(
+                    f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
+                    "left as it is"
+                )
+            return commit
+        manifest = None
+        cut, pieces = task.geometry, task.pieces
+        if task.source is not None:
+            manifest = self._read_manifest(task, task.source)
+            cut, pieces = geometry(manifest), manifest.pieces
+        assert cut is not None
+        assert pieces is not None
+        return store.create_shard(task.id, task.shard, cut, pieces), manifest
+
+    def _read_manifest(self, task: OpenShard, source: Source) -> Manifest:
+        what = f"manifest of {task.id} on {source.tier}"
+        try:
+            if source.region is not None:
+                data = source.region.manifest()
+            else:
+                data = self._stores[source.tier].read_manifest(task.id, task.shard)
+            return read_manifest(data, what=what)
+        except TierfallError as error:
+            raise _SourceError from error
+
+    def _copy(self, task: CopyRun) -> None:
+        if task.writer.took(task.first):  # a try that failed came that far
+            task.writer.send()
+            return
+        if task.source.region is not None:
+            view = task.source.region.image[task.start : task.end]
+            if task.manifest is not None:
+                for index in range(task.first, task.stop):
+                    start, end = task.manifest.chunk_range(index)
+                    self._check(task, index, view[start - task.start : end - task.start])
+            task.writer.put(task.first, task.start, view)
+            return
+        with self._pool.take(frame_bytes_max(task.end - task.start)) as buffer:
+            self._read(task, buffer)
+            task.writer.put(task.first, task.start, buffer[: task.end - task.start])
+
+    def _read(self, task: CopyRun, buffer: memoryview) -> None:
+        assert task.manifest is not None
+        try:
+            image = self._image(task, task.manifest)
+            for index in range(task.first, task.stop):
+                start = task.manifest.chunk_range(index)[0]
+                view = image.read(task.manifest, index, buffer[start - task.start :])
+                self._check(task, index, view)
+        except TierfallError as error:
+            raise _SourceError from error
+
+    def _image(self, task: CopyRun, manifest: Manifest) -> Image:
+        """Return the image to read from: how it is packed is read once for a copy."""
+        key = (task.tier, task.source.tier, task.id)
+        if key not in self._images:
+            store = self._stores[task.source.tier]
+            image = StoredImage(store, task.id, task.shard)
+            self._images[key] = unpacked(image, store.read_commit(task.id), manifest)
+        return self._images[key]
+
+    def _forget(self, tier: str) -> None:
+        for key in [key for key in self._images if key[0] == tier]:
+            self._images.pop(key, None)
+
+    def _check(self, task: CopyRun, index: int, view: memoryview) -> None:
+        assert task.manifest is not None
+        if chunk_digest(view) != task.manifest.digests[index]:
+            raise _SourceError from IntegrityError(
+                f"flush of {task.id} to {task.tier}: chunk {index} read from {task.source.tier} does not match "
+                "its digest"
+            )
+
+    def _finish(self, task: FinishCopy, store: Store) -> Commit:
+        try:
+            files = task.writer.finish(task.manifest)
+            commit = with_packed(task.commit, task.shard, files)
+            store.write_manifest(task.id, task.shard, task.manifest.encode())
+            store.commit(commit, attempt=self._attempt(), marks=task.marks)
+        except BaseException as error:
+            if not getattr(error, "retryable", False):
+                self._take_back(task, store)
+            raise  # else all that is there serves the next try
+        self._forget(task.tier)
+        if task.name_latest:
+            try:
+                store.name_latest(task.id)
+            except (
+                BackendError
+            ) as error:  # a hint for people; the checkpoint is committed without it
+                logger.warning("%s: could not write 'latest': %s", task.tier, error)
+        return commit
+
+    def _take_back(self, task: FinishCopy, store: Store) -> None:
+        """Remove what was published of a copy that could not be committed, so that it takes no room."""
+        try:
+            if not store.holds(task.id):
+                store.discard(task.id)
+        except TierfallError as error:
+            logger.warning("%s: leftovers of %s stay for now: %s", task.tier, task.id, error)
