@@ -39,7 +39,7 @@ _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
 
 
 def config(folder: Path, memory: Path) -> dict[str, Any]:
-    """Three images in memory, a fast folder, and a slow one that takes every second."""
+    """Three images in memory, a fast folder, and a slow one that packs, and takes every second."""
     return {
         "run": RUN,
         "chunk": CHUNK_BYTES,
@@ -59,6 +59,7 @@ def config(folder: Path, memory: Path) -> dict[str, Any]:
                 "flush": {"every": SLOW_EVERY},
                 "retain": {"last": KEEP},
                 "bandwidth": "60MB/s",
+                "compress": {"codec": "zstd"},
             },
         ],
     }
@@ -138,7 +139,8 @@ def _deletes(tier: str, ending: str) -> Callable[..., bool]:
     return fits
 
 
-_IMAGE, _MANIFEST, _COMMIT = ".safetensors", "-00001.json", "/commit.json"
+_IMAGE, _PACKED = ".safetensors", ".safetensors.zst"
+_MANIFEST, _COMMIT = "-00001.json", "/commit.json"
 
 CAPTURE = {
     "capture-copy": Point(owner=Filling, method="copy_next", calls=(2, 60)),
@@ -154,10 +156,10 @@ FLUSH = {
         owner=PosixWriter, method="write", after=True, fits=_writes("nvme", _IMAGE), calls=(2, 50)
     ),
     "flush-slow": Point(
-        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _IMAGE), calls=(2, 25)
+        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _PACKED), calls=(2, 25)
     ),
     "flush-synced": Point(
-        owner=PosixWriter, method="_sync_and_close", after=True, fits=_writes("slow", _IMAGE)
+        owner=PosixWriter, method="_sync_and_close", after=True, fits=_writes("slow", _PACKED)
     ),
     "flush-published": Point(
         owner=PosixWriter, method="publish", after=True, fits=_writes("nvme", _IMAGE), calls=(1, 5)
@@ -238,7 +240,7 @@ ADOPTION = {
     "adopt-started": Point(owner=Coordinator, method="start", after=True),
     "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),
     "adopt-flush": Point(
-        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _IMAGE), calls=(1, 10)
+        owner=PosixWriter, method="write", after=True, fits=_writes("slow", _PACKED), calls=(1, 10)
     ),
     "adopt-manifest": Point(
         owner=StoredTier, method="write_manifest", after=True, fits=_on("slow")

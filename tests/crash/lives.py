@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import doomed
-from safetensors.torch import load_file
+import zstandard
+from safetensors.torch import load, load_file
 
 import tierfall
 
@@ -31,7 +32,12 @@ ENTRIES_MAX = 2000
 TIERS = ("nvme", "slow")
 FOREIGN = "belongs-to-somebody-else.txt"
 _STEP = re.compile(r"step-([0-9]{8})-a([0-9]{4})\Z")
-_OURS = {"commit.json", "rank-00000-of-00001.json", "rank-00000-of-00001.safetensors"}
+_IMAGE = "rank-00000-of-00001.safetensors"
+_RECORDS = {"commit.json", "rank-00000-of-00001.json"}
+_OURS = {
+    "nvme": _RECORDS | {_IMAGE},
+    "slow": _RECORDS | {f"{_IMAGE}.zst", "rank-00000-of-00001.stored.json"},
+}
 
 Entry = dict[str, Any]
 Who = tuple[int, int]  # (step, start)
@@ -107,6 +113,16 @@ class OnTier:
         return max(self.committed, default=None)
 
 
+def read_image(folder: Path) -> dict[str, Any]:
+    """Read an image with plain tools, packed or not."""
+    packed = folder / f"{_IMAGE}.zst"
+    if not packed.exists():
+        return load_file(folder / _IMAGE)
+    with packed.open("rb") as file:
+        unpacker = zstandard.ZstdDecompressor()
+        return load(unpacker.stream_reader(file, read_across_frames=True).readall())
+
+
 def read_tier(root: Path) -> OnTier:
     """Look at a tier without tierfall; every committed checkpoint is compared bit for bit."""
     found = OnTier()
@@ -118,7 +134,7 @@ def read_tier(root: Path) -> OnTier:
         elif not (path / "commit.json").exists():
             found.uncommitted.append(path)
         else:
-            tensors = load_file(path / "rank-00000-of-00001.safetensors")
+            tensors = read_image(path)
             start, saved = tensors["who"].tolist()
             assert saved == int(step[1]), f"{path} holds step {saved}"
             assert doomed.difference(tensors, start, saved) is None, path
@@ -293,7 +309,7 @@ class Life:
             assert path in foreign, f"{path} is left"
             assert os.listdir(path) == [FOREIGN], path
         for path in found.committed.values():
-            assert set(os.listdir(path)) - {FOREIGN} == _OURS, path
+            assert set(os.listdir(path)) - {FOREIGN} == _OURS[tier], path
         names = {path.name for path in found.others}
         assert names - {FOREIGN} == {"attempts", "latest"}, names
         attempts = found.others[[p.name for p in found.others].index("attempts")]

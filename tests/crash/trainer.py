@@ -25,6 +25,9 @@ import doomed
 import torch
 
 import tierfall
+from tierfall.tiers import image_writer
+
+image_writer.PART_BYTES = 64 << 10  # so that a packed image is many writes
 
 
 class Journal:
