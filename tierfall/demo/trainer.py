@@ -11,15 +11,29 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import tierfall
 from tierfall.demo.data import english_text
-from tierfall.demo.events import Ended, EventWriter, Restored, Started, StepDone, TierNow, Totals
+from tierfall.demo.events import (
+    Ended,
+    EventWriter,
+    Looked,
+    Packed,
+    Restored,
+    Saved,
+    Started,
+    StepDone,
+    TierNow,
+    Totals,
+)
 from tierfall.demo.model import fingerprint, parameter_count
-from tierfall.demo.training import NORMAL, SMALL, Training, make_deterministic, train
+from tierfall.demo.training import NORMAL, SMALL, Trained, Training, make_deterministic, train
 
 WHOLE = ("sealed", "committed")
+LOOK_S = 0.1
+"""How often it looks at its tiers when there is nothing else to do."""
 
 
 def main() -> None:
@@ -46,6 +60,8 @@ def run(
     training: Training, *, steps: int, ckpt: tierfall.Checkpointer | None, log: EventWriter
 ) -> None:
     """Restore, train to ``steps``, and finish every flush, telling each to ``log``."""
+    if ckpt is not None:
+        log.write(Looked(time_s=time.monotonic(), tiers=look(ckpt)[0]))
     restored = restore(training, ckpt) if ckpt is not None else None
     log.write(
         Started(
@@ -54,22 +70,70 @@ def run(
             fingerprint=digest(training),
         )
     )
+    saves = Saves(log)
 
-    def told(step: int, loss: float, seconds: float) -> None:
+    def told(done: Trained) -> None:
+        if done.handle is not None:
+            saves.add(done.handle, began_s=done.saved_s)
+        saves.tell()
         tiers, totals = look(ckpt)
-        now = time.monotonic()
         log.write(
             StepDone(
-                step=step, loss=loss.hex(), seconds=seconds, time_s=now, tiers=tiers, totals=totals
+                step=done.step,
+                loss=done.loss.hex(),
+                seconds=done.seconds,
+                time_s=time.monotonic(),
+                tiers=tiers,
+                totals=totals,
             )
         )
 
     first = restored.step + 1 if restored else 1
     train(training, first=first, last=steps, ckpt=ckpt, told=told)
     if ckpt is not None:
-        ckpt.drain()
+        drain(ckpt, log)
+    saves.tell()
     tiers, totals = look(ckpt)
-    log.write(Ended(fingerprint=digest(training), tiers=tiers, totals=totals))
+    log.write(
+        Ended(fingerprint=digest(training), time_s=time.monotonic(), tiers=tiers, totals=totals)
+    )
+
+
+def drain(ckpt: tierfall.Checkpointer, log: EventWriter) -> None:
+    """Wait until what is owed is durable, looking from time to time; a tier that takes nothing is not waited for."""
+    while True:
+        report = ckpt.drain(LOOK_S)
+        log.write(Looked(time_s=time.monotonic(), tiers=look(ckpt)[0]))
+        if not report.left or report.seconds < LOOK_S:
+            return
+
+
+class Saves:
+    """Follows saves by their handles, and tells ``log`` of each as often as it has come further."""
+
+    def __init__(self, log: EventWriter) -> None:
+        self._log = log
+        self._open: dict[tierfall.SaveHandle, Saved] = {}
+
+    def add(self, handle: tierfall.SaveHandle, *, began_s: float) -> None:
+        saved = Saved(
+            checkpoint=f"{handle.step}@{handle.attempt}",
+            began_s=began_s,
+            captured_s=None,
+            durable_s={},
+        )
+        self._open[handle] = saved
+        self._log.write(saved)
+
+    def tell(self) -> None:
+        for handle, known in list(self._open.items()):
+            stats = handle.stats
+            now = replace(known, captured_s=stats.captured_s, durable_s=stats.durable_s)
+            if now != known:
+                self._open[handle] = now
+                self._log.write(now)
+            if now.captured_s is not None and now.durable_s.keys() >= set(handle.tiers):
+                del self._open[handle]
 
 
 def restore(training: Training, ckpt: tierfall.Checkpointer) -> Restored | None:
@@ -81,6 +145,7 @@ def restore(training: Training, ckpt: tierfall.Checkpointer) -> Restored | None:
         step=report.step,
         attempt=report.attempt,
         seconds=report.seconds,
+        time_s=time.monotonic(),
         sources=tuple((source.shard, source.tier, source.bytes) for source in report.sources),
         fallbacks=tuple((fallback.what, fallback.reason) for fallback in report.fallbacks),
     )
@@ -109,6 +174,12 @@ def look(ckpt: tierfall.Checkpointer | None) -> tuple[dict[str, TierNow], Totals
         blocked_s=counted.blocked_s * counted.saves,
         image_bytes=image_bytes,
         edge_bytes=dict(counted.edge_bytes),
+        packed={
+            name: Packed(
+                raw_bytes=one.raw_bytes, stored_bytes=one.stored_bytes, seconds=one.seconds
+            )
+            for name, one in counted.compression.items()
+        },
     )
     return tiers, totals
 

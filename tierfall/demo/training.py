@@ -21,8 +21,22 @@ SEED = 1234
 THREADS = 1
 LEARNING_RATE = 1e-3
 
-Listener = Callable[[int, float, float], None]
-"""Is told a step, its loss, and the seconds that it took with everything."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A step, its loss, and the seconds that it took with everything; with the handle of its save, if it was saved.
+
+    ``save`` was called at ``saved_s`` on the monotonic clock.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    saved_s: float
+    handle: tierfall.SaveHandle | None
+
+
+Listener = Callable[[Trained], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +45,20 @@ class Plan:
 
     shape: Shape
     batch: int
-    slow_bandwidth: str
+    store_bandwidth: str
     chunk: str
 
 
 NORMAL = Plan(
     shape=Shape(width=256, layers=4, heads=4, context=64),
     batch=4,
-    slow_bandwidth="30MB/s",
+    store_bandwidth="30MB/s",
     chunk="1MiB",
 )
 SMALL = Plan(
     shape=Shape(width=96, layers=2, heads=2, context=64),
     batch=2,
-    slow_bandwidth="10MB/s",
+    store_bandwidth="5MB/s",
     chunk="256KiB",
 )
 
@@ -95,6 +109,17 @@ def train(
     for step in range(first, last + 1):
         began = time.monotonic()
         loss = training.step()
+        saved_s = time.monotonic()
+        handle = None
         if ckpt is not None:
-            ckpt.maybe_save(step, training.state, metrics={"loss": loss})
-        told(step, loss.item(), time.monotonic() - began)
+            handle = ckpt.maybe_save(step, training.state, metrics={"loss": loss})
+        value = loss.item()
+        told(
+            Trained(
+                step=step,
+                loss=value,
+                seconds=time.monotonic() - began,
+                saved_s=saved_s,
+                handle=handle,
+            )
+        )
