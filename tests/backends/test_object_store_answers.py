@@ -233,6 +233,28 @@ def test_more_than_the_range_is_refused(backend: Backend, stub: Stub) -> None:
     assert not isinstance(error, KeyNotFoundError)
 
 
+@pytest.mark.parametrize("status", [200, 206])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_no_more_than_the_range_is_taken(
+    backend: Backend, stub: Stub, status: int, offset: int
+) -> None:
+    stub.reply = lambda method, query: (status, "longer than was asked for")
+    view = memoryview(bytearray(8))
+    error = refused(lambda: backend.read_into("key", offset, view[:4]))
+    assert not isinstance(error, KeyNotFoundError)
+    assert bytes(view[4:]) == bytes(4), "nothing is written beyond the view"
+    stub.reply = lambda method, query: (206, "four")
+    backend.read_into("key", offset, view[:4])
+    assert bytes(view[:4]) == b"four", "the connection is not what is left of the last answer"
+
+
+def test_a_range_that_is_shorter_than_asked_is_an_error(backend: Backend, stub: Stub) -> None:
+    stub.reply = lambda method, query: (206, "abc")
+    assert "ends at 3" in str(
+        refused(lambda: backend.read_into("key", 0, memoryview(bytearray(8))))
+    )
+
+
 def test_an_answer_that_breaks_off_may_be_asked_for_again(backend: Backend, stub: Stub) -> None:
     stub.cut_bytes = 4
     stub.reply = lambda method, query: (206, "half")
