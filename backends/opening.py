@@ -25,6 +25,8 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PORT = re.compile(r"[^:]*:[0-9]+")
 _AZURE = ("az", "abfs", "abfss")
 _WITH_BUCKET = ("s3", "gs", "gcs", *_AZURE)
+REMOTE = _WITH_BUCKET
+"""Protocols of stores that lie somewhere else, whatever happens here."""
 
 
 def open_backend(
@@ -77,6 +79,8 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{place}: no user and password in a URL; give them under options")
     if "?" in rest:
         raise ConfigError(f"{place}: no '?' in a URL; give what stands behind it under options")
+    if scheme == "local":
+        raise ConfigError(f"{place}: a folder is written file:///folder")
     if scheme == "file" and not rest.startswith("/"):
         raise ConfigError(f"{place}: a folder is absolute; expected file:///folder")
     if scheme in _WITH_BUCKET:

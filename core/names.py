@@ -85,6 +85,12 @@ def shard_name(shard: Shard, codec: Codec = Codec.NONE) -> str:
     return _rank(shard) + _IMAGE_SUFFIXES[codec]
 
 
+def is_packed_image(name: str) -> bool:
+    """Say whether a name is that of an image that a codec has packed."""
+    packed = tuple(suffix for codec, suffix in _IMAGE_SUFFIXES.items() if codec is not Codec.NONE)
+    return parse_shard(name) is not None and name.endswith(packed)
+
+
 def manifest_name(shard: Shard) -> str:
     return _rank(shard) + ".json"
 

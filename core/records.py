@@ -184,10 +184,14 @@ def read_commit(data: bytes, *, what: str) -> Commit:
     metrics = reader.get("metrics", dict)
     if not all(isinstance(v, int | float | str) for v in metrics.values()):
         raise IntegrityError(f"{what}: a metric is not a number")
+    files = tuple(_named_file(entry, what) for entry in reader.list_of("files", dict))
+    images = [names.parse_shard(file.name) for file in files if file.digest is None]
+    if len({file.name for file in files}) < len(files) or len(set(images)) < len(images):
+        raise IntegrityError(f"{what}: names a file twice, or two images of one shard")
     return Commit(
         line=_line(reader),
         world_size=reader.number("world_size", 1, 10**9),
-        files=tuple(_named_file(entry, what) for entry in reader.list_of("files", dict)),
+        files=files,
         nodes=tuple(reader.list_of("nodes", str)),
         wall_time_s=reader.real("wall_time_s"),
         metrics={
@@ -200,13 +204,18 @@ def read_commit(data: bytes, *, what: str) -> Commit:
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
     reader = Members(entry, f"{what}: files")
-    digest = reader.get("digest", str) if "digest" in entry else None
-    return NamedFile(
+    file = NamedFile(
         name=reader.name("name"),
         bytes=reader.number("bytes", 0, IMAGE_BYTES_MAX),
-        digest=digest,
+        digest=reader.get("digest", str) if "digest" in entry else None,
         raw_bytes=reader.number("raw_bytes", 1, IMAGE_BYTES_MAX) if "raw_bytes" in entry else None,
     )
+    packed = names.is_packed_image(file.name)
+    if packed != (file.raw_bytes is not None) or (packed and file.digest is not None):
+        raise IntegrityError(
+            f"{what}: files: {file.name} is a packed image, or is not: it says both"
+        )
+    return file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

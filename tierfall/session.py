@@ -39,7 +39,16 @@ from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion, geometry
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.policies import bundle
-from tierfall.stores import SHARD, SLOT, lane_limits, list_all, open_stores, run_folder, tier_rules
+from tierfall.stores import (
+    SHARD,
+    SLOT,
+    lane_limits,
+    lane_pool,
+    list_all,
+    open_stores,
+    run_folder,
+    tier_rules,
+)
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.arena_folder import prepare_folder
 from tierfall.tiers.host import HeldImage, HostTier, damaged
@@ -214,9 +223,10 @@ class Session:
             name: lane_limits(store, remote=name in remote, chunk_bytes=self.config.chunk_bytes)
             for name, store in self.stores.items()
         }
-        self.pool = read_pool(self.config.chunk_bytes)
+        self.pool = read_pool(self.config.chunk_bytes)  # restores do not wait for flushes
+        pools = {name: lane_pool(self.config, limits) for name, limits in lanes.items()}
         self.workers = Workers(
-            TaskRunner(self.stores, self.pool, self._writer),
+            TaskRunner(self.stores, pools, self._writer),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )

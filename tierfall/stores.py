@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tierfall.backends.opening import open_backend
+from tierfall.backends.opening import REMOTE, open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
 from tierfall.config import Config, FileTier, ObjectTier, Tier
 from tierfall.config import StoredTier as StoredSection
+from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import Listing
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import BackendError, ConfigError, TierfallError, UnreachableError
-from tierfall.core.packing.frames import LEVEL_MIN
+from tierfall.core.packing.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.view import TierRules
@@ -30,7 +31,6 @@ SHARD = Shard(0, 1)
 SLOT = 0
 BUDGET_BYTES = 64 << 20
 WORKERS_MAX = 4
-MEMORY = "memory://"
 
 
 def tier_rules(config: Config) -> tuple[TierRules, ...]:
@@ -52,14 +52,16 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
 
 
 def _survives(tier: Tier) -> LossClass:
-    """A folder is no safer for being called by an address, and what is in memory goes with the process."""
+    """Only what is known to lie elsewhere survives a site: a folder is no safer for being called by an address, and
+    what is in memory goes with the process."""
     if not isinstance(tier, StoredSection):
         return survives(tier.kind, shared=False)
     kind = tier.kind
     if isinstance(tier, ObjectTier):
-        if tier.url.startswith(MEMORY):
+        scheme = tier.url.partition("://")[0]
+        if scheme == "memory":
             return LossClass.NONE
-        kind = kind if tier.folder is None else TierKind.FILE
+        kind = kind if scheme in REMOTE else TierKind.FILE
     return survives(kind, shared=bool(tier.shared))
 
 
@@ -143,6 +145,13 @@ def lane_limits(store: StoredTier, *, remote: bool, chunk_bytes: int) -> LaneLim
         window=parallel + 1 if store.packs else 0,
         run_bytes_min=0 if store.packs else traits.part_bytes_min,
     )
+
+
+def lane_pool(config: Config, limits: LaneLimits) -> BufferPool:
+    """Make the buffers through which a tier is filled from another stored one; they take memory when first used."""
+    size_bytes = frame_bytes_max(max(config.chunk_bytes, limits.run_bytes_min))
+    count = max(1, min(limits.parallel, limits.budget_bytes // size_bytes))
+    return BufferPool(bytes=size_bytes, count=count)
 
 
 def list_all(

@@ -79,8 +79,18 @@ class Packing:
     those before it, all of about ``chunk_bytes``, and ``parallel`` parts may be under way.
     """
 
-    def __init__(self, codec: Codec, *, level: int, chunk_bytes: int, parallel: int) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        level: int,
+        chunk_bytes: int,
+        parallel: int,
+        part_bytes: int | None = None,
+    ) -> None:
+        """``part_bytes`` is how long parts are at least; by default PART_BYTES."""
         self.codec = codec
+        self.part_bytes = part_bytes or PART_BYTES
         self.level = level
         self.parallel = parallel
         self.window = parallel + 1
@@ -168,7 +178,7 @@ class PackedImageWriter:
         if packing.codec is Codec.PLANES:
             self._widths = chunk_widths(pieces, cut, what="manifest")
         bound = packed_bytes_max(cut)
-        least = max(PART_BYTES, part_bytes_min, -(-bound // PARTS_MAX))
+        least = max(packing.part_bytes, part_bytes_min, -(-bound // PARTS_MAX))
         self._part_bytes = -(-min(least, bound) // _PAGE_BYTES) * _PAGE_BYTES
         self._lock = threading.Lock()
         self._stream = _Stream()

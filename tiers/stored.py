@@ -206,12 +206,6 @@ class StoredTier:
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
-        except BackendError as error:
-            if isinstance(error.__cause__, UnreachableError):  # asking again settles it: see above
-                raise UnreachableError(
-                    f"commit of {checkpoint} on {self.name}: no answer: {error.__cause__}"
-                ) from error
-            raise
 
     def name_latest(self, checkpoint: CheckpointId) -> None:
         """Leave the hint for people; the truth is the commit records."""
@@ -375,7 +369,15 @@ class StoredTier:
         the same moment.
         """
         if self.backend.traits.conditional_create:
-            self._write(key, data, Publish.IF_ABSENT)
+            try:
+                self._write(key, data, Publish.IF_ABSENT)
+            except KeyExistsError:
+                raise
+            except BackendError as error:
+                if isinstance(error.__cause__, UnreachableError):
+                    # Creating it again settles whether it was created: whoever does compares what is there.
+                    raise UnreachableError(f"{self._what(key)}: {error.__cause__}") from error
+                raise
             return
         try:
             self.backend.stat(key)

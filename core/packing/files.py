@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from tierfall.core import names
 from tierfall.core.documents import sha256
-from tierfall.core.errors import IntegrityError
 from tierfall.core.packing.packed import Packed
 from tierfall.core.records import Commit, NamedFile
 from tierfall.core.values import Codec, Shard
@@ -63,11 +62,9 @@ def plain(commit: Commit) -> Commit:
 
 
 def _raw(file: NamedFile) -> NamedFile:
-    if file.raw_bytes is None:
-        return file
     shard = names.parse_shard(file.name)
-    if shard is None:
-        raise IntegrityError(f"commit record: {file.name} is packed, and not the image of a shard")
+    if file.raw_bytes is None or shard is None:
+        return file
     return NamedFile(name=names.shard_name(shard), bytes=file.raw_bytes, digest=None)
 
 

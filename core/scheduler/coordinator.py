@@ -127,6 +127,7 @@ class Coordinator:
             unread=unread,
         )
         self.dropper.delete = self._orders.finish_deletion
+        self.dropper.was_deleted = self._orders.was_deleted
         self._flusher.saves_wait = self._admissions.busy
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.errors = self._flusher.errors

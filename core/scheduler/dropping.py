@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from tierfall.core.records import stops_drop
-from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.records import Commit, stops_drop
+from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Decision, Verdict, View
@@ -36,6 +36,7 @@ class Dropper:
         self._plan_retention = plan_retention
         self._dispatch = dispatch
         self.delete: Callable[[CheckpointId], None] = lambda id: None
+        self.was_deleted: Callable[[CheckpointId], bool] = lambda id: False
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
@@ -207,11 +208,21 @@ class Dropper:
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
             self._ledger.unfinished.pop((task.tier, task.id), None)
-            committed = outcome.value
-            if committed and entry is not None and committed.line.attempt_id == entry.attempt_id:
-                entry.set_state(task.tier, CopyState.COMMITTED, committed.stored_bytes)
+            if outcome.value is not None:
+                self._is_committed(task, outcome.value)
             return True
         return entry is not None and self._gone(entry, task, outcome)
+
+    def _is_committed(self, task: DropCopy, commit: Commit) -> None:
+        """What looked unfinished is a checkpoint: the answer to its commit was lost."""
+        entry = self._ledger.entries.get(task.id)
+        if entry is None:
+            entry = self._ledger.entries[task.id] = entry_of(task.id, commit)
+        if entry.attempt_id != commit.line.attempt_id:
+            return
+        entry.set_state(task.tier, CopyState.COMMITTED, commit.stored_bytes)
+        if self.was_deleted(task.id):
+            self.delete(task.id)
 
     def _gone(self, entry: Entry, task: DropCopy, outcome: Outcome) -> bool:
         if stops_drop(outcome.value, tombstoned=task.tombstoned):

@@ -96,7 +96,8 @@ class Flusher:
                 self.give_up_copy(entry, lane.tier, error)
             else:
                 if self._make_room(lane, entry, now_s):
-                    lane.begin(entry)
+                    leftover = (lane.tier, entry.id) in self._ledger.unfinished
+                    lane.begin(entry, leftover=leftover)
                 return
 
     def _make_room(self, lane: Lane, entry: Entry, now_s: float) -> bool:
@@ -183,6 +184,7 @@ class Flusher:
         if isinstance(error, FencedError):
             self._fence(error)
         if lane.tier not in entry.owed:
+            lane.forget_stall()
             self._ledger.forget_if_gone(entry)
             return
         if isinstance(error, StorageFullError):

@@ -110,8 +110,8 @@ class Lane:
 
     # Driving ---------------------------------------------------------------------------------------
 
-    def begin(self, entry: Entry) -> None:
-        """Start the copy of ``entry``; the caller has made room for it."""
+    def begin(self, entry: Entry, *, leftover: bool) -> None:
+        """Start the copy of ``entry``; the caller has made room for it. ``leftover``: an earlier try left something."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
         source = self._source(self.active)
@@ -130,6 +130,7 @@ class Lane:
                 shard=entry.shard,
                 geometry=entry.geometry,
                 pieces=entry.pieces,
+                leftover=leftover,
                 source=source if needs_reading else None,
             )
         )
@@ -382,25 +383,31 @@ class Lane:
         if now_s < self.not_before_s:
             return False
         self.active.stalls += 1
-        wait = min(FIRST_RETRY_S * 2 ** (self.active.stalls - 1), LONGEST_RETRY_S)
-        self.not_before_s = now_s + wait
+        self.not_before_s = now_s + _wait_s(self.active.stalls)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
         return True
 
     def goes_on(self) -> bool:
-        """Say, once, that the copy advances again after it had stalled."""
-        if self.active is None or not self.active.stalls or self.tries:
+        """Say, once, that the copy advances again after it had stalled, and the tier has no other trouble."""
+        if self.active is None or not self.active.stalls:
             return False
         self.active.stalls = 0
+        if self.tries:  # copies that are begun again and again do fail, however far each comes
+            return False
         self.failing_since_s = None
         return True
+
+    def forget_stall(self) -> None:
+        """The copy that stalled is given up, for no fault of the tier: the next one need not wait."""
+        if not self.tries:
+            self.failing_since_s = None
+            self.not_before_s = 0.0
 
     def back_off(self, now_s: float) -> None:
         """Wait longer after each failure in a row."""
         self.tries += 1
-        wait = min(FIRST_RETRY_S * 2 ** (self.tries - 1), LONGEST_RETRY_S)
-        self.not_before_s = now_s + wait
+        self.not_before_s = now_s + _wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
 
@@ -417,3 +424,8 @@ class Lane:
         self.failing_since_s = None
         self.not_before_s = 0.0
         self.full = False
+
+
+def _wait_s(failures: int) -> float:
+    """How long to wait after so many failures in a row."""
+    return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 30), LONGEST_RETRY_S)

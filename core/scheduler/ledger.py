@@ -119,15 +119,7 @@ class Ledger:
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
         for checkpoint in known:
-            commit = checkpoint.commit
-            entry = Entry(
-                id=checkpoint.id,
-                ordinal=commit.line.ordinal if commit else 0,
-                started_from=commit.line.started_from if commit else None,
-                shard=_first_shard(commit),
-                attempt_id=commit.line.attempt_id if commit else None,
-                commit=plain(commit) if commit else None,
-            )
+            entry = entry_of(checkpoint.id, checkpoint.commit)
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
                     entry.damage[tier] = str(copy.damage)
@@ -199,6 +191,18 @@ class Ledger:
         return sum(e.bytes.get(tier, 0) for e in self.entries.values()) + sum(
             size for (name, _), size in self.unfinished.items() if name == tier
         )
+
+
+def entry_of(id: CheckpointId, commit: Commit | None) -> Entry:
+    """Make an entry of what a commit record says; None where every one is damaged."""
+    return Entry(
+        id=id,
+        ordinal=commit.line.ordinal if commit else 0,
+        started_from=commit.line.started_from if commit else None,
+        shard=_first_shard(commit),
+        attempt_id=commit.line.attempt_id if commit else None,
+        commit=plain(commit) if commit else None,
+    )
 
 
 def _first_shard(commit: Commit | None) -> Shard:

@@ -65,6 +65,10 @@ class Orders:
             order.answer({"tierfall": error})
         self._open.clear()
 
+    def was_deleted(self, id: CheckpointId) -> bool:
+        """Say whether a person's deletion of a checkpoint was carried out by this process."""
+        return id in self._deleted
+
     def busy(self) -> bool:
         return bool(self._open)
 
@@ -117,11 +121,13 @@ class Orders:
         order.begun = True
 
     def _is_settling(self, entry: Entry) -> bool:
-        """Say whether a copy is just being sealed or committed: it would escape the order, or carry old marks."""
+        """Say whether a copy is just being sealed or committed: it would escape the order, or carry old marks.
+
+        One whose end was tried, and not answered, may be committed already: the order waits until that is known."""
         return entry.snapshot is not None or any(
             lane.active is not None
             and lane.active.entry is entry
-            and lane.active.phase is Phase.FINISHING
+            and (lane.active.phase is Phase.FINISHING or lane.active.published)
             for lane in self._lanes
         )
 

@@ -6,6 +6,7 @@ It decides nothing. Whatever a task raises comes back as its outcome.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -98,18 +99,23 @@ class _SourceError(Exception):
 
 
 class TaskRunner:
-    """Carries out one task at a time, on the calling thread."""
+    """Carries out one task at a time, on the calling thread.
+
+    What a tier reads from another one goes through a buffer of its own pool, in ``pools``, and stays there while it is
+    written: a slow tier holds up nobody else.
+    """
 
     def __init__(
         self,
         stores: Mapping[str, Store],
-        pool: BufferPool,
+        pools: Mapping[str, BufferPool],
         attempt: Callable[[], Attempt],
     ) -> None:
         self._stores = stores
-        self._pool = pool
+        self._pools = pools
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
+        self._images_lock = threading.Lock()
 
     def run(self, task: Task) -> Outcome:
         """Return what became of a task; never raises what the task raised."""
@@ -171,6 +177,8 @@ class TaskRunner:
             cut, pieces = geometry(manifest), manifest.pieces
         assert cut is not None
         assert pieces is not None
+        if task.leftover:
+            store.discard(task.id)
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
 
     def _read_manifest(self, task: OpenShard, source: Source) -> Manifest:
@@ -196,7 +204,7 @@ class TaskRunner:
                     self._check(task, index, view[start - task.start : end - task.start])
             task.writer.put(task.first, task.start, view)
             return
-        with self._pool.take(frame_bytes_max(task.end - task.start)) as buffer:
+        with self._pools[task.tier].take(frame_bytes_max(task.end - task.start)) as buffer:
             self._read(task, buffer)
             task.writer.put(task.first, task.start, buffer[: task.end - task.start])
 
@@ -214,15 +222,20 @@ class TaskRunner:
     def _image(self, task: CopyRun, manifest: Manifest) -> Image:
         """Return the image to read from: how it is packed is read once for a copy."""
         key = (task.tier, task.source.tier, task.id)
-        if key not in self._images:
-            store = self._stores[task.source.tier]
-            image = StoredImage(store, task.id, task.shard)
-            self._images[key] = unpacked(image, store.read_commit(task.id), manifest)
-        return self._images[key]
+        with self._images_lock:
+            known = self._images.get(key)
+        if known is not None:
+            return known
+        store = self._stores[task.source.tier]
+        image = StoredImage(store, task.id, task.shard)
+        found = unpacked(image, store.read_commit(task.id), manifest)
+        with self._images_lock:
+            return self._images.setdefault(key, found)
 
     def _forget(self, tier: str) -> None:
-        for key in [key for key in self._images if key[0] == tier]:
-            self._images.pop(key, None)
+        with self._images_lock:
+            for key in [key for key in self._images if key[0] == tier]:
+                del self._images[key]
 
     def _check(self, task: CopyRun, index: int, view: memoryview) -> None:
         assert task.manifest is not None

@@ -45,7 +45,8 @@ class ImageWriter(Protocol):
 class OpenShard:
     """Begin the image of a copy on ``tier``; a manifest that is not known yet is read from ``source``. ``attempt_id``
     tells whether what is committed there already is this very checkpoint: its commit record is the outcome's value
-    then, else the writer, and the manifest if it was read."""
+    then, else the writer, and the manifest if it was read. ``leftover``: an earlier try left something in its folder,
+    perhaps packed otherwise, which goes first."""
 
     tier: str
     id: CheckpointId
@@ -54,6 +55,7 @@ class OpenShard:
     geometry: Geometry | None
     pieces: Spliced | None
     source: Source | None
+    leftover: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

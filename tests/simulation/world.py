@@ -47,6 +47,7 @@ SHARD = Shard(0, 1)
 DATA_START = 4096
 CHUNK = 4096
 IMAGE = DATA_START + 3 * CHUNK - 100
+PART = 4096
 
 
 NO_CODECS: Mapping[str, Codec] = {}
@@ -55,7 +56,7 @@ NO_CODECS: Mapping[str, Codec] = {}
 def packing(codec: Codec | None) -> Packing | None:
     if codec in (None, Codec.NONE):
         return None
-    return Packing(codec, level=1, chunk_bytes=CHUNK, parallel=2)
+    return Packing(codec, level=1, chunk_bytes=CHUNK, parallel=2, part_bytes=PART)
 
 
 def read_image(store: StoredTier, commit: Commit) -> bytes:
@@ -211,7 +212,7 @@ class World:
         self.tasks: list[Task] = []
         self.runner = TaskRunner(
             self.stores,
-            BufferPool(bytes=CHUNK, count=4),
+            {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
             lambda: self.attempt,
         )
         self.coordinator = Coordinator(

@@ -90,7 +90,7 @@ def place() -> Place:
 
 
 def packing(codec: Codec, parallel: int = 2) -> Packing:
-    return Packing(codec, level=1, chunk_bytes=CUT.chunk_bytes, parallel=parallel)
+    return Packing(codec, level=1, chunk_bytes=CUT.chunk_bytes, parallel=parallel, part_bytes=4096)
 
 
 def writer_to(

@@ -255,7 +255,9 @@ class Config(Section):
     def _chain_is_sound(self) -> Self:
         findings = check_chain(
             [
-                link_of(tier.model_dump(include={"name", "kind", "path", "url", "shared"}))
+                link_of(
+                    tier.model_dump(include={"name", "kind", "path", "url", "shared", "options"})
+                )
                 for tier in self.tiers
             ]
         )

@@ -35,6 +35,7 @@ def link_of(tier: object) -> Link:
     if not isinstance(tier, Mapping):
         return Link()
     name, kind, path, url = (tier.get(key) for key in ("name", "kind", "path", "url"))
+    endpoint = _endpoint(tier.get("options"))
     folder = os.path.expanduser(path) if isinstance(path, str | os.PathLike) else None
     if isinstance(url, str) and url.startswith(FOLDER):
         folder, url = url.removeprefix(FOLDER), None
@@ -42,9 +43,20 @@ def link_of(tier: object) -> Link:
         name=name if isinstance(name, str) else None,
         kind=TierKind(kind) if isinstance(kind, str) and kind in set(TierKind) else None,
         folder=str(folder) if folder else None,
-        url=url.rstrip("/") if isinstance(url, str) else None,
+        url=f"{url.rstrip('/')} {endpoint}" if isinstance(url, str) else None,
         unshared=tier.get("shared") in (False, "false"),
     )
+
+
+def _endpoint(options: object) -> str:
+    """Which server an address is of, where the options say it: one bucket's name may stand for many."""
+    if not isinstance(options, Mapping):
+        return ""
+    client = options.get("client_kwargs")
+    found = options.get("endpoint_url") or options.get("account_name")
+    if not found and isinstance(client, Mapping):
+        found = client.get("endpoint_url")
+    return str(found or "")
 
 
 def check_chain(links: Sequence[Link]) -> list[Problem]:

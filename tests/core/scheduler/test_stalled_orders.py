@@ -1,0 +1,196 @@
+"""What comes in while a copy stalls: orders, other copies, long nights. Nothing is acknowledged that is not so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.scheduler.test_stalls import failing, opened, world_with
+from tests.simulation.world import World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.backends.retry import Retrying
+from tierfall.core import names
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import AccessDeniedError
+from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Phase
+from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
+from tierfall.core.values import CheckpointId, Codec, SaveOutcome
+
+FIRST = CheckpointId(1, 1)
+LOST_COMMIT = Fault(
+    kind=FaultKind.FAIL_AFTER, operation=Operation.PUBLISH, keys="*/commit.json", times=1
+)
+
+
+def until_end_is_open(world: World) -> None:
+    """Go on until the end of the copy was tried, and failed in a way that may pass."""
+    lane = world.coordinator.lanes["nvme"]
+    while not (lane.active is not None and lane.active.published):
+        world.step()
+        assert world.run_one(), "the end did not stall"
+    assert lane.active.phase is Phase.COPYING
+
+
+def give(world: World, kind: PersonsOrder) -> list[dict[str, BaseException]]:
+    answer: list[dict[str, BaseException]] = []
+    world.coordinator.post(Order(kind=kind, id=FIRST, wall_time_s=0.0, answer=answer.append))
+    world.step()
+    return answer
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_a_deletion_during_an_open_end_waits_and_is_then_true(codec: Codec) -> None:
+    world, _ = world_with(LOST_COMMIT, codec=codec)
+    world.save(1)
+    until_end_is_open(world)
+    assert world.stores["nvme"].holds(FIRST), "committed, though nobody was told"
+    answer = give(world, PersonsOrder.DELETE)
+    assert answer == [], "not before it is known what is there"
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == []
+    assert world.stores["nvme"].files(FIRST) == ()
+    world.crash()
+    world.start()
+    world.settle()
+    assert world.steps_on("nvme") == []
+
+
+def test_an_unpin_during_an_open_end_is_not_undone_by_it() -> None:
+    fault = failing(Operation.PUBLISH, keys="*/commit.json", times=2)
+    world, _ = world_with(fault)
+    region, _error = world.ask_for_region(1)
+    world.seal(world.begin(1, region))
+    give(world, PersonsOrder.PIN)
+    until_end_is_open(world)
+    assert names.PIN_MARK in world.stores["nvme"].marks(FIRST)
+    answer = give(world, PersonsOrder.UNPIN)
+    world.settle()
+    assert answer == [{}]
+    assert world.steps_on("nvme") == [1]
+    assert names.PIN_MARK not in world.stores["nvme"].marks(FIRST)
+    assert not world.coordinator.ledger.entries[FIRST].pinned
+
+
+def test_what_is_found_committed_after_its_deletion_goes_too() -> None:
+    world, _ = world_with()
+    world.save(1)
+    world.settle()
+    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert FIRST not in world.coordinator.ledger.entries
+    world.save(2)
+    world.settle()
+    # A commit whose answer was lost, found while leftovers are collected: as the disk may hold it after all.
+    other, _ = world_with()
+    other.save(1)
+    other.settle()
+    for key, data in other.disks["nvme"]._objects.items():
+        if "step-00000001" in key:
+            world.disks["nvme"]._objects[key] = data
+    task = DropCopy(tier="nvme", id=FIRST, reason="test", unfinished=True)
+    world.coordinator.dropper._leave(task)
+    world.settle()
+    assert world.steps_on("nvme") == [2]
+
+
+@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.CREATE])
+def test_an_outage_of_days_ends_like_one_of_minutes(operation: Operation) -> None:
+    world, faulty = world_with(failing(operation, times=None))
+    handle = world.save(1)
+    world.settle(limit_s=2 * 24 * 3600)
+    assert world.now_s > 24 * 3600
+    faulty.heal()
+    world.settle()
+    assert handle.outcome is SaveOutcome.SAVED
+    assert world.steps_on("nvme") == [1]
+
+
+def test_progress_makes_the_next_glitch_a_first_one_even_after_a_refusal() -> None:
+    refusal = Fault(
+        kind=FaultKind.FAIL_BEFORE,
+        operation=Operation.WRITE,
+        keys="*/rank-*",
+        error=AccessDeniedError,
+    )
+    glitches = [failing(Operation.WRITE, first=n) for n in (3, 5, 7, 9)]
+    world, _ = world_with(refusal, *glitches)
+    world.save(1)
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+    assert world.now_s < 10, "waits did not grow from glitch to glitch"
+    assert world.coordinator.errors == []
+
+
+def test_the_copy_after_one_that_was_deleted_while_it_stalled_does_not_wait() -> None:
+    world, faulty = world_with(failing(Operation.WRITE, times=None))
+    world.save(1)
+    world.settle(limit_s=200)
+    lane = world.coordinator.lanes["nvme"]
+    assert lane.not_before_s > world.now_s - LONGEST_RETRY_S
+    faulty.heal()
+    began_s = world.now_s
+    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    world.save(2)
+    while world.run_one():
+        continue
+    assert world.steps_on("nvme") == [2]
+    assert world.now_s - began_s < LONGEST_RETRY_S
+
+
+@pytest.mark.parametrize("keys", ["*/marks/pin", "*/commit.json", "*/attempts/*"])
+def test_a_lost_answer_to_a_small_object_does_not_send_the_image_again(keys: str) -> None:
+    lost = Fault(kind=FaultKind.FAIL_AFTER, operation=Operation.PUBLISH, keys=keys)
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        return Retrying(Faulty(inner, seed=0, plan=[lost]), sleep=lambda s: None)
+
+    if "attempts" in keys:
+        lost = Fault(
+            kind=FaultKind.FAIL_AFTER, operation=Operation.PUBLISH, keys="run/attempts/a0002*"
+        )
+    world = World([file_rules("nvme")], wrap=wrap)
+    if (
+        "attempts" in keys
+    ):  # written by the first look at the fence: it could not be reached at open
+        world.attempt = world.attempt.__class__(
+            run="run", number=2, id="f" * 32, node="n", pid=1, wall_time_s=0.0
+        )
+    region, error = world.ask_for_region(1)
+    assert error is None
+    world.seal(world.begin(1, region))
+    id = CheckpointId(1, world.attempt.number)
+    world.coordinator.post(
+        Order(kind=PersonsOrder.PIN, id=id, wall_time_s=0.0, answer=lambda failed: None)
+    )
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+    runs = [line for line in world.trace if line.startswith("CopyRun")]
+    assert len(runs) == 4, "each chunk once"
+    assert names.PIN_MARK in world.stores["nvme"].marks(id)
+
+
+def test_what_an_earlier_start_left_in_another_form_goes_first() -> None:
+    world, faulty = world_with(failing(Operation.CREATE, keys="*/commit.json", times=None))
+    world.save(1)
+    until_end_is_open(world)
+    assert any(f.key.endswith(".safetensors") for f in world.stores["nvme"].files(FIRST))
+    faulty.heal()
+    world.codecs = {"nvme": Codec.ZSTD}
+    world.crash()
+    world.start()
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+    stored = {file.key for file in world.stores["nvme"].files(FIRST)}
+    assert not any(name.endswith(".safetensors") for name in stored), stored
+    held = sum(file.bytes for file in world.stores["nvme"].files(FIRST))
+    commit = world.stores["nvme"].read_commit(FIRST)
+    assert held == commit.stored_bytes + len(commit.encode())
+
+
+def test_a_packed_copy_that_fails_in_its_middle_goes_on_from_there() -> None:
+    world, _ = world_with(failing(Operation.WRITE, first=2, times=3), codec=Codec.ZSTD)
+    world.save(1)
+    world.settle()
+    failed = [t for t in world.trace if t.startswith("CopyRun") and "on purpose" in t]
+    assert failed, "a part was sent, and failed, while chunks were still coming"
+    assert opened(world) == 1
+    world.check("nvme")
