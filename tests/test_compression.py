@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import zstandard
 import tierfall
 from tierfall.core.errors import RestoreError
 from tierfall.core.values import CopyState
+from tierfall.tiers.image_writer import PackedImageWriter
 
 Make = Callable[..., Any]
 CODECS = ["zstd", "planes"]
@@ -222,3 +224,38 @@ def test_a_file_by_its_address_is_a_tier_like_a_folder(make_config: Make, tmp_pa
     assert newest["site"] is None, "a folder on this machine outlives no site"  # type: ignore[index]
     assert same(tierfall.load(alone(config, "store")), state)
     assert same(tierfall.load(tmp_path / "far"), state)
+
+
+def test_a_tier_that_hangs_while_it_is_filled_holds_up_no_restore(
+    make_config: Make, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every thread of the tier that packs is stuck with a buffer in its hand; a restore has buffers of its own."""
+    config = make_config(disk={}, slow=packed("zstd"), host={"capacity": "8MiB"})
+    state = weights()
+    with tierfall.open({**config, "tiers": config["tiers"][:2]}) as ckpt:
+        ckpt.save(1, state, block=True)
+    shutil.rmtree(memory / "run")
+    stuck, go_on = threading.Semaphore(0), threading.Event()
+    original = PackedImageWriter.put
+
+    def put(writer: PackedImageWriter, index: int, start: int, view: memoryview) -> None:
+        stuck.release()
+        assert go_on.wait(60)
+        original(writer, index, start, view)
+
+    monkeypatch.setattr(PackedImageWriter, "put", put)
+    with tierfall.open(config) as ckpt:
+        try:
+            for _ in range(ckpt._session.coordinator.lanes["slow"]._limits.parallel):
+                assert stuck.acquire(timeout=30)
+            done = threading.Event()
+            into = weights(7)
+            restorer = threading.Thread(
+                target=lambda: (ckpt.restore(into), done.set()), daemon=True
+            )
+            restorer.start()
+            assert done.wait(30), "the restore waits for the tier that hangs"
+        finally:
+            go_on.set()
+        restorer.join()
+        assert torch.equal(into["half"], state["half"])

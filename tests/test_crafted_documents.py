@@ -59,6 +59,17 @@ COMMITS: dict[str, Members] = {
     "the image is larger": {"files": [{"name": IMAGE, "bytes": 1 << 49}]},
     "the image is negative": {"files": [{"name": IMAGE, "bytes": -1}]},
     "the image is named twice": {"files": [_FILE, _FILE]},
+    "a file that is no image is packed": {
+        "files": [_FILE, {"name": "index.zst", "bytes": 5, "digest": "sha256:0", "raw_bytes": 9}]
+    },
+    "a raw image is packed": {"files": [{**_FILE, "raw_bytes": 9}]},
+    "a packed image has no length": {"files": [{"name": f"{IMAGE}.zst", "bytes": 10}]},
+    "a packed image is huge": {
+        "files": [{"name": f"{IMAGE}.zst", "bytes": 9, "raw_bytes": 1 << 60}]
+    },
+    "the image is there raw and packed": {
+        "files": [_FILE, {"name": f"{IMAGE}.tfz", "bytes": 9, "raw_bytes": 10}]
+    },
     "metrics are text": {"metrics": {"loss": "high"}},
     "metrics are nested": {"metrics": {"loss": [1]}},
     "the time is not finite": {"wall_time_s": "inf"},

@@ -116,7 +116,7 @@ def test_progress_makes_the_next_glitch_a_first_one_even_after_a_refusal() -> No
     world.save(1)
     world.settle()
     assert world.steps_on("nvme") == [1]
-    assert world.now_s < 10, "waits did not grow from glitch to glitch"
+    assert world.now_s < 5, "waits did not grow from glitch to glitch"
     assert world.coordinator.errors == []
 
 
