@@ -49,9 +49,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-# For a user: the package and what it needs, at the versions that were tested.
+# For a user: the package and what it needs, the demo's picture too, at the versions that were tested.
 .venv/.installed: .venv/.made pyproject.toml requirements-dev.txt
-	$(PIP) -c requirements-dev.txt -e .
+	$(PIP) -c requirements-dev.txt -e '.[plot]'
 	@touch $@
 
 # For a developer: the tools as well. setuptools is one of them, so the build needs no environment of its own.

@@ -17,8 +17,10 @@ from tierfall.demo.stage import Act, Stage, check_restored, show_tiers, tell_res
 
 KILL_FROM = 0.5
 """The kill comes after this share of the steps, as soon as a copy is under way to the object tier."""
-KILL_BETWEEN = (0.15, 0.8)
-"""The share of a copy that has to have arrived for it to be under way plainly."""
+UNDER_WAY = 0.15
+"""The share of a copy that has to be on its way for it to be under way plainly."""
+SETTLE_S = 0.2
+"""By then a store on this machine has answered what a frozen trainer had asked of it."""
 
 
 # 1 and 2: train, and kill -----------------------------------------------------------------------------
@@ -52,14 +54,15 @@ def _is_ripe(stage: Stage, event: StepDone) -> bool:
     tier = event.tiers.get(STORE)
     if tier is None or tier.arriving is None or event.totals is None:
         return False
-    low, high = (share * event.totals.image_bytes for share in KILL_BETWEEN)
-    return event.step >= KILL_FROM * stage.steps and low <= tier.arrived_bytes <= high
+    is_under_way = tier.arrived_bytes >= UNDER_WAY * event.totals.image_bytes
+    return event.step >= KILL_FROM * stage.steps and is_under_way
 
 
 def _in_flight(stage: Stage, event: StepDone) -> CheckpointId | None:
     """Look, while nothing moves, whether the copy is still half there."""
     arriving = event.tiers[STORE].arriving
     assert arriving is not None
+    time.sleep(SETTLE_S)
     cut = chains.parse_checkpoint(arriving)
     return cut if chains.is_cut_off(stage.chain, STORE, cut) else None
 
@@ -69,7 +72,7 @@ def _tell_kill(stage: Stage, pid: int, cut: CheckpointId, event: StepDone) -> No
     share = event.tiers[STORE].arrived_bytes / event.totals.image_bytes
     stage.screen.head(2, "Kill it in the middle of a flush")
     stage.screen.say(
-        f"  step {event.step}: {share:.0%} of checkpoint {cut.step} has arrived on {STORE}. "
+        f"  step {event.step}: {share:.0%} of checkpoint {cut.step} is on its way to {STORE}. "
         f"[bold red]SIGKILL[/bold red] to process {pid}"
     )
 

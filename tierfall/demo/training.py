@@ -58,7 +58,7 @@ NORMAL = Plan(
 SMALL = Plan(
     shape=Shape(width=96, layers=2, heads=2, context=64),
     batch=2,
-    store_bandwidth="5MB/s",
+    store_bandwidth="10MB/s",
     chunk="256KiB",
 )
 

@@ -1,0 +1,168 @@
+"""A killed run goes on as if nothing had been: bit for bit in one process, and as the example shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import tierfall
+from tierfall.core.image import random_state
+from tierfall.demo.data import ShuffledLoader, english_text
+from tierfall.demo.model import Shape
+from tierfall.demo.training import Plan, Trained, Training, make_deterministic, train
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = Plan(
+    shape=Shape(width=16, layers=1, heads=2, context=16),
+    batch=2,
+    store_bandwidth="100MB/s",
+    chunk="64KiB",
+)
+STEPS, STOP, EVERY = 20, 13, 4
+BATCHES_AN_EPOCH = 7
+TEXT = english_text()[: (TINY.shape.context + 1) * TINY.batch * BATCHES_AN_EPOCH]
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Let a test fix threads and kernels, and put everything back."""
+    threads = torch.get_num_threads()
+    strict = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(strict)
+
+
+def chain_in(folder: Path) -> dict[str, Any]:
+    return {
+        "run": "exact",
+        "interval": {"every": EVERY},
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(folder / "memory")},
+            {"name": "disk", "kind": "file", "path": str(folder / "disk")},
+        ],
+    }
+
+
+def losses(last: int, config: dict[str, Any] | None = None) -> dict[int, str]:
+    """Start a training as a new process would, from what the tiers hold; return each step's exact loss."""
+    make_deterministic()
+    training = Training(TINY, TEXT, steps=STEPS)
+    found: dict[int, str] = {}
+
+    def told(done: Trained) -> None:
+        found[done.step] = done.loss.hex()
+
+    if config is None:
+        train(training, first=1, last=last, ckpt=None, told=told)
+        return found
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(training.state)
+        first = report.step + 1 if report else 1
+        train(training, first=first, last=last, ckpt=ckpt, told=told)
+    return found
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_interrupted_training_goes_on_with_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
+    undisturbed = losses(STEPS)
+    before = losses(STOP, chain_in(tmp_path))
+    after = losses(STEPS, chain_in(tmp_path))
+    restored = STOP - STOP % EVERY
+    assert list(after) == list(range(restored + 1, STEPS + 1))
+    assert before == {step: undisturbed[step] for step in before}
+    assert after == {step: undisturbed[step] for step in after}
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (random_state, "apply"),
+        (ShuffledLoader, "load_state_dict"),
+        (torch.optim.lr_scheduler.OneCycleLR, "load_state_dict"),
+    ],
+    ids=["random state", "loader", "scheduler"],
+)
+def test_losses_differ_where_a_part_is_not_restored(
+    owner: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the test above could not fail."""
+    undisturbed = losses(STEPS)
+    losses(STOP, chain_in(tmp_path))
+    monkeypatch.setattr(owner, method, lambda *state: None)
+    after = losses(STEPS, chain_in(tmp_path))
+    assert after
+    assert after != {step: undisturbed[step] for step in after}
+
+
+def test_loader_continues_over_the_end_of_an_epoch() -> None:
+    def make() -> ShuffledLoader:
+        return ShuffledLoader(TEXT, context=TINY.shape.context, batch=TINY.batch, seed=3)
+
+    loader, expected = make(), []
+    for _ in range(3 * BATCHES_AN_EPOCH):
+        expected.append(loader.next_batch())
+    for taken in (0, 1, BATCHES_AN_EPOCH, BATCHES_AN_EPOCH + 2):
+        loader, other = make(), make()
+        for _ in range(taken):
+            loader.next_batch()
+        other.load_state_dict(loader.state_dict())
+        for batch in expected[taken:]:
+            assert torch.equal(other.next_batch(), batch)
+    epochs = torch.stack(expected).view(3, -1)
+    assert not torch.equal(epochs[0], epochs[1])
+    assert torch.equal(epochs[0].sort().values, epochs[1].sort().values)
+
+
+# The example ------------------------------------------------------------------------------------------
+
+
+def example_until(config: Path, folder: Path, step: int) -> tuple[str, dict[int, str]]:
+    """Run examples/train.py up to a step, SIGKILL it there, and return what it said first, and its losses."""
+    command = [sys.executable, str(ROOT / "examples" / "train.py"), "--config", str(config)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "--steps", "1000000"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(f"step {step} "):
+                break
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.readlines()
+    found = [re.fullmatch(r"step (\d+) loss (\S+)\n", line) for line in lines]
+    return lines[0] if lines else "", {int(m[1]): m[2] for m in found if m}
+
+
+def test_example_is_killed_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    settings = yaml.safe_load((ROOT / "examples" / "tiers.yaml").read_text())
+    settings["tiers"][0]["folder"] = str(tmp_path / "memory")
+    config = tmp_path / "tiers.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    _, before = example_until(config, tmp_path, 25)
+    said, after = example_until(config, tmp_path, max(before) + 5)
+    restored = re.match(r"restored step (\d+) from host", said)
+    assert restored, said
+    assert int(restored[1]) >= 20
+    assert min(after) == int(restored[1]) + 1
+    again = before.keys() & after.keys()
+    assert {step: after[step] for step in again} == {step: before[step] for step in again}
+    assert max(after) > max(before)
