@@ -325,6 +325,30 @@ def test_throttling_is_said_once_counted_and_waited_out(
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
+def test_a_listing_that_fails_is_never_an_empty_one(
+    make_config: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, driver: str
+) -> None:
+    with ThrottlingProxy(s3_server.endpoint) as proxy:
+        config = make_config(disk={}, host={"capacity": "64MiB"})
+        tier = store_tier(s3_server, bucket, driver=driver)
+        tier["options"] = s3_server.options(endpoint_url=proxy.endpoint)
+        config["tiers"].append(tier)
+        with tierfall.open(config) as ckpt:
+            ckpt.save(1, state_of(1), block=True)
+        shutil.rmtree(tmp_path / "disk")
+        proxy.lists_fail.set()
+        with (
+            tierfall.open(config) as ckpt,
+            pytest.raises(RestoreError, match="tier store could not be read"),
+        ):
+            ckpt.restore(blank())
+        with pytest.raises(RestoreError, match="store could not be read"):
+            tierfall.load(config)
+        proxy.lists_fail.clear()
+        assert step_in(tierfall.load(config)) == 1, "and nothing was collected meanwhile"
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
 def test_no_server_is_said_and_never_taken_for_nothing_there(
     make_config: Make,
     tmp_path: Path,

@@ -16,10 +16,12 @@ SLOW_DOWN = (
 
 
 class ThrottlingProxy:
-    """Passes requests on to ``endpoint``; while ``throttled`` is set, every one is answered by 503."""
+    """Passes requests on to ``endpoint``; while ``throttled`` is set, every one is answered by 503; while
+    ``lists_fail`` is, those that list."""
 
     def __init__(self, endpoint: str) -> None:
         self.throttled = threading.Event()
+        self.lists_fail = threading.Event()
         self.refused = 0
         behind = urlsplit(endpoint).netloc
         proxy = self
@@ -29,7 +31,8 @@ class ThrottlingProxy:
 
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if proxy.throttled.is_set():
+                lists = self.command == "GET" and "prefix=" in self.path
+                if proxy.throttled.is_set() or (lists and proxy.lists_fail.is_set()):
                     proxy.refused += 1
                     self.reply(503, {}, SLOW_DOWN)
                     return
