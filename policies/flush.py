@@ -21,7 +21,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Name the tiers that a checkpoint found at a start is still owed to.
 
     Not where it is, nor where a newer checkpoint of the line was committed: copies arrive in order, so that tier had
-    it once, or gave it up.
+    it once, or gave it up. Nor where so many newer ones are to come that retention would drop it at once.
     """
     if not checkpoint.live:
         return ()
@@ -30,4 +30,20 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         for name in tiers_owed(view.tiers, checkpoint.ordinal)
         if not checkpoint.readable_on(name)
         and not any(c.live and c.id > checkpoint.id for c in view.on(name))
+        and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
     )
+
+
+def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
+    """Say whether newer checkpoints than this one fill what the tier retains."""
+    if tier.retain_last is None:
+        return False
+    newer = [
+        c
+        for c in view.checkpoints
+        if c.live
+        and c.id > checkpoint.id
+        and c.ordinal % tier.flush_every == 0
+        and any(c.readable_on(name) for name in c.copies)
+    ]
+    return len(newer) >= tier.retain_last
