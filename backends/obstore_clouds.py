@@ -1,11 +1,11 @@
 """From gcsfs's and adlfs's option names to obstore's stores for Google Cloud Storage and Azure.
 
 ``gs://bucket/prefix`` (``gcs://``) takes project, which only the making of buckets needs and nothing here uses; token
-(``anon``, ``google_default``, the path of a JSON key file, such a key as a mapping, or an access token), endpoint_url
-and timeout. ``az://container/prefix`` (``abfs://``, ``abfss://``, also as ``container@account.dfs.core.windows.net``)
-takes account_name, account_key, sas_token, connection_string, credential (a shared access signature), client_id,
-client_secret, tenant_id, anon, account_host, connection_timeout and read_timeout. What is not given obstore looks for
-in the environment and at metadata services.
+(``anon``, ``google_default``, the path of a JSON key file, such a key as a mapping or JSON text, an access token),
+endpoint_url and timeout. ``az://container/prefix`` (``abfs://``, ``abfss://``, also as
+``container@account.dfs.core.windows.net``) takes account_name, account_key, sas_token, connection_string, credential (a
+shared access signature), client_id, client_secret, tenant_id, anon, account_host, connection_timeout and read_timeout.
+What is not given obstore looks for in the environment and at metadata services.
 
 Not run against Google Cloud Storage or Azure themselves: tests look at the stores that are built, and let obstore
 speak to a stand-in on loopback.
@@ -14,6 +14,7 @@ speak to a stand-in on loopback.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ AZURE = ("az", "abfs", "abfss")
 NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(minutes=1)}
 RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(minutes=3)}
 
+_PATH_STARTS = ("/", "~", "./", "../")
 _CONNECTION_WORDS = {
     "AccountName": "account_name",
     "AccountKey": "account_key",
@@ -118,28 +120,42 @@ def _google_token(token: Any, what: str) -> dict[str, Any]:
         return {}
     if token == "anon":
         return {"skip_signature": True}
+    if isinstance(token, str) and token.lstrip().startswith("{"):
+        token = _key_in(token, what)
     if isinstance(token, Mapping):
         if token.get("type") == "service_account":
             return {"service_account_key": json.dumps(dict(token))}
-        raise NotServedError(
-            f"{what}: obstore takes a token as a mapping of a service account only"
-        )
+        raise NotServedError(f"{what}: obstore takes a service account as a token, no other key")
     if not isinstance(token, str) or token in ("cloud", "browser", "cache"):
         raise NotServedError(f"{what}: obstore does not take this kind of token")
-    if "/" not in token and not token.endswith(".json"):
-        return {"bearer_token": token}
-    return {_key_kind(Path(token), what): token}
+    if token.startswith(_PATH_STARTS) or token.endswith(".json") or os.path.exists(token):
+        return {_key_kind(token, what): token}
+    return {"bearer_token": token}
 
 
-def _key_kind(path: Path, what: str) -> str:
-    """Say by which name obstore takes a JSON key file."""
+def _key_in(text: str, what: str) -> Mapping[str, Any]:
+    """Read a JSON key that was given as text."""
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise BackendError(f"{what}: the token begins like a JSON key, and is none")
+    return document
+
+
+def _key_kind(path: str, what: str) -> str:
+    """Say by which name obstore takes a JSON key file. What should be its path may be a secret: it is never shown."""
+    kind = None
+    try:
+        document = json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as error:
+        kind = type(error).__name__
+    if kind is not None:
         raise BackendError(
-            f"{what}: the token {str(path)!r} is no JSON key file: {type(error).__name__}; expected the path of one, "
-            "'anon', 'google_default', or an access token"
-        ) from None
+            f"{what}: the token is taken for the path of a JSON key file, and there is no such file: {kind}; expected "
+            "such a path, a key as JSON text or as a mapping, 'anon', 'google_default', or an access token"
+        )
     is_service = isinstance(document, dict) and document.get("type") == "service_account"
     return "service_account" if is_service else "application_credentials"
 

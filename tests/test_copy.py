@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import tierfall
 from tests.object_store import SeaweedFS
 from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on
 from tierfall import copying, transfer
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.opening import open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.config import load_config
 from tierfall.copying import Copied, copy
@@ -448,6 +451,49 @@ def test_what_retention_will_say_is_told(make_saved: Callable[..., dict[str, Any
     (note,) = run_copy(config).notes
     assert note.startswith("the rules of far drop it again after the next commit there")
     assert note.endswith("older than the last 1; to keep it: tierfall pin 1@1")
+
+
+def test_what_a_copy_pushes_out_is_told_too(make_saved: Callable[..., dict[str, Any]]) -> None:
+    config = make_saved({"retain": {"last": 1}})
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.unpin(1)
+    assert run_copy(config).notes == ()
+    (note,) = run_copy(config, TWO).notes
+    assert note.startswith("now that 2@1 is there, the rules of far drop 1@1 after the next commit")
+    assert note.endswith("older than the last 1; to keep it: tierfall pin 1@1")
+
+
+def test_what_a_killed_copy_had_not_finished_goes(config: dict[str, Any], tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    pid = os.fork()
+    if not pid:
+        writer = PosixBackend(far).create(f"run/step-00000001-a0001/{IMAGE}.zst", length=100_000)
+        writer.write(0, memoryview(bytes(1000)))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    left = {path for path in step_folder(far).rglob("*") if path.is_file()}
+    assert left
+    run_copy(config)
+    assert not any(path.exists() for path in left)
+    assert_good(far)
+
+
+def test_the_parts_that_a_killed_copy_uploaded_go(
+    config: dict[str, Any], s3_server: SeaweedFS, bucket: str
+) -> None:
+    url, options = f"s3://{bucket}/checkpoints", s3_server.options()
+    config["tiers"].append(
+        {"name": "store", "kind": "object", "url": url, "options": options, **SELDOM}
+    )
+    killed = open_backend(url, options=options)
+    assert isinstance(killed, ObjectStoreBackend)
+    for key in ("run/step-00000001-a0001/x", "run/step-00000002-a0001/x"):
+        killed.create(key, length=20 << 20).write(0, memoryview(bytes(10 << 20)))
+    run_copy(config, tier="store")
+    left = [key for key, _ in killed._client.pending(killed._client.prefix, "look")]
+    killed.close()
+    assert left == ["checkpoints/run/step-00000002-a0001/x"], "of this step alone"
 
 
 @pytest.mark.parametrize("codec", SUFFIX)

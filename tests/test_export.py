@@ -19,9 +19,11 @@ import torch
 import tierfall
 from tests.steps import state_of
 from tierfall import exporting, new_file
+from tierfall.backends.posix import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.catalog import merge
 from tierfall.core.errors import (
+    AccessDeniedError,
     BackendError,
     CapacityError,
     ConfigError,
@@ -33,9 +35,11 @@ from tierfall.core.errors import (
 from tierfall.core.image import ImageHeader, StoredTensor, codec
 from tierfall.core.image.nodes import MapNode, ModuleNode, TensorNode
 from tierfall.core.restore import reader
+from tierfall.core.values import CheckpointId
 from tierfall.exporting import Exported, Format, Wish, export
 from tierfall.reading import Reader
 from tierfall.selecting import select, tensors_of
+from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
 IMAGE = "rank-00000-of-00001.safetensors"
@@ -333,6 +337,83 @@ def test_a_disk_that_is_full_when_torch_writes_leaves_nothing(
     with pytest.raises(BackendError, match=r"torch\.save could not write it: .enforce fail"):
         export_from(config, "raw", to=out, format=Format.TORCH)
     assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(errno.ENOSPC, "no space"), StorageFullError),
+    ],
+)
+@pytest.mark.parametrize("write", [1, 5])
+def test_what_stops_torch_while_it_writes_is_what_is_raised(
+    config: dict[str, Any],
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: BaseException,
+    raised: type[BaseException],
+    write: int,
+) -> None:
+    """torch itself then fails to end its file, and says that alone."""
+    real = torch.save
+
+    class Failing:
+        def __init__(self, file: Any) -> None:
+            self.file, self.count = file, 0
+            self.flush = file.flush
+
+        def write(self, data: Any) -> int:
+            self.count += 1
+            if self.count == write:
+                raise cause
+            written: int = self.file.write(data)
+            return written
+
+    monkeypatch.setattr(exporting.torch, "save", lambda state, file: real(state, Failing(file)))
+    with pytest.raises(raised):
+        export_from(config, "raw", to=out, format=Format.TORCH)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "call"), [(new_file.os.path, "lexists"), (new_file.shutil, "disk_usage")]
+)
+def test_a_place_that_may_not_be_looked_at_is_said(
+    config: dict[str, Any], out: Path, module: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with Reader(load_config(config)) as run:
+        (known,) = merge(run.list())
+        monkeypatch.setattr(module, call, deny)
+        with pytest.raises(AccessDeniedError, match=f"export to {out}.*check owner, mode"):
+            export(known, ["raw"], run.opener(), Wish(to=out, format=Format.SAFETENSORS))
+    monkeypatch.undo()
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("tier", ["raw", "zstd"])
+def test_a_checkpoint_that_is_dropped_meanwhile_is_not_called_damaged(
+    config: dict[str, Any], tmp_path: Path, out: Path, tier: str
+) -> None:
+    def drop(done: int, total: int) -> None:
+        store = StoredTier(name=tier, run="run", backend=PosixBackend(tmp_path / tier))
+        store.drop(CheckpointId(1, 1))
+        store.close()
+
+    with pytest.raises(IntegrityError, match=r"1@1 was dropped while it was read") as caught:
+        export_from(config, tier, to=out, watch=drop)
+    assert "damaged" not in str(caught.value)
+
+
+def test_an_image_that_is_missing_beside_its_records_is_damage(
+    config: dict[str, Any], tmp_path: Path, out: Path
+) -> None:
+    (step_of(tmp_path, "raw") / IMAGE).unlink()
+    with pytest.raises(IntegrityError, match="damaged in every copy"):
+        export_from(config, "raw", to=out)
 
 
 @pytest.mark.parametrize("format", [Format.SAFETENSORS, Format.TORCH])

@@ -7,12 +7,12 @@ may be reused by the trainer while it is read, so damage there counts only when 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.core import names
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import Listing
 from tierfall.core.errors import (
     BackendError,
     IntegrityError,
@@ -20,26 +20,14 @@ from tierfall.core.errors import (
     NotSupportedError,
     TierfallError,
 )
-from tierfall.core.packing.files import same_checkpoint
-from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
+from tierfall.core.restore.verify import CheckedCopy, Verifier
 from tierfall.core.values import CheckpointId
+from tierfall.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.reading import Reader
 from tierfall.tiers.stored import StoredTier
 
 SECOND_LOOKS = 20
 BETWEEN_LOOKS_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is wrong, where, and what helps. ``id`` is None where it concerns a tier as a whole."""
-
-    tier: str
-    id: CheckpointId | None
-    file: str
-    problem: str
-    advice: str
-    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +114,8 @@ def check_run(
         copies = found if mender is None else list(mender.mend_copies(found, verifier))
     for listing in covered:
         notes += _notes(listing, scope) if listing.error is None else []
-    findings += _damage(copies, merge(listings), reader, scope)
-    findings += _contradictions(copies)
+    findings += damage_findings(copies, listings, reader)
+    findings += contradictions(copies)
     unread += [(f"{c.tier} {c.id}", str(c.error)) for c in copies if c.error is not None]
     for copy in copies:
         notes += _notes_of(copy)
@@ -223,74 +211,15 @@ def _is_there(store: StoredTier, id: CheckpointId) -> bool:
 
 def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: str) -> Finding:
     problem = str(error).rpartition(f"{file}: ")[2]
-    return Finding(tier=store.name, id=None, file=file, problem=problem, advice=advice)
-
-
-# What it means ---------------------------------------------------------------------------------------
-
-
-def _damage(
-    copies: Sequence[CheckedCopy],
-    known: Iterable[KnownCheckpoint],
-    reader: Reader,
-    scope: Scope,
-) -> list[Finding]:
-    everywhere = {c.id: set(c.copies) for c in known}
-    return [
-        Finding(
-            tier=copy.tier,
-            id=copy.id,
-            file=damage.file,
-            chunk=damage.chunk,
-            problem=damage.problem,
-            advice=_advice(copy, damage, copies, everywhere.get(copy.id, set()), reader, scope),
-        )
-        for copy in copies
-        for damage in copy.damage
-    ]
-
-
-def _advice(
-    copy: CheckedCopy,
-    damage: Damage,
-    copies: Sequence[CheckedCopy],
-    holding: set[str],
-    reader: Reader,
-    scope: Scope,
-) -> str:
-    repair = f"tierfall verify {copy.id} --tier {copy.tier} --repair"
-    if damage.file.startswith(f"{names.MARKS_FOLDER}/") and copy.tier in reader.stores:
-        return f"it counts all the same; to write it anew: {repair}"
-    good = [c.tier for c in copies if c.id == copy.id and c.good]
-    if good and copy.tier in reader.stores:
-        return f"restores take {good[0]} instead; to repair it: {repair}"
-    if good:
-        return f"restores take {good[0]} instead"
-    if scope.tier is not None and len(holding) > 1:
-        return f"other tiers hold it too; to repair it from them: {repair}"
-    return f"no good copy of it is left: restores pass it over for an older step; tierfall rm {copy.id}"
-
-
-def _contradictions(copies: Sequence[CheckedCopy]) -> list[Finding]:
-    """Two copies of one checkpoint that are each whole, and differ."""
-    first: dict[CheckpointId, CheckedCopy] = {}
-    findings = []
-    for copy in copies:
-        if copy.commit is None or copy.damage:
-            continue
-        other = first.setdefault(copy.id, copy)
-        assert other.commit is not None
-        if not same_checkpoint(copy.commit, other.commit):
-            findings.append(
-                Finding(
-                    tier=copy.tier,
-                    id=copy.id,
-                    file=names.COMMIT_NAME,
-                    problem=f"it is another checkpoint than the one on {other.tier}",
-                    advice=f"restores take {other.tier}; find out who wrote this one, and move its folder away",
-                )
-            )
-    return findings
+    newer = isinstance(error, NotSupportedError)
+    return Finding(
+        tier=store.name,
+        id=None,
+        file=file,
+        problem=problem,
+        advice=NEWER if newer else advice,
+        newer=newer,
+    )
 
 
 # Worth knowing ---------------------------------------------------------------------------------------

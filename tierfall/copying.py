@@ -17,6 +17,7 @@ from tierfall.core.errors import (
     BackendError,
     CapacityError,
     IntegrityError,
+    NotSupportedError,
     StepError,
     TierfallError,
 )
@@ -26,11 +27,13 @@ from tierfall.core.restore.verify import Verifier
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Verdict
+from tierfall.findings import NEWER
 from tierfall.orders import Watch, trained_elsewhere, view_of
 from tierfall.policies.bundle import plan_retention
 from tierfall.reading import Reader
 from tierfall.tiers.stored import StoredTier
 from tierfall.transfer import (
+    discard_unfinished,
     limits_of,
     marks_of,
     origin,
@@ -123,6 +126,8 @@ def _already(
         checked = verifier.check_stored(store, id)
     if checked.error is not None:
         raise checked.error
+    if any(damage.newer for damage in checked.damage):
+        raise NotSupportedError(f"copy: {tier} holds {id} already: {NEWER}")
     repair = f"tierfall verify {id} --tier {tier} --repair"
     if checked.damage or checked.commit is None:
         raise IntegrityError(f"copy: {tier} holds {id} already, damaged; to repair it: {repair}")
@@ -164,6 +169,7 @@ def _copy(
     marks = marks_of(reader, checkpoint)
     store.check_fence(attempt)
     try:
+        discard_unfinished(store, reader.run, checkpoint.id)
         commit = write_files(store, limits_of(reader.config, store), source, counter.add)
         remove_other_forms(store, reader.run, commit)  # of a copy that was never finished
         store.commit(commit, attempt=attempt, marks=marks)
@@ -185,7 +191,7 @@ def _copy(
         notes=(
             *(f"passed over: {f.what}: {f.reason}" for f in source.tally.fallbacks),
             *_name_latest(store, checkpoint, after),
-            *_retention(reader.config, store.name, checkpoint.id, after),
+            *_retention(reader.config, store.name, checkpoint.id, listings, after),
         ),
     )
 
@@ -239,14 +245,30 @@ def _name_latest(
 
 
 def _retention(
-    config: Config, tier: str, id: CheckpointId, listings: tuple[Listing, ...]
+    config: Config,
+    tier: str,
+    id: CheckpointId,
+    before: tuple[Listing, ...],
+    after: tuple[Listing, ...],
 ) -> tuple[str, ...]:
-    """Say so where the rules of the tier will drop the copy again."""
+    """Say so where the rules of the tier will drop the copy again, or others now that it is there."""
+    drops = _drops(config, tier, after)
+    notes = []
+    if id in drops:
+        notes.append(
+            f"the rules of {tier} drop it again after the next commit there, or by prune: {drops[id]}; to keep it: "
+            f"tierfall pin {id}"
+        )
+    pushed = [other for other in drops if other != id and other not in _drops(config, tier, before)]
+    for other in pushed:
+        notes.append(
+            f"now that {id} is there, the rules of {tier} drop {other} after the next commit there, or by prune: "
+            f"{drops[other]}; to keep it: tierfall pin {other}"
+        )
+    return tuple(notes)
+
+
+def _drops(config: Config, tier: str, listings: tuple[Listing, ...]) -> dict[CheckpointId, str]:
+    """What retention drops on a tier, each with its reason."""
     decisions = plan_retention(view_of(config, merge(listings)), tier)
-    drop = next((d for d in decisions if d.checkpoint == id and d.verdict is Verdict.DROP), None)
-    if drop is None:
-        return ()
-    return (
-        f"the rules of {tier} drop it again after the next commit there, or by prune: {drop.reason}; to keep it: "
-        f"tierfall pin {id}",
-    )
+    return {d.checkpoint: d.reason for d in decisions if d.verdict is Verdict.DROP}

@@ -266,11 +266,21 @@ def _export_torch(
         try:
             with open(unfinished, "xb") as file:  # by its name torch would call what is in it
                 torch.save(built[parts[0].name] if len(parts) == 1 else built, file)
-        except RuntimeError as error:  # what torch makes of a full disk, among others
+        except RuntimeError as error:  # what torch makes of a full disk or Ctrl-C, among others
+            if (first := _first_cause(error)) is not None:
+                raise first from None
             why = str(error).splitlines()[0]
             raise BackendError(f"export to {path}: torch.save could not write it: {why}") from error
         notes = _why_not_plain(unfinished)
     return len(slots), notes
+
+
+def _first_cause(error: RuntimeError) -> BaseException | None:
+    """Return what torch's own error hides, if anything: having failed to write, it fails again to end the file."""
+    first: BaseException = error
+    while first.__context__ is not None and not isinstance(first, KeyboardInterrupt):
+        first = first.__context__
+    return first if isinstance(first, OSError | KeyboardInterrupt) else None
 
 
 def _map_image(source: Source, spans: Sequence[Span], beside: Path) -> mmap.mmap:

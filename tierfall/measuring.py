@@ -1,13 +1,16 @@
 """Measuring tiers: is each one there, how fast is it, and what does it promise.
 
 Real bytes go through a tier's backend the way a flush and a restore take them, under a name of their own beside the
-runs, and are removed again, after a failure too. They are random, so that nothing on the way can compress them.
+runs, and are removed again, after a failure too; what a kill left there the next check from this node removes. They are
+random, so that nothing on the way can compress them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +123,8 @@ def _measure_stored(config: Config, tier: Tier, size_bytes: int) -> Measured:
                 free_bytes=_free_bytes(section.folder),
             )
             limits = limits_of(config, store)
+            _sweep(store)
+            _check_capacity(store, known, size_bytes)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
     except TierfallError as error:
         return replace(known, error=error)
@@ -164,11 +169,43 @@ def _fill(view: memoryview) -> None:
         view[start : start + step] = os.urandom(min(step, len(view) - start))
 
 
+def _sweep(store: StoredTier) -> None:
+    """Remove what an earlier check from this node left when it was killed; one from another node may be at work."""
+    prefix = _folder()
+    for left in list(store.backend.scan(prefix)):
+        try:
+            store.backend.delete(left.key)
+        except TierfallError as error:
+            raise BackendError(_left(store, left.key, error)) from error
+    store.backend.discard_unfinished(prefix)
+
+
+def _folder() -> str:
+    """Name the folder, beside those of runs, in which checks from this node write."""
+    return f"{PROBE_PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:64]}/"
+
+
+def _check_capacity(store: StoredTier, known: Measured, size_bytes: int) -> None:
+    """Raise CapacityError where the tier's capacity, if it has one, does not hold what is to be written."""
+    if known.capacity_bytes is None:
+        return
+    listing = store.list()
+    if listing.error is not None:
+        raise listing.error
+    used = sum(copy.bytes for copy in listing.copies) + sum(listing.unfinished.values())
+    room = max(0, known.capacity_bytes - used)
+    if size_bytes > room:
+        raise CapacityError(
+            f"{store.place}: of the capacity of {format_size(known.capacity_bytes)} there is room for "
+            f"{format_size(room)}, so {format_size(size_bytes)} were not written: measure with a smaller --size, or "
+            "raise the capacity"
+        )
+
+
 @contextmanager
 def _probe(store: StoredTier) -> Iterator[str]:
     """Give a key that no run has, and remove what lies there in the end, half-written too."""
-    folder = f"{PROBE_PREFIX}{secrets.token_hex(8)}"
-    key = f"{folder}/probe"
+    key = f"{_folder()}{secrets.token_hex(8)}/probe"
     try:
         yield key
     except TierfallError as error:

@@ -46,15 +46,19 @@ def new_file(path: Path, *, replace: bool, room_bytes: int) -> Iterator[Path]:
 
 
 def check_free(path: Path, *, replace: bool) -> None:
-    """Raise BackendError where something stands at ``path`` that must stay, or in place of its folder."""
-    if os.path.lexists(path.parent) and not path.parent.is_dir():
-        raise BackendError(f"export: {path.parent} is no folder; name one, or one that can be made")
-    if path.is_dir():
-        raise BackendError(f"export: {path} is a folder; move it, or export to another folder")
-    if not replace and os.path.lexists(path):
-        raise BackendError(
-            f"export: {path} is there already; say --force to replace it, or name another folder"
-        )
+    """Raise BackendError where something stands at ``path`` that must stay, or in place of its folder, and where that
+    cannot be seen."""
+    with translated(f"export to {path}"):
+        if os.path.lexists(path.parent) and not path.parent.is_dir():
+            raise BackendError(
+                f"export: {path.parent} is no folder; name one, or one that can be made"
+            )
+        if path.is_dir():
+            raise BackendError(f"export: {path} is a folder; move it, or export to another folder")
+        if not replace and os.path.lexists(path):
+            raise BackendError(
+                f"export: {path} is there already; say --force to replace it, or name another folder"
+            )
 
 
 def _make_folders(folder: Path) -> list[Path]:
@@ -73,7 +77,8 @@ def _remove_folders(made: list[Path]) -> None:
 
 
 def _check_room(path: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(path.parent).free
+    with translated(f"export to {path}"):
+        free = shutil.disk_usage(path.parent).free
     if needed_bytes > free:
         raise CapacityError(
             f"export to {path}: it needs {format_size(needed_bytes)} ({needed_bytes} bytes), free are "

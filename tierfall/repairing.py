@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
@@ -25,10 +26,12 @@ from tierfall.core.packing.files import plain, same_checkpoint
 from tierfall.core.records import Commit, read_manifest
 from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
 from tierfall.core.values import CheckpointId, Shard
+from tierfall.findings import NEWER
 from tierfall.reading import Reader
 from tierfall.tiers.stored import StoredTier
 from tierfall.transfer import (
     OnBytes,
+    discard_unfinished,
     limits_of,
     mark_of,
     origin,
@@ -78,17 +81,30 @@ class Repairer:
         return [self._mended(copy, verifier) if copy.damage else copy for copy in copies]
 
     def _mended(self, copy: CheckedCopy, verifier: Verifier) -> CheckedCopy:
+        newer = [damage.file for damage in copy.damage if damage.newer]
+        for file in newer:
+            self._note(copy.tier, copy.id, file, NEWER, done=False)
+        if any(not file.startswith(_MARKS) for file in newer) or len(newer) == len(copy.damage):
+            return copy
         try:
             why = self._mend(copy)
+        except IntegrityError as error:
+            self._note(copy.tier, copy.id, "", self._lost(str(error)), done=False)
+            return copy
         except TierfallError as error:
             self._note(copy.tier, copy.id, "", str(error), done=False)
             return copy
         again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
-        if again.good:
-            self._note(copy.tier, copy.id, "", why, done=True)
-        else:
+        if again.gone or again.error or any(not damage.newer for damage in again.damage):
             self._note(copy.tier, copy.id, "", "written anew, and not good again", done=False)
+        else:
+            self._note(copy.tier, copy.id, "", why, done=True)
         return again
+
+    def _lost(self, why: str) -> str:
+        """Say of what no good copy was found which tiers could not be asked for one."""
+        silent = ", ".join(x.tier for x in self._listings if x.error is not None)
+        return f"{why}; {silent} could not be read and may hold a good copy" if silent else why
 
     def _mend(self, copy: CheckedCopy) -> str:
         if copy.tier not in self._reader.stores:
@@ -98,9 +114,11 @@ class Repairer:
             raise StepError("it is marked for deletion")
         with writable(self._reader.config, copy.tier) as store:
             self._check_ours(store, copy, checkpoint)
-            marks = [d for d in copy.damage if d.file.startswith(_MARKS)]
+            damaged = [d for d in copy.damage if not d.newer]
+            marks = [d for d in damaged if d.file.startswith(_MARKS)]
+            discard_unfinished(store, self._reader.run, copy.id)
             said = self._mend_marks(store, checkpoint, marks)
-            if len(marks) < len(copy.damage):
+            if len(marks) < len(damaged):
                 said = [self._mend_files(store, checkpoint, copy), *said]
         return ", ".join(said)
 
@@ -149,11 +167,23 @@ class Repairer:
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
         if not store.holds(copy.id):  # its commit record has gone meanwhile: it was dropped
-            store.discard(copy.id)
-            raise StepError("it was dropped while it was repaired")
+            self._drop_too(store, copy.id)
         replace_document(store, self._reader.run, copy.id, names.COMMIT_NAME, commit.encode())
+        if not self._is_whole(store, commit):  # or just now: the rest may be gone, or go next
+            self._drop_too(store, copy.id)
         remove_other_forms(store, self._reader.run, commit)
         return f"written anew from {', '.join(source.tally.bytes)}"
+
+    def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
+        """Say whether all that a commit record names is there."""
+        there = {stored.key for stored in store.files(commit.line.checkpoint)}
+        return all(file.name in there for file in commit.files)
+
+    def _drop_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
+        """Take away what was written of a checkpoint that was dropped meanwhile, the commit record first."""
+        store.backend.delete(names.step_prefix(self._reader.run, id) + names.COMMIT_NAME)
+        store.discard(id)
+        raise StepError("it was dropped while it was repaired")
 
     def _sources(
         self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy

@@ -219,6 +219,12 @@ def _read_run(
     return buffer[: end - origin]
 
 
+def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
+    """Remove what an earlier process that was killed had not finished writing in the folder of a step: whoever holds
+    the run's lock is alone there."""
+    store.backend.discard_unfinished(names.step_prefix(run, id))
+
+
 def remove_other_forms(store: StoredTier, run: str, commit: Commit) -> None:
     """Remove what images left in the folder of a step where they were packed otherwise before."""
     prefix = names.step_prefix(run, commit.line.checkpoint)

@@ -60,11 +60,15 @@ class CheckableStore(ReadableStore, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One thing that is wrong with a file of a copy; ``chunk`` counts from 0, the header."""
+    """One thing that is wrong with a file of a copy; ``chunk`` counts from 0, the header.
+
+    ``newer``: the bytes are good, but a newer tierfall wrote them, and this one cannot read them.
+    """
 
     file: str
     problem: str
     chunk: int | None = None
+    newer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +261,7 @@ class CopyCheck:
         except KeyNotFoundError:
             return  # taken away meanwhile, as an unpin does
         except (IntegrityError, NotSupportedError) as error:
-            self._note(name, self._said(name, error))
+            self._note_error(name, error)
             return
         if (mark.name, mark.checkpoint) != (leaf, self._id):
             self._note(name, f"it is the mark {mark.name} of {mark.checkpoint}")
@@ -334,7 +338,7 @@ class CopyCheck:
         except KeyNotFoundError:
             self._note(file, "it is missing", chunk)
         except (IntegrityError, NotSupportedError) as error:
-            self._note(file, self._said(file, error), chunk)
+            self._note_error(file, error, chunk)
         return None
 
     def _said(self, file: str, error: TierfallError) -> str:
@@ -345,6 +349,14 @@ class CopyCheck:
                 return text.partition(lead)[2]
         return text
 
-    def _note(self, file: str, problem: str, chunk: int | None = None) -> None:
+    def _note_error(
+        self, file: str, error: IntegrityError | NotSupportedError, chunk: int | None = None
+    ) -> None:
+        newer = isinstance(error, NotSupportedError)
+        self._note(file, self._said(file, error), chunk, newer=newer)
+
+    def _note(
+        self, file: str, problem: str, chunk: int | None = None, *, newer: bool = False
+    ) -> None:
         with self._lock:
-            self.damage.append(Damage(file=file, problem=problem, chunk=chunk))
+            self.damage.append(Damage(file=file, problem=problem, chunk=chunk, newer=newer))

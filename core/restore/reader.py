@@ -19,7 +19,7 @@ import torch
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.device import synchronize
-from tierfall.core.errors import BackendError, IntegrityError, TierfallError
+from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.image import Fill
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Manifest
@@ -66,8 +66,8 @@ class ChunkReader:
     def read(self, index: int, buffer: memoryview) -> memoryview:
         """Return the verified bytes of chunk ``index``; they may lie in ``buffer``.
 
-        Raises IntegrityError when every copy of it is damaged, and the retryable error when one could not be read and
-        no other is good: that copy may well be.
+        Raises IntegrityError when every copy of it is damaged, or all were dropped meanwhile, and the retryable error
+        when one could not be read and no other is good: that copy may well be.
         """
         start, end = self._manifest.chunk_range(index)
         failures: list[TierfallError] = []
@@ -85,9 +85,26 @@ class ChunkReader:
         for failure in failures:
             if failure.retryable:
                 raise failure
+        if all(isinstance(failure, KeyNotFoundError) for failure in failures) and self._is_gone():
+            raise IntegrityError(
+                f"{self._manifest.line.checkpoint} was dropped while it was read: no copy is there any more"
+            )
         raise IntegrityError(
-            f"chunk {index} is damaged in every copy: " + "; ".join(map(str, failures))
+            f"chunk {index} is damaged in every copy that was read: "
+            + "; ".join(map(str, failures))
         )
+
+    def _is_gone(self) -> bool:
+        """Say whether the records of all copies have gone too, as a drop takes them: else an image alone is missing."""
+        for image in self._images:
+            try:
+                image.manifest_bytes()
+            except KeyNotFoundError:
+                continue
+            except TierfallError:
+                return False
+            return False
+        return True
 
     def _check(self, image: Image, index: int, view: memoryview) -> None:
         if chunk_digest(view) != self._manifest.digests[index]:

@@ -71,7 +71,13 @@ def client(request: pytest.FixtureRequest, stub: Stub) -> ObstoreClient:
         ("gs://bucket", {"token": "google_default"}, {}),
         ("gcs://bucket", {"token": "anon"}, {"skip_signature": "true"}),
         ("gs://bucket", {"token": "ya29.access"}, {"bearer_token": "ya29.access"}),
+        ("gs://bucket", {"token": "ya29.a/b"}, {"bearer_token": "ya29.a/b"}),
         ("gs://bucket", {"token": SERVICE}, {"service_account_key": json.dumps(SERVICE)}),
+        (
+            "gs://bucket",
+            {"token": f"\n{json.dumps(SERVICE)}"},
+            {"service_account_key": json.dumps(SERVICE)},
+        ),
         ("gs://bucket", {"endpoint_url": "http://h:1/"}, {"base_url": "http://h:1"}),
         (
             "az://bucket/a",
@@ -163,6 +169,10 @@ def test_a_key_file_is_told_from_other_credentials(tmp_path: Path) -> None:
     ("url", "options", "kind"),
     [
         ("gs://bucket", {"token": "/not/there.json"}, BackendError),
+        ("gs://bucket", {"token": f"/{SECRET}"}, BackendError),
+        ("gs://bucket", {"token": f"{SECRET}.json"}, BackendError),
+        ("gs://bucket", {"token": f'{{"private_key": "{SECRET}/x"'}, BackendError),
+        ("gs://bucket", {"token": f'{{"private_key": "{SECRET}/x"}}'}, NotServedError),
         ("gs://bucket", {"timeout": "long"}, BackendError),
         ("gs://bucket", {"consistency": "md5"}, NotServedError),
         ("gs://bucket", {"token": {"type": "authorized_user"}}, NotServedError),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from cli_kit import Cli, run, run_process
 from typer.testing import CliRunner
 
 import tierfall
 from tierfall.cli import app, looking
+from tierfall.core.errors import BackendError, ConfigError, NotSupportedError
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -89,7 +91,7 @@ def test_help_lists_the_commands_that_work_and_no_others() -> None:
         *("ls", "show", "check", "verify", "export", "copy", "prune", "pin", "unpin", "rm"),
         *("drain", "schema", "demo"),
     ]
-    assert listed == [*commands, "Exit", "configuration."]
+    assert listed == [*commands, "Exit", "configuration;"]
 
 
 def test_version() -> None:
@@ -118,6 +120,39 @@ def test_an_error_of_ours_is_one_line_and_a_bug_is_a_traceback(
     monkeypatch.setattr(looking, "Reader", refuse(RuntimeError("a bug")))
     result = CliRunner().invoke(app, ["ls", "--config", str(cli.path)])
     assert isinstance(result.exception, RuntimeError)
+
+
+def test_an_error_of_the_configuration_is_wrong_usage_wherever_it_is_found(
+    make_cli: MakeCli, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = make_cli()
+    saved(cli, [1])
+    answer = cli("export", "1", "--to", str(cli.folder / "out"), "--only", "nope", code=2)
+    assert "expected one of w, extra" in answer.err
+    for error, code in ((ConfigError, 2), (NotSupportedError, 1), (BackendError, 1)):
+
+        def fail(*words: object, error: Any = error, **more: object) -> None:
+            raise error("no such luck")
+
+        monkeypatch.setattr(looking, "Reader", fail)
+        assert cli("ls", code=code).err == "tierfall: no such luck\n"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, typer.Abort])
+def test_ctrl_c_is_said_and_has_an_exit_code_of_its_own(
+    make_cli: MakeCli, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+) -> None:
+    cli = make_cli()
+
+    def interrupt(*words: object, **more: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(looking, "Reader", interrupt)
+    answer = cli("ls", code=130)
+    assert (answer.out, answer.err) == ("", "tierfall: interrupted\n")
+    answer = cli("ls", "--json", code=130)
+    assert answer.document == {"ok": False, "problems": ["interrupted"]}
+    assert answer.err == "tierfall: interrupted\n"
 
 
 @pytest.mark.parametrize(

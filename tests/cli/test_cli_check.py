@@ -16,10 +16,13 @@ import tierfall
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tests.steps import files_below, state_of
 from tierfall import measuring
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.opening import open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.contracts import Traits
 from tierfall.core.errors import StorageFullError, UnreachableError
+from tierfall.tiers.stored import StoredTier
 
 MakeCli = Callable[..., Cli]
 SMALL = ("--size", "300KiB")
@@ -169,6 +172,42 @@ def test_an_interrupt_keeps_nothing(
     assert files_below(tmp_path) == before
 
 
+@pytest.mark.parametrize("moment", ["writing", "written"])
+def test_what_a_killed_check_left_goes_with_the_next_one(
+    cli: Cli, tmp_path: Path, moment: str
+) -> None:
+    before = files_below(tmp_path)
+    pid = os.fork()
+    if not pid:
+        if moment == "writing":
+            measuring.in_threads = lambda threads, do, numbers: do(0) or os._exit(0)  # type: ignore[assignment]
+        measuring._timed = lambda do: do() or os._exit(0)  # type: ignore[assignment]
+        measuring.measure(load_config(cli.path), 300 << 10)
+    os.waitpid(pid, 0)
+    left = set(files_below(tmp_path)) - set(before)
+    assert len(left) == 1
+    assert left.pop().endswith("/probe") is (moment == "written")
+    other = tmp_path / "disk" / "tierfall-check-elsewhere" / "1" / "probe"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"another node's")
+    cli("check", *SMALL)
+    assert set(files_below(tmp_path)) - set(before) == {str(other.relative_to(tmp_path))}
+
+
+def test_the_parts_that_a_killed_check_uploaded_go_too(
+    cli: Cli, s3_server: SeaweedFS, bucket: str
+) -> None:
+    with_store(cli, f"s3://{bucket}/checkpoints", s3_server.options())
+    killed = open_backend(f"s3://{bucket}/checkpoints", options=s3_server.options())
+    assert isinstance(killed, ObjectStoreBackend)
+    for key in (f"{measuring._folder()}1/probe", "run/step-00000001-a0001/x"):
+        killed.create(key, length=20 << 20).write(0, memoryview(bytes(10 << 20)))
+    cli("check", "--size", "1MiB")
+    left = [key for key, _ in killed._client.pending(killed._client.prefix, "look")]
+    killed.close()
+    assert left == ["checkpoints/run/step-00000001-a0001/x"]
+
+
 def test_storage_that_gives_back_other_bytes_is_found(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +229,32 @@ def test_a_disk_without_room_is_not_filled(cli: Cli, monkeypatch: pytest.MonkeyP
     assert answer.err.count("400 KiB are free, so 300 KiB were not written") == 2
     assert "smaller --size" in answer.err
     cli("check", "--size", "200KiB")
+
+
+def test_a_capacity_is_kept(cli: Cli, tmp_path: Path) -> None:
+    """What lies there counts: one step, of some 145 KiB."""
+    cli.config["tiers"][2]["capacity"] = "400KiB"
+    cli.configure(cli.config)
+    before = files_below(tmp_path)
+    document = cli.json("check", *SMALL, code=1)
+    (problem,) = document["problems"]
+    assert "tier far: " in problem
+    assert "of the capacity of 400 KiB there is room for " in problem
+    assert "so 300 KiB were not written: measure with a smaller --size" in problem
+    assert tier(document, "disk")["write_bytes_per_s"] > 0
+    assert tier(document, "far")["write_bytes_per_s"] is None
+    assert files_below(tmp_path) == before
+    cli("check", "--size", "200KiB")
+
+
+def test_a_tier_whose_use_cannot_be_listed_is_said(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: StoredTier) -> None:
+        raise UnreachableError("no answer")
+
+    monkeypatch.setattr(StoredTier, "_list", fail)
+    assert cli.json("check", *SMALL, code=1)["problems"] == ["tier far: no answer"]
 
 
 def test_memory_whose_room_cannot_be_asked_is_said(

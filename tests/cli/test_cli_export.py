@@ -64,6 +64,26 @@ def test_an_export_reads_from_the_tier_that_is_named(cli: Cli, tmp_path: Path) -
     assert "no tier is named 'nvme'" in cli(*words, "--tier", "nvme", code=2).err
 
 
+@pytest.mark.parametrize("gone", [("commit.json", IMAGE), (IMAGE,)])
+def test_a_step_that_is_dropped_while_it_is_exported_is_not_called_damaged(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: tuple[str, ...]
+) -> None:
+    """The commit record is the first to go. An image that is missing beside it is damage."""
+    real = exporting.export_checkpoint
+
+    def drop_first(*words: Any) -> Any:
+        for name in gone:
+            (tmp_path / "disk/run/step-00000001-a0001" / name).unlink()
+        return real(*words)
+
+    monkeypatch.setattr(exporting, "export_checkpoint", drop_first)
+    err = cli("export", "1", "--to", str(tmp_path / "out"), code=1).err
+    if len(gone) == 2:
+        assert err == "tierfall: export: 1@1 was dropped while it was read\n"
+    else:
+        assert "damaged in every copy" in err
+
+
 def test_an_export_refuses_what_is_there(cli: Cli, tmp_path: Path) -> None:
     words = ("export", "1", "--to", str(tmp_path / "out"))
     cli(*words)
@@ -163,8 +183,9 @@ def test_a_copy_beyond_the_rules_lives_on_through_the_next_start(
     cli = make_cli(disk={}, far={"flush": {"every": 1000}, "retain": {"last": 1}})
     saved(cli, [1, 2])
     cli("copy", "1", "--to", "far")
-    note = cli("copy", "2", "--to", "far").out
-    assert "note:" not in note, "the newest stays"
+    text = cli("copy", "2", "--to", "far").out
+    assert "drop it again" not in text, "the newest stays"
+    assert "note: now that 2@1 is there, the rules of far drop 1@1 after the next commit" in text
     saved(cli, [3])
     assert 2 in steps_on(tmp_path / "far")
 
@@ -194,4 +215,6 @@ def test_a_checkpoint_of_an_unreadable_tier_is_not_called_absent(cli: Cli, tmp_p
         answer = cli(*words, code=1)
         assert "may be on disk" in answer.err
     assert tierfall.load(cli.config, step=2)["extra"] == {"step": 2}
-    cli("export", "2", "--to", str(tmp_path / "out"))
+    answer = cli("export", "2", "--to", str(tmp_path / "out"), code=1)
+    assert answer.out.startswith("exported 2@1 from far to ")
+    assert answer.err.startswith("tierfall: tier disk could not be read: ")

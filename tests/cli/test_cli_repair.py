@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,20 @@ ONE = CheckpointId(1, 1)
 
 def folder(root: Path, step: int = 1) -> Path:
     return root / "run" / f"step-{step:08d}-a0001"
+
+
+def leave_unfinished(root: Path, key: str) -> list[Path]:
+    """Leave behind what a process that was killed while it wrote ``key`` leaves, and return what that is."""
+    before = {path for path in root.rglob("*") if path.is_file()}
+    pid = os.fork()
+    if not pid:
+        writer = PosixBackend(root).create(key, length=100_000)
+        writer.write(0, memoryview(bytes(1000)))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    left = [path for path in root.rglob("*") if path.is_file() and path not in before]
+    assert left
+    return left
 
 
 def store_of(root: Path) -> StoredTier:
@@ -300,18 +315,58 @@ def test_another_life_of_the_run_is_not_written_over(
 
 
 def test_what_a_newer_tierfall_wrote_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
-    path = folder(tmp_path / "disk") / "commit.json"
+    make_newer(folder(tmp_path / "disk") / "commit.json")
+    before = files_below(tmp_path)
+    answer = cli("verify", "--repair", code=1)
+    assert "not repaired: disk 1@1 commit.json: a newer tierfall wrote it" in answer.err
+    assert "not checked: disk 1@1 commit.json: " in answer.err
+    assert "written in format 9" in answer.err
+    assert "nothing is damaged, 1 file of a newer tierfall could not be checked" in answer.out
+    assert "could not be checked\n" in answer.out
+    assert "tierfall rm" not in answer.err
+    assert files_below(tmp_path) == before
+
+
+def make_newer(path: Path) -> None:
+    """Seal a record in a format that this version does not know."""
     members = json.loads(path.read_text())
     for name in ("format", "requires", "digest"):
         members.pop(name)
     newer = documents.seal(members).rpartition(b',"digest"')[0]
     newer = newer.replace(b'"format":1', b'"format":9')
     path.write_bytes(newer + f',"digest":"{documents.sha256(newer)}"}}\n'.encode())
+
+
+def test_a_mark_of_a_newer_tierfall_stays_while_the_rest_is_repaired(
+    cli: Cli, tmp_path: Path
+) -> None:
+    pin = folder(tmp_path / "disk") / "marks" / "pin"
+    make_newer(pin)
     before = files_below(tmp_path)
-    answer = cli("verify", "--repair", code=1)
-    assert "not repaired: disk 1@1: " in answer.err
-    assert "written in format 9" in answer.err
+    document = cli.json("verify", "--repair", code=1)
+    (repair,) = document["repairs"]
+    assert (repair["file"], repair["done"]) == ("marks/pin", False)
+    (found,) = document["damage"]
+    assert found["newer"]
+    assert "--repair" not in found["advice"]
     assert files_below(tmp_path) == before
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    assert [r["done"] for r in cli.json("verify", "--repair", code=1)["repairs"]] == [False, True]
+    assert files_below(tmp_path) == before
+    assert cli.json("show", "1")["pinned"]
+
+
+@pytest.mark.parametrize("tier", ["disk", "far"])
+def test_beside_a_copy_of_a_newer_tierfall_a_damaged_one_is_not_called_lost(
+    cli: Cli, tmp_path: Path, tier: str
+) -> None:
+    make_newer(folder(tmp_path / tier) / "commit.json")
+    other = "far" if tier == "disk" else "disk"
+    flip(folder(tmp_path / other) / IMAGE, -1)
+    for words in (["verify", "1"], ["verify", "1", "--tier", other]):
+        answer = cli(*words, code=1)
+        assert "tierfall rm" not in answer.err
+        assert "no good copy of it is left" not in answer.err
 
 
 def test_what_is_to_be_deleted_is_not_repaired(cli: Cli, tmp_path: Path) -> None:
@@ -337,6 +392,36 @@ def test_a_copy_that_is_dropped_meanwhile_stays_dropped(
     monkeypatch.setattr(repairing, "write_files", drop)
     assert "it was dropped while it was repaired" in cli("verify", "--repair", code=1).err
     assert not (folder(tmp_path / "disk") / IMAGE).exists()
+
+
+def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a trainer of another node does between the last look and the commit record."""
+    two = folder(tmp_path / "disk", 2)
+    flip(two / IMAGE, -1)
+    real = repairing.replace_document
+
+    def drop_first(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
+        if name == "commit.json":
+            store.drop(id)
+        real(store, run, id, name, data)
+
+    monkeypatch.setattr(repairing, "replace_document", drop_first)
+    assert "it was dropped while it was repaired" in cli("verify", "--repair", code=1).err
+    assert not two.exists()
+    monkeypatch.undo()
+    cli("verify")
+    assert cli.steps()["2@1"].keys() == {"far"}
+
+
+def test_what_a_killed_repair_had_not_finished_goes(cli: Cli, tmp_path: Path) -> None:
+    before = files_below(tmp_path)
+    left, *_ = leave_unfinished(tmp_path / "disk", "run/step-00000001-a0001/marks/pin")
+    flip(folder(tmp_path / "disk") / "marks" / "pin", 40)
+    cli("verify", "--repair")
+    assert not left.exists()
+    assert files_below(tmp_path) == before
 
 
 def test_a_start_elsewhere_fences_a_repair(

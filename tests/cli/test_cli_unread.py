@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_kit import Cli, Trainer
+from cli_kit import Cli, Trainer, flip
 
 import tierfall
 from tests.steps import files_below, state_of
@@ -116,6 +116,79 @@ def test_an_unread_tier_is_not_said_to_be_owed_anything(
     answer = cli("show", "2", code=1)
     assert "still owed to" not in answer.out
     assert cli.json("show", "2", code=1)["owed"] == []
+
+
+# What export and copy take ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gone_back(make_cli: MakeCli) -> Cli:
+    """Step 2 of attempt 1 on both tiers, and of attempt 2, which went back to step 1, on disk alone."""
+    cli = make_cli(disk={}, far={"flush": {"every": 2}}, third={"flush": {"every": 1000}})
+    with tierfall.open(cli.config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.restore(state_of(0), step=1)
+        ckpt.pin(2, attempt=1)
+        ckpt.save(2, state_of(2), block=True)
+        ckpt.drain()
+    shutil.rmtree(cli.folder / "far" / "run" / "step-00000002-a0002")
+    return cli
+
+
+@pytest.mark.parametrize(
+    "words", [["export", "{}", "--to", "OUT"], ["copy", "{}", "--to", "third"]], ids=" ".join
+)
+def test_no_step_of_an_older_line_is_taken_while_a_newer_one_may_lie_on_an_unread_tier(
+    gone_back: Cli, tmp_path: Path, silence: Silence, words: list[str]
+) -> None:
+    def named(step: str) -> list[str]:
+        return [word.replace("{}", step).replace("OUT", str(tmp_path / "out")) for word in words]
+
+    silence(tmp_path / "disk")
+    before = files_below(tmp_path)
+    unread, refused = gone_back(*named("2"), code=1).err.splitlines()
+    assert "tier disk could not be read: " in unread
+    assert "may have saved step 2 too, on disk: if 2@1 is meant, name it 2@1" in refused
+    assert files_below(tmp_path) == before
+    document = gone_back.json(*named("2@1"), code=1)
+    assert (document["step"], document["attempt"]) == (2, 1)
+    (problem,) = document["problems"]
+    assert problem.startswith("tier disk could not be read: ")
+    if words[0] == "export":
+        gone_back(*named("2"), "--tier", "far", "--force")
+
+
+def test_a_step_that_no_newer_attempt_can_have_is_taken_by_its_number(
+    gone_back: Cli, tmp_path: Path, silence: Silence
+) -> None:
+    """Attempt 2 began at step 1, as far says once it has a step of it."""
+    shutil.copytree(
+        tmp_path / "disk/run/step-00000002-a0002", tmp_path / "far/run/step-00000003-a0002"
+    )
+    shutil.copytree(
+        tmp_path / "disk/run/step-00000001-a0001", tmp_path / "far/run/step-00000001-a0001"
+    )
+    silence(tmp_path / "disk")
+    assert "name it 1@1" in gone_back("export", "1", "--to", str(tmp_path / "a"), code=1).err
+    far = tmp_path / "far/run"
+    (far / "step-00000003-a0002").rename(far / "step-00000002-a0002")
+    document = gone_back.json("export", "1", "--to", str(tmp_path / "b"), code=1)
+    assert (document["step"], document["attempt"], len(document["problems"])) == (1, 1, 1)
+
+
+def test_what_is_damaged_where_it_was_read_may_be_good_where_it_was_not(
+    cli: Cli, tmp_path: Path, silence: Silence
+) -> None:
+    image = tmp_path / "disk/run/step-00000002-a0001/rank-00000-of-00001.safetensors"
+    flip(image, -1)
+    silence(tmp_path / "far")
+    unread, damaged = cli("export", "2", "--to", str(tmp_path / "out"), code=1).err.splitlines()
+    assert unread.startswith("tierfall: tier far could not be read: ")
+    assert "damaged in every copy" in damaged
+    assert damaged.endswith("; far could not be read and may hold a good copy")
+    assert cli("export", "2", "--to", str(image), code=1).err.count("\n") == 2, "other refusals too"
 
 
 # Folders that are not there --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from cli_kit import Cli, Trainer, flip
 import tierfall
 from tests.steps import state_of, steps_on
 from tierfall.backends.posix import PosixBackend
+from tierfall.core.errors import UnreachableError
 from tierfall.core.restore.verify import Verifier
 from tierfall.core.values import CheckpointId
 from tierfall.tiers.arena_layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
@@ -105,6 +106,38 @@ def test_damage_in_every_copy_is_said_to_be_past_repair(cli: Cli, tmp_path: Path
     assert all("no good copy of it is left" in one["advice"] for one in found)
     (alone,) = damage(cli, "--tier", "disk")
     assert "other tiers hold it too" in alone["advice"]
+
+
+def test_no_deletion_is_advised_while_a_tier_that_may_hold_a_good_copy_is_unread(
+    cli: Cli, tmp_path: Path
+) -> None:
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    shutil.move(tmp_path / "far", tmp_path / "unmounted")
+    for words in ([], ["1"], ["--tier", "disk"], ["1", "--tier", "disk"]):
+        (found,) = damage(cli, *words)
+        assert "far could not be read and may hold one" in found["advice"]
+    answer = cli("verify", "--repair", code=1)
+    assert "damaged in every copy" in answer.err
+    assert "; far could not be read and may hold a good copy\n" in answer.err
+    assert "tierfall rm" not in answer.err
+    shutil.move(tmp_path / "unmounted", tmp_path / "far")
+    cli("verify", "--repair")
+
+
+def test_no_deletion_is_advised_while_another_copy_could_not_be_read(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    real = StoredTier.read_into
+
+    def fail(self: StoredTier, *words: Any, **more: Any) -> None:
+        if self.name == "far":
+            raise UnreachableError("gone")
+        real(self, *words, **more)
+
+    monkeypatch.setattr(StoredTier, "read_into", fail)
+    (found,) = damage(cli)
+    assert "far could not be read and may hold one" in found["advice"]
 
 
 @pytest.mark.parametrize("file", [MANIFEST, IMAGE])

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import tierfall
 from tierfall.cli import changing, checking, copying, draining, exporting, looking, measuring
-from tierfall.cli.common import Exit, Refusal, end, listen_to_warnings, refuse
+from tierfall.cli.common import Exit, Refusal, code_of, end, listen_to_warnings, refuse
 from tierfall.core.errors import TierfallError
 from tierfall.demo.command import demo
 
@@ -49,9 +49,11 @@ def _in_one_line(as_json: bool) -> Iterator[None]:
     except Refusal as refusal:
         end(refusal, as_json=as_json)
     except TierfallError as error:
-        end(Refusal([str(error)]), as_json=as_json)
+        end(Refusal([str(error)], code_of(error)), as_json=as_json)
     except _UsageError as error:
         end(Refusal([_wrong_usage(error)], Exit.USAGE), as_json=as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        end(Refusal(["interrupted"], Exit.INTERRUPTED), as_json=as_json)
 
 
 def _wrong_usage(error: Any) -> str:
@@ -70,7 +72,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Look at, check and change the checkpoints of a training run, on every tier of it.",
-    epilog="Exit codes: 0 done; 1 could not, or found damage; 2 wrong usage or configuration.",
+    epilog="Exit codes: 0 done; 1 could not, or found damage; 2 wrong usage or configuration; 130 interrupted.",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tierfall.checking import Finding, RunReport, Scope, check_run, planned_bytes
+from tierfall.checking import RunReport, Scope, check_run, planned_bytes
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
@@ -27,6 +27,7 @@ from tierfall.cli.progress import Watch
 from tierfall.config import Config
 from tierfall.core.restore.verify import CheckedCopy
 from tierfall.core.units import format_size
+from tierfall.findings import Finding
 from tierfall.orders import trained_elsewhere
 from tierfall.reading import Reader
 from tierfall.repairing import Repair, Repairer
@@ -115,8 +116,12 @@ def _answer(
         answer.show(made)
     answer.show(*(f"note: {note}" for note in report.notes))
     total = format_size(sum(copy.bytes for copy in report.copies))
-    damage = counted(len(report.findings), "place is", "places are")
-    what = f"{damage} damaged" if report.findings else "nothing is damaged"
+    newer = sum(finding.newer for finding in report.findings)
+    damaged = len(report.findings) - newer
+    damage = counted(damaged, "place is", "places are")
+    what = f"{damage} damaged" if damaged else "nothing is damaged"
+    if newer:
+        what += f", {counted(newer, 'file', 'files')} of a newer tierfall could not be checked"
     copies = counted(len(report.copies), "copy is", "copies are")
     answer.show(f"run {settings.run}: {len(good)} of {copies} good, {total} read; {what}")
 
@@ -139,15 +144,18 @@ def _repair_members(repair: Repair) -> dict[str, Any]:
 def _verdict(copy: CheckedCopy) -> str:
     if copy.gone:
         return "dropped meanwhile"
-    if copy.damage:
+    if any(not damage.newer for damage in copy.damage):
         return "DAMAGED"
+    if copy.damage:
+        return "could not be checked"
     return "good" if copy.error is None else "could not be read"
 
 
 def _said(finding: Finding) -> str:
     place = " ".join(str(part) for part in (finding.tier, finding.id, finding.file) if part)
     chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
-    return f"damaged: {place}{chunk}: {finding.problem} ({finding.advice})"
+    verdict = "not checked" if finding.newer else "damaged"
+    return f"{verdict}: {place}{chunk}: {finding.problem} ({finding.advice})"
 
 
 def _copy_members(copy: CheckedCopy) -> dict[str, Any]:
@@ -170,5 +178,6 @@ def _finding_members(finding: Finding) -> dict[str, Any]:
         "file": finding.file,
         "chunk": finding.chunk,
         "problem": finding.problem,
+        "newer": finding.newer,
         "advice": finding.advice,
     }

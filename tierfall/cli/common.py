@@ -23,7 +23,7 @@ from rich.table import Table
 from tierfall.config import Config, load_config
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.documents import float_to_json
-from tierfall.core.errors import ConfigError, StepError, TierfallError
+from tierfall.core.errors import ConfigError, NotSupportedError, StepError, TierfallError
 from tierfall.core.lock import Owner
 from tierfall.core.records import Attempt
 from tierfall.core.values import CheckpointId
@@ -39,6 +39,7 @@ class Exit(IntEnum):
     DONE = 0
     COULD_NOT = 1
     USAGE = 2
+    INTERRUPTED = 130
 
 
 ConfigOption = Annotated[
@@ -81,6 +82,12 @@ class Refusal(Exception):
 def refuse(message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
     """Say why a command does not go on, and end it."""
     raise Refusal([str(message)], code)
+
+
+def code_of(error: TierfallError) -> Exit:
+    """Choose the exit code for an error: what was asked for makes no sense, or could not be done."""
+    wrong = isinstance(error, ConfigError) and not isinstance(error, NotSupportedError)
+    return Exit.USAGE if wrong else Exit.COULD_NOT
 
 
 def end(refusal: Refusal, *, as_json: bool) -> NoReturn:
@@ -133,9 +140,9 @@ class Answer:
             if line not in self.problems:
                 self.problem(line)
 
-    def refuse(self, message: object) -> NoReturn:
+    def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command, which does not go on: say why, and what went wrong before."""
-        raise Refusal([*self.problems, str(message)])
+        raise Refusal([*self.problems, str(message)], code)
 
     def finish(self) -> None:
         """Print it all, and end the command with the code that fits."""

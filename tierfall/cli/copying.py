@@ -15,7 +15,6 @@ from tierfall.cli.common import (
     RunOption,
     StepArgument,
     check_tier,
-    find_on,
     id_members,
     load_settings,
     parse_step,
@@ -24,6 +23,7 @@ from tierfall.cli.common import (
     watched,
 )
 from tierfall.cli.progress import Watch
+from tierfall.cli.unread import find_certain, saying_what_was_unread
 from tierfall.copying import Copied
 from tierfall.copying import copy as copy_checkpoint
 from tierfall.core.units import format_size
@@ -48,14 +48,17 @@ def copy(
         owner = reader.owner()
         listings = reader.list()
         elsewhere = orders.trained_elsewhere(listings, reader.stores)
-        id = find_on(answer, listings, named, None, doing="copy").id
+        id = find_certain(answer, listings, named, None, doing="copy").id
     if owner is not None:
         refuse(
             f"copy: a trainer owns run {settings.run!r} ({owner}) and flushes by the rules of the file; nothing was "
             "copied. Copy once it has ended, or start it with another flush: {every: ...} for that tier"
         )
     warn_of(elsewhere)
-    with Watch("copy", 0, shown=watched(as_json)) as watch:
+    with (
+        saying_what_was_unread(answer, listings),
+        Watch("copy", 0, shown=watched(as_json)) as watch,
+    ):
         copied = copy_checkpoint(settings, id, to, watch.set)
     _answer(answer, settings.run, copied)
     answer.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,6 @@ from tierfall.cli.common import (
     StepArgument,
     check_tier,
     counted,
-    find_on,
     id_members,
     load_settings,
     parse_step,
@@ -24,7 +24,9 @@ from tierfall.cli.common import (
     watched,
 )
 from tierfall.cli.progress import Watch
+from tierfall.cli.unread import find_certain, saying_what_was_unread
 from tierfall.core.units import format_size
+from tierfall.core.values import CheckpointId
 from tierfall.exporting import Exported, Format, Wish
 from tierfall.exporting import export as export_checkpoint
 from tierfall.reading import Reader
@@ -67,13 +69,26 @@ def export(
     wish = Wish(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
     with Reader(settings) as reader:
         listings = reader.list()
-        checkpoint = find_on(answer, listings, named, tier, doing="export")
+        checkpoint = find_certain(answer, listings, named, tier, doing="export")
         held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
         tiers = [name for name in held if tier in (None, name)]
-        with Watch("export", 0, shown=watched(as_json)) as watch:
+        with (
+            saying_what_was_unread(
+                answer, listings, lambda: _dropped(reader, checkpoint.id, tiers)
+            ),
+            Watch("export", 0, shown=watched(as_json)) as watch,
+        ):
             exported = export_checkpoint(checkpoint, tiers, reader.opener(), wish, watch.set)
     _answer(answer, settings.run, exported)
     answer.finish()
+
+
+def _dropped(reader: Reader, id: CheckpointId, tiers: Sequence[str]) -> str:
+    """Say so where none of the tiers that held a checkpoint has a commit record of it any more."""
+    again = [listing for listing in reader.list() if listing.tier in tiers]
+    if any(listing.error is not None or listing.copy(id) is not None for listing in again):
+        return ""
+    return f"export: {id} was dropped while it was read"
 
 
 def _answer(answer: Answer, run: str, exported: Exported) -> None:
