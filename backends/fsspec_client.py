@@ -19,6 +19,7 @@ from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 from tierfall.backends.fsspec_errors import translated
 from tierfall.backends.keys import is_unfinished, unfinished_name
 from tierfall.backends.object_client import Found, Stream
+from tierfall.backends.store_answers import creating
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import (
@@ -49,6 +50,7 @@ class FsspecClient:
         self._is_memory = protocol == _MEMORY
         self._puts_whole = self._is_store or self._is_memory
         self._was_there = False
+        self._putting: set[str] = set()
         self.place = url.rstrip("/") if self._root else url
         self.prefix = f"{self._root}/"
         self.durable = self._is_store
@@ -62,23 +64,29 @@ class FsspecClient:
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         if not self._puts_whole:
-            stream = _FileStream(self, key, what)
-            try:
-                stream.write(data)
-                stream.finish()
-            except BaseException:
-                with suppress(BackendError):
-                    stream.drop()
-                raise
+            self._put_by_stream(key, data, what)
             return
         mode = "create" if publish is Publish.IF_ABSENT else "overwrite"
-        with translated(what):
+        with creating(publish), translated(what):
             try:
                 self._system.pipe_file(key, bytes(data), mode=mode)
             except FileExistsError:
                 if publish is Publish.REPLACE:
                     raise
                 raise KeyExistsError(f"{what}: the key is taken") from None
+
+    def _put_by_stream(self, key: str, data: memoryview, what: str) -> None:
+        stream = _FileStream(self, key, what)
+        self._putting.add(stream.unfinished)
+        try:
+            stream.write(data)
+            stream.finish()
+        except BaseException:
+            with suppress(BackendError):
+                stream.drop()
+            raise
+        finally:
+            self._putting.discard(stream.unfinished)
 
     def look(self, key: str, what: str) -> Found:
         entry = self._asked(self._system.info, key, what)
@@ -112,7 +120,7 @@ class FsspecClient:
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
         for name, _ in self.rows(prefix, what):
-            if is_unfinished(name.rpartition("/")[2]):
+            if is_unfinished(name.rpartition("/")[2]) and name not in self._putting:
                 yield name, name
 
     def abort(self, key: str, unfinished: str, what: str) -> None:

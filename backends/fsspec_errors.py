@@ -55,7 +55,11 @@ def store_error(error: Exception, what: str) -> BackendError:
     if answer is None and (is_silent or names & _SILENT):
         # What caused it may have a number that looks like a status: a broken answer is 400 to aiohttp's parser.
         return silence_error(type(error).__name__, what)
-    answer = answer or _answer_in(error.__cause__)
+    source = error if answer else error.__cause__
+    answer = answer or _answer_in(source)
+    if answer == (404, "") and not _is_botocores(source):
+        # With no code behind it this is the filesystem's own word, not that of whatever stands before a store.
+        return KeyNotFoundError(f"{what}: there is no such object")
     if answer is not None:
         return answer_error(*answer, what)
     if isinstance(error, FileNotFoundError):
@@ -76,6 +80,10 @@ def _system_error(error: OSError, what: str) -> BackendError:
     return silence_error(reason, what)
 
 
+def _is_botocores(error: BaseException | None) -> bool:
+    return isinstance(getattr(error, "response", None), dict)
+
+
 def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
     """Find a store's answer in an exception, as status and code."""
     response = getattr(error, "response", None)
@@ -88,5 +96,6 @@ def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
     for name in ("status_code", "status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int) and 300 <= value < 600:
-            return value, ""
+            # Azure's code, where it is one.
+            return value, str(getattr(error, "error_code", None) or "")
     return None

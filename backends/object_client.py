@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.core.contracts import Publish
-from tierfall.core.errors import BackendError
+from tierfall.core.errors import BackendError, UnreachableError
 
 
 class UploadGoneError(BackendError):
     """The store answered that it does not know an unfinished upload."""
+
+
+class BareAbsenceError(UnreachableError):
+    """The answer was 404 and did not say what is missing: whoever stands before a store says that too."""
+
+
+class ConflictError(BackendError):
+    """The answer was 409, by which some stores say of a conditional create that it lost."""
 
 
 class NotServedError(BackendError):

@@ -25,7 +25,7 @@ SINGLE_BYTES_MAX = 8 * 1024 * 1024
 CONDITIONAL_BYTES_MAX = 64 * 1024 * 1024
 
 
-class _State(StrEnum):
+class State(StrEnum):
     OPEN = "open"
     PUBLISHING = "publishing"
     WAITING = "waiting to be published again"
@@ -51,35 +51,35 @@ class ObjectFrame(AbortsOnLeave):
         self._extent = extent
         self._publish_mode = publish
         self._lock = threading.Lock()
-        self._state = _State.OPEN
+        self._state = State.OPEN
         self._kept: dict[int, bytearray] = {}
         self._unfinished = ""
 
     def publish(self) -> None:
         with self._lock:
-            if self._state not in (_State.OPEN, _State.WAITING):
+            if self._state not in (State.OPEN, State.WAITING):
                 self._refuse("publish")
-            self._state = _State.PUBLISHING
+            self._state = State.PUBLISHING
         try:
             self._publish(self._what("publish"))
         except BackendError as error:
             if error.retryable and self._publish_mode is Publish.REPLACE:
-                self._state = _State.WAITING
+                self._state = State.WAITING
             else:
                 self._die()
             raise
         except BaseException:
             self._die()
             raise
-        self._state = _State.PUBLISHED
+        self._state = State.PUBLISHED
         self._kept.clear()
         self._living.discard(self._unfinished)
 
     def abort(self) -> None:
         with self._lock:
-            if self._state not in (_State.OPEN, _State.WAITING):
+            if self._state not in (State.OPEN, State.WAITING):
                 return
-            self._state = _State.DEAD
+            self._state = State.DEAD
         self._die()
 
     def _publish(self, what: str) -> None:
@@ -92,7 +92,7 @@ class ObjectFrame(AbortsOnLeave):
 
     def _die(self) -> None:
         """Leave nothing; where the store cannot be asked, it is left to ``discard_unfinished``."""
-        self._state = _State.DEAD
+        self._state = State.DEAD
         self._kept.clear()
         with suppress(BackendError):
             self._remove()
@@ -112,7 +112,7 @@ class ObjectFrame(AbortsOnLeave):
         self._client.put(self._full_key, memoryview(self._joined()), self._publish_mode, what)
 
     def _check_open(self, operation: str) -> None:
-        if self._state is not _State.OPEN:
+        if self._state is not State.OPEN:
             self._refuse(operation)
 
     def _refuse(self, operation: str) -> None:

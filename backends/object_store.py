@@ -7,9 +7,17 @@ and faults are wrappers' work.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from tierfall.backends.coverage import Extent
-from tierfall.backends.keys import check_key, check_prefix, is_key, is_unfinished, unfinished_name
+from tierfall.backends.keys import (
+    RESERVED_PREFIX,
+    check_key,
+    check_prefix,
+    is_key,
+    is_unfinished,
+    unfinished_name,
+)
 from tierfall.backends.object_client import ObjectClient
 from tierfall.backends.object_frame import Shop
 from tierfall.backends.object_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
@@ -119,10 +127,7 @@ class ObjectStoreBackend:
         check_key(key)
         what = self._what("delete", key)
         self._check_writable(what)
-        try:
-            self._client.delete(self._full(key), what)
-        except KeyNotFoundError:
-            return
+        self._remove(self._full(key), what)
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
@@ -133,7 +138,7 @@ class ObjectStoreBackend:
             if unfinished not in self._living and self._is_ours(full):
                 self._client.abort(full, unfinished, what)
                 count += 1
-        return count
+        return count + (0 if prefix else self._discard_probes(what))
 
     def close(self) -> None:
         """Close the connections. Writers that are still open may go on to their abort."""
@@ -141,11 +146,18 @@ class ObjectStoreBackend:
 
     def _listed(self, prefix: str) -> list[Stored]:
         found: list[Stored] = []
-        for full, size_bytes in self._client.rows(self._full(prefix), self._what("list", prefix)):
+        for full, size_bytes in self._rows(prefix, self._what("list", prefix)):
             key = full.removeprefix(self._client.prefix)
             if is_key(key) and key.startswith(prefix):
                 found.append(Stored(key=key, bytes=size_bytes))
         return sorted(found, key=lambda each: each.key)
+
+    def _rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+        """List without ever saying "not there": nothing below a prefix is an empty listing."""
+        try:
+            yield from self._client.rows(self._full(prefix), what)
+        except KeyNotFoundError as error:
+            raise UnreachableError(f"{error}; a listing cannot be missing, so try again") from None
 
     def _is_ours(self, full: str) -> bool:
         """Say whether a writer of this package may have begun it."""
@@ -153,21 +165,42 @@ class ObjectStoreBackend:
         folder, _, leaf = name.rpartition("/")
         return is_key(name) or (is_unfinished(leaf) and (not folder or is_key(folder)))
 
+    def _discard_probes(self, what: str) -> int:
+        """Remove what an opening has left that was cut off."""
+        count = 0
+        for full, _ in list(self._rows(RESERVED_PREFIX, what)):
+            if is_unfinished(full.removeprefix(self._client.prefix)):
+                self._remove(full, what)
+                count += 1
+        return count
+
     def _probed(self) -> bool:
         """Create one object twice; say whether the second create lost."""
         full, what = self._full(unfinished_name()), f"open {self.place}"
-        kept = False
         try:
-            kept = self._client.knows_condition and self._second_create_loses(full, what)
-        except (AccessDeniedError, UnreachableError):
+            kept = self._client.knows_condition and self._heeds_condition(full, what)
+            if not kept:
+                self._client.put(full, _NOTHING, Publish.REPLACE, what)
+        except BaseException:
+            # It may have been taken, whatever was answered. What fails here too is left to discard_unfinished.
+            with suppress(BackendError):
+                self._remove(full, what)
             raise
-        except BackendError:
-            # The store refuses the condition. Whether it takes the object without one is asked below.
-            kept = False
-        if not kept:
-            self._client.put(full, _NOTHING, Publish.REPLACE, what)
-        self._client.delete(full, what)
+        self._remove(full, what)
         return kept
+
+    def _heeds_condition(self, full: str, what: str) -> bool:
+        try:
+            return self._second_create_loses(full, what)
+        except BackendError as error:
+            if error.retryable or isinstance(error, AccessDeniedError):
+                raise
+            # The store refuses the condition. Whether it takes the object without one is asked for next.
+            return False
+
+    def _remove(self, full: str, what: str) -> None:
+        with suppress(KeyNotFoundError):
+            self._client.delete(full, what)
 
     def _second_create_loses(self, full: str, what: str) -> bool:
         self._client.put(full, _NOTHING, Publish.IF_ABSENT, what)

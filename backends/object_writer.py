@@ -16,6 +16,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tierfall.backends.coverage import Extent
@@ -25,6 +26,7 @@ from tierfall.backends.object_frame import (
     SINGLE_BYTES_MAX,
     ObjectFrame,
     Shop,
+    State,
 )
 from tierfall.backends.views import flat
 from tierfall.core.contracts import Publish
@@ -127,14 +129,28 @@ class ObjectWriter(ObjectFrame):
         except BaseException:
             self.abort()
             raise
+        with self._lock:
+            is_dead = self._state is State.DEAD
+        if is_dead:
+            # Given up meanwhile: a part that comes after the abort may have outlived it.
+            with suppress(BackendError):
+                self._remove()
+            self._refuse("write")
 
     def _begun(self) -> str:
         """Begin the upload, once. An id whose answer is lost is one for ``discard_unfinished``."""
         with self._begin_lock:
             self._check_open("write")
             if not self._unfinished:
-                self._unfinished = self._uploads.begin(self._full_key, self._what("begin"))
-                self._living.add(self._unfinished)
+                begun = self._uploads.begin(self._full_key, self._what("begin"))
+                self._living.add(begun)
+                with self._lock:
+                    self._unfinished = begun
+                    is_dead = self._state is State.DEAD
+                if is_dead:
+                    # Given up while it was begun, when there was nothing to remove yet.
+                    self._die()
+                    self._refuse("write")
             return self._unfinished
 
     def _publish(self, what: str) -> None:

@@ -1,11 +1,11 @@
 """Objects through obstore: ``s3://``, ``gs://``, ``az://``, and for tests its own memory.
 
-obstore lists, deletes, looks, and puts what is small. On S3 the requests of an upload in parts and of reading a range
-are made beside it, in ``s3_multipart`` and ``s3_ranges``, signed with the same credentials. Elsewhere obstore's own
-writer is used: it takes bytes in order, keeps up to ``_AT_ONCE`` parts in memory and on their way, and sends a failed
-part again by itself, because nobody else can. Nobody can list what it leaves unfinished when the process is killed: on
-Azure that goes after a week, on Google Cloud Storage a bucket's lifecycle rule AbortIncompleteMultipartUpload collects
-it.
+obstore deletes, looks, and puts what is small. On S3 the requests of an upload in parts, of reading a range and of
+listing are made beside it, in ``s3_multipart``, ``s3_ranges`` and ``s3_listing``, signed with the same credentials.
+Elsewhere obstore's own writer is used: it takes bytes in order, keeps up to ``_AT_ONCE`` parts in memory and on their
+way, and sends a failed part again by itself, because nobody else can. Nobody can list what it leaves unfinished when
+the process is killed: on Azure that goes after a week, on Google Cloud Storage a bucket's lifecycle rule
+AbortIncompleteMultipartUpload collects it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import obstore
-from obstore import exceptions
 from obstore.store import ObjectStore
 
 from tierfall.backends.object_client import Found, Stream
-from tierfall.backends.obstore_errors import translated, was_answered
+from tierfall.backends.obstore_errors import translated
+from tierfall.backends.s3_listing import Listing
 from tierfall.backends.s3_multipart import Multipart
 from tierfall.backends.s3_ranges import Ranges
+from tierfall.backends.store_answers import creating, is_worth_a_get
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import BackendError
@@ -45,6 +46,7 @@ class ObstoreClient:
     streams: ObjectStore = field(repr=False)
     uploads: Multipart | None = field(repr=False)
     ranges: Ranges | None = field(repr=False, default=None)
+    listing: Listing | None = field(repr=False, default=None)
     atomic_replace: bool = True
     knows_condition: bool = True
 
@@ -56,20 +58,20 @@ class ObstoreClient:
         mode: Literal["create", "overwrite"] = (
             "create" if publish is Publish.IF_ABSENT else "overwrite"
         )
-        with translated(what):
+        with creating(publish), translated(what):
             # obstore refuses a view of no bytes.
             obstore.put(
                 self.store, key, data if data.nbytes else b"", mode=mode, use_multipart=False
             )
 
     def look(self, key: str, what: str) -> Found:
-        with translated(what):
-            try:
+        try:
+            with translated(what):
                 found = obstore.head(self.store, key)
-            except (exceptions.BaseError, FileNotFoundError) as error:
-                # An answer to HEAD has no body: a missing bucket looks like a missing object. A GET says why.
-                if not was_answered(error):
-                    raise
+        except BackendError as error:
+            if not is_worth_a_get(error):
+                raise
+            with translated(what):
                 obstore.get(self.store, key)
                 found = obstore.head(self.store, key)
         return Found(bytes=found["size"], etag=(found["e_tag"] or "").strip('"'))
@@ -91,7 +93,17 @@ class ObstoreClient:
         return filled
 
     def rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+        if self.listing is not None:
+            yield from self.listing.rows(prefix, what)
+            return
+        folder, _, start = prefix.rpartition("/")
         with translated(what):
+            if start:
+                # obstore lists by whole parts of a name.
+                for row in obstore.list_with_delimiter(self.store, folder or None)["objects"]:
+                    if row["path"].startswith(prefix):
+                        yield row["path"], row["size"]
+                return
             for rows in obstore.list(self.store, prefix or None, chunk_size=_LIST_ROWS):
                 for row in rows:
                     yield row["path"], row["size"]
@@ -108,7 +120,11 @@ class ObstoreClient:
             self.uploads.abort(key, unfinished, what)
 
     def check_open(self) -> None:
-        with translated(f"open {self.place}"):
+        what = f"open {self.place}"
+        if self.listing is not None:
+            next(self.listing.rows(self.prefix, what, rows_max=1), None)
+            return
+        with translated(what):
             next(iter(obstore.list(self.store, self.prefix or None, chunk_size=1)), None)
 
     def close(self) -> None:

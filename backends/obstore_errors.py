@@ -24,11 +24,6 @@ _STATUS = re.compile(r"status code: ([0-9]{3})\b")
 _SILENCE = re.compile(r"Generic (S3|GCS|MicrosoftAzure) error")
 
 
-def was_answered(error: Exception) -> bool:
-    """Say whether a store's answer stands behind an exception of obstore's."""
-    return _STATUS.search(str(error)) is not None
-
-
 @contextmanager
 def translated(what: str) -> Iterator[None]:
     """Raise what obstore raises as a BackendError; a BackendError passes as it is."""

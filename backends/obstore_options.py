@@ -10,6 +10,7 @@ their own. An option that is not known is an error, never ignored.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -34,6 +35,7 @@ from tierfall.backends.obstore_clouds import (
 )
 from tierfall.backends.obstore_errors import building
 from tierfall.backends.s3_lines import Lines, Timeouts
+from tierfall.backends.s3_listing import Listing
 from tierfall.backends.s3_multipart import Multipart
 from tierfall.backends.s3_ranges import Ranges
 from tierfall.backends.s3_signature import Keys, Sign, sign_by_obstore, sign_with
@@ -76,6 +78,7 @@ def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> ObstoreClient:
         config["client_options"]["allow_http"] = address.startswith("http://")
         store = S3Store(bucket, retry_config=NO_RETRIES, **config)
         streams = S3Store(bucket, retry_config=RETRIES, **config)
+    _checked_endpoint(address, place)
     sign = _signer(config, region)
     lines = Lines(address, timeouts=timeouts, verify=verify)
     return ObstoreClient(
@@ -86,6 +89,7 @@ def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> ObstoreClient:
         streams=streams,
         uploads=Multipart(lines, sign),
         ranges=Ranges(lines, sign),
+        listing=Listing(lines, sign),
     )
 
 
@@ -105,7 +109,7 @@ def _translate(options: dict[str, Any], place: str) -> tuple[dict[str, Any], Tim
         "secret_access_key": options.pop("secret", None),
         "session_token": options.pop("token", None),
         "region": client.pop("region_name", None),
-        "skip_signature": bool(options.pop("anon", False)) or None,
+        "skip_signature": bool(options.pop("anon", False)) or _is_unsigned() or None,
         "virtual_hosted_style_request": True if style == "virtual" else None,
         # One DELETE for one object: not every store knows the call for many.
         "disable_bulk_delete": True,
@@ -133,7 +137,7 @@ def _checked_endpoint(endpoint: Any, place: str) -> str:
 
 def _signer(config: dict[str, Any], region: str) -> Sign:
     if config.get("skip_signature"):
-        return lambda method, url: url
+        return lambda method, url, what: url
     key, secret = config.get("access_key_id"), config.get("secret_access_key")
     if key and secret:
         keys = Keys(
@@ -142,8 +146,14 @@ def _signer(config: dict[str, Any], region: str) -> Sign:
             token=config.get("session_token"),
             region=region,
         )
-        return partial(sign_with, keys)
-    return partial(sign_by_obstore, config)
+        return lambda method, url, what: sign_with(keys, method, url)
+    return partial(sign_by_obstore, {**config, "retry_config": NO_RETRIES})
+
+
+def _is_unsigned() -> bool:
+    """Say whether the environment tells obstore to sign nothing; obstore does not say what it found there."""
+    word = os.environ.get("AWS_SKIP_SIGNATURE", "")
+    return word.strip().lower() in ("1", "true", "on", "yes", "y")
 
 
 def _address(bucket: str, config: dict[str, Any]) -> tuple[str, str]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib
 import logging
+import random
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierfall.backends.object_client import NotServedError, ObjectClient
 from tierfall.backends.object_store import ObjectStoreBackend
 from tierfall.backends.posix import PosixBackend
+from tierfall.backends.retry import Patience
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import ConfigError
 from tierfall.core.values import Driver
@@ -25,6 +28,9 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _PORT = re.compile(r"[^:]*:[0-9]+")
 _AZURE = ("az", "abfs", "abfss")
 _WITH_BUCKET = ("s3", "gs", "gcs", *_AZURE)
+# How often a store is asked at open, and for how long, so that silence does not hold up a start.
+_TRIES = 4
+_TRIES_S = 5.0
 REMOTE = _WITH_BUCKET
 """Protocols of stores that lie somewhere else, whatever happens here."""
 
@@ -35,11 +41,13 @@ def open_backend(
     options: Mapping[str, Any] | None = None,
     driver: Driver | None = None,
     read_only: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Backend:
     """Open the place that a URL names; ``options`` are fsspec's for its protocol, ``driver`` picks the library.
 
-    Raises ConfigError where URL, options and driver do not go together or a package is missing, and a BackendError
-    where the place cannot be used.
+    A store that does not answer is tried again over a second or two: whoever opens it does so once in a run. Raises
+    ConfigError where URL, options and driver do not go together or a package is missing, and a BackendError where the
+    place cannot be used.
     """
     check_url(url)
     scheme, _, rest = url.partition("://")
@@ -48,7 +56,17 @@ def open_backend(
             names = ", ".join(sorted(options))
             raise ConfigError(f"open {place_of(url)}: a folder takes no options, but has {names}")
         return PosixBackend(rest, read_only=read_only)
-    return ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
+    patience = Patience(
+        tries=_TRIES,
+        first_wait_s=0.2,
+        longest_wait_s=1.0,
+        most_s=_TRIES_S,
+        sleep=sleep,
+        rng=random.Random(),
+    )
+    return patience.again(
+        lambda: ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
+    )
 
 
 def place_of(url: str) -> str:
@@ -57,6 +75,8 @@ def place_of(url: str) -> str:
     if not found:
         return "(no URL)"
     scheme, rest = found.groups()
+    if _is_ambiguous(rest):
+        return f"{scheme}://..."
     user, bare = _split_user(rest)
     if user and ":" not in user and scheme in _AZURE:
         # There it is the container, and no user: abfss://container@account.dfs.core.windows.net/prefix.
@@ -75,20 +95,37 @@ def check_url(url: str) -> None:
     scheme, rest = found.groups()
     user, bare = _split_user(rest)
     place = place_of(url)
+    if _is_ambiguous(rest):
+        raise ConfigError(
+            f"{place}: the '@' may end a password or stand in a path; give user, password and port under options, and "
+            "name a path without '@'"
+        )
     if ":" in user:
         raise ConfigError(f"{place}: no user and password in a URL; give them under options")
     if "?" in rest:
         raise ConfigError(f"{place}: no '?' in a URL; give what stands behind it under options")
+    if scheme == "s3a":
+        raise ConfigError(f"{place}: it is written s3://bucket/prefix")
     if scheme == "local":
         raise ConfigError(f"{place}: a folder is written file:///folder")
     if scheme == "file" and not rest.startswith("/"):
         raise ConfigError(f"{place}: a folder is absolute; expected file:///folder")
     if scheme in _WITH_BUCKET:
-        if user and scheme not in _AZURE:
-            raise ConfigError(f"{place}: no '@' before a bucket; give credentials under options")
-        bucket = bare.partition("/")[0]
-        if not bucket or ":" in bucket:
-            raise ConfigError(f"{place}: it names no bucket; expected {scheme}://bucket/prefix")
+        _check_bucket(scheme, user, bare, place)
+
+
+def _check_bucket(scheme: str, user: str, bare: str, place: str) -> None:
+    if user and scheme not in _AZURE:
+        raise ConfigError(f"{place}: no '@' before a bucket; give credentials under options")
+    bucket = bare.partition("/")[0]
+    if not bucket or ":" in bucket:
+        raise ConfigError(f"{place}: it names no bucket; expected {scheme}://bucket/prefix")
+
+
+def _is_ambiguous(rest: str) -> bool:
+    """Say whether what looks like a port may be the start of a password that holds a '/'."""
+    authority, _, path = rest.partition("/")
+    return "@" not in authority and "@" in path and _PORT.fullmatch(authority) is not None
 
 
 def _split_user(rest: str) -> tuple[str, str]:
@@ -97,7 +134,7 @@ def _split_user(rest: str) -> tuple[str, str]:
     if "@" in authority:
         user, _, host = authority.rpartition("@")
         return user, host + slash + path
-    if ":" in authority and "@" in path and not _PORT.fullmatch(authority):
+    if ":" in authority and "@" in path:
         user, _, bare = rest.rpartition("@")
         return user, bare
     return "", rest

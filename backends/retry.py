@@ -8,6 +8,7 @@ after it took effect, and a second try could lose to the first. It knows no keys
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -24,21 +25,24 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """How often and how long apart: waits double from ``first_wait_s`` to ``longest_wait_s``, each cut by a random
-    part of up to a half, so that many ranks do not come back at once."""
+    part of up to a half, so that many ranks do not come back at once. Nothing is tried again after ``most_s``."""
 
     tries: int
     first_wait_s: float
     longest_wait_s: float
     sleep: Callable[[float], None]
     rng: random.Random
+    most_s: float = math.inf
+    clock: Callable[[], float] = time.monotonic
 
     def again(self, call: Callable[[], T]) -> T:
         """Return what the call returns, calling again after retryable errors; the last error is raised as it is."""
+        start_s = self.clock()
         for number in range(1, self.tries):
             try:
                 return call()
             except BackendError as error:
-                if not error.retryable:
+                if not error.retryable or self.clock() - start_s > self.most_s:
                     raise
             self.sleep(self._wait_s(number))
         return self._last(call)

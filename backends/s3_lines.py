@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import http.client
 import select
+import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from urllib.parse import quote, urlsplit
@@ -19,6 +20,7 @@ from tierfall.backends.store_answers import answer_error, code_in, silence_error
 
 _ANSWER_BYTES_MAX = 16 * 1024 * 1024
 _KEEP_IDLE = 16
+_SEND_BYTES = 256 * 1024
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -46,6 +48,8 @@ class Lines:
         parts = urlsplit(url)
         self.address = url
         self._host = parts.netloc
+        # Never the whole of what stands before the path: there may be a password in it.
+        self._shown = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
         self._timeouts = timeouts
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
@@ -78,7 +82,7 @@ class Lines:
             if line is not None:
                 line.close()
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise silence_error(f"{reason} at {self._host}", what) from None
+            raise silence_error(f"{reason} at {self._shown}", what) from None
 
     def at(self, key: str) -> str:
         """Return an object's address; of the bucket where the key is ''."""
@@ -98,6 +102,9 @@ class Lines:
             filled = _fill(response, into)
         else:
             text = response.read(_ANSWER_BYTES_MAX).decode("utf-8", "replace")
+            if response.length:
+                # http.client says nothing of a body that broke off.
+                raise http.client.IncompleteRead(b"", response.length)
         more = bool(response.length)
         if (response.isclosed() or response.length == 0) and line.sock is not None:
             response.close()
@@ -134,6 +141,8 @@ class Lines:
         try:
             line.connect()
             line.sock.settimeout(self._timeouts.request_s)
+            # Else megabytes may wait in the kernel, and a slow store look silent while they drain.
+            line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SEND_BYTES)
         except BaseException:
             line.close()
             raise
@@ -168,12 +177,20 @@ def _ask(
     body: memoryview | None,
     headers: Mapping[str, str],
 ) -> None:
+    pieces = None if body is None else _pieces(body)
+    length = {} if body is None else {"Content-Length": str(body.nbytes)}
     try:
-        line.request(method, target, body=body, headers=dict(headers))
-    except BrokenPipeError:
+        line.request(method, target, body=pieces, headers={**length, **headers})
+    except (BrokenPipeError, ConnectionResetError):
         # A store that refuses says so before it has read the body; then the answer is there already.
         if line.sock is None:
             raise
+
+
+def _pieces(body: memoryview) -> Iterator[memoryview]:
+    """Cut a body, without a copy: a socket's timeout bounds one sending as a whole, and is to bound a silence."""
+    for start in range(0, body.nbytes, _SEND_BYTES):
+        yield body[start : start + _SEND_BYTES]
 
 
 def _fill(response: http.client.HTTPResponse, view: memoryview) -> int:

@@ -18,7 +18,7 @@ class Ranges:
         """Fill the view from ``offset``; return how many bytes there were, fewer where the object ends before."""
         answer = self.lines.send(
             "GET",
-            self.sign("GET", self.lines.at(key)),
+            self.sign("GET", self.lines.at(key), what),
             what,
             headers={"Range": f"bytes={offset}-{offset + view.nbytes - 1}"},
             into=view,

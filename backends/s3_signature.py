@@ -18,10 +18,13 @@ from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 import obstore
 from obstore.store import S3Store
 
+from tierfall.backends.obstore_errors import translated
+
 # How long an address is good: longer than any one request takes.
 _VALID = timedelta(hours=1)
 
-Sign = Callable[[str, str], str]
+# From method, address, and what the request is for in messages, to the signed address.
+Sign = Callable[[str, str, str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +71,15 @@ def sign_with(
     return urlunsplit(parts._replace(query=f"{words}&X-Amz-Signature={signature}"))
 
 
-def sign_by_obstore(config: Mapping[str, Any], method: str, url: str) -> str:
-    """Return the address signed by obstore with the credentials that it finds.
+def sign_by_obstore(config: Mapping[str, Any], method: str, url: str, what: str) -> str:
+    """Return the address signed by obstore with the credentials that it finds; it looks for them each time, once.
 
     obstore signs paths of its store and takes no query. A store whose endpoint is this very address signs it as it
     is; the path that it puts behind goes into ``x-id``, a parameter that S3 ignores.
     """
     endpoint = f"{url}{'&' if urlsplit(url).query else '?'}x-id="
     changes = {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
-    store = S3Store(
-        "any", **{**config, **changes, "virtual_hosted_style_request": True, "prefix": None}
-    )
-    return obstore.sign(store, method, "tierfall", _VALID)  # type: ignore[call-overload,no-any-return]
+    words = {**config, **changes, "virtual_hosted_style_request": True, "prefix": None}
+    with translated(f"{what}: sign"):
+        store = S3Store("any", **words)
+        return obstore.sign(store, method, "tierfall", _VALID)  # type: ignore[call-overload,no-any-return]

@@ -17,6 +17,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 from tierfall.backends.fsspec_errors import translated
 from tierfall.backends.keys import place_below
 from tierfall.backends.object_client import Found, Stream, UploadGoneError
+from tierfall.backends.store_answers import creating, is_worth_a_get, unsaid_error
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import BackendError
@@ -61,15 +62,15 @@ class S3fsClient:
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}
-        self._ask("put_object", what, Key=key, Body=_Reader(data), **condition)
+        with creating(publish):
+            self._ask("put_object", what, Key=key, Body=_Reader(data), **condition)
 
     def look(self, key: str, what: str) -> Found:
         try:
             found = self._ask("head_object", what, Key=key)
         except BackendError as error:
-            if error.retryable:
+            if not is_worth_a_get(error):
                 raise
-            # An answer to HEAD has no body: a missing bucket looks like a missing object. A GET says why.
             self._close(self._ask("get_object", what, Key=key)["Body"])
             found = self._ask("head_object", what, Key=key)
         return Found(bytes=int(found["ContentLength"]), etag=found.get("ETag", "").strip('"'))
@@ -124,13 +125,16 @@ class S3fsClient:
 
     def complete(self, key: str, upload: str, parts: Sequence[tuple[int, str]], what: str) -> None:
         rows = [{"PartNumber": number, "ETag": etag} for number, etag in parts]
-        self._ask(
+        answer = self._ask(
             "complete_multipart_upload",
             what,
             Key=key,
             UploadId=upload,
             MultipartUpload={"Parts": rows},
         )
+        if not answer.get("ETag"):
+            # botocore reads a body that says nothing as an answer with nothing in it.
+            raise unsaid_error(what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
         more: dict[str, str] = {}

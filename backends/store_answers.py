@@ -7,8 +7,11 @@ a store says is not repeated: about a signature it repeats the key id and the re
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tierfall.backends.object_client import UploadGoneError
+from tierfall.backends.object_client import BareAbsenceError, ConflictError, UploadGoneError
+from tierfall.core.contracts import Publish
 from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -28,11 +31,19 @@ _MAY_PASS = (UnreachableError, "nothing is known about what is stored; try again
 _FULL = (StorageFullError, "free space there, or raise the quota")
 _TAKEN = (KeyExistsError, "the key is taken")
 
+_ABSENT = (KeyNotFoundError, "there is no such object")
 _BUCKET = (BackendError, "there is no such bucket; make it, or name another")
 
 _BY_CODE: dict[str, tuple[type[BackendError], str]] = {
     "NoSuchBucket": _BUCKET,
     "ContainerNotFound": _BUCKET,
+    "NoSuchKey": _ABSENT,
+    "NoSuchVersion": _ABSENT,
+    "BlobNotFound": _ABSENT,
+    "PathNotFound": _ABSENT,
+    "BlobAlreadyExists": _TAKEN,
+    "OperationAborted": _MAY_PASS,
+    "ConditionalRequestConflict": _MAY_PASS,
     "NoSuchUpload": (UploadGoneError, "the unfinished upload is gone; write a new object"),
     "EntityTooSmall": (BackendError, "a part that is not the last was below part_bytes_min"),
     "ExpiredToken": (AccessDeniedError, "the token has expired; renew it"),
@@ -50,9 +61,12 @@ _BY_STATUS: dict[int, tuple[type[BackendError], str]] = {
     301: _REGION,
     401: _KEYS,
     403: _KEYS,
-    404: (KeyNotFoundError, "there is no such object"),
+    404: (
+        BareAbsenceError,
+        "it does not say what is missing, so nothing is known about what is stored; is this the store's address?",
+    ),
     408: _MAY_PASS,
-    409: _TAKEN,
+    409: (ConflictError, "it is in conflict with what is there"),
     412: _TAKEN,
     416: (BackendError, "the object ends before; it was cut short, or another was expected"),
     429: _MAY_PASS,
@@ -72,6 +86,28 @@ def answer_error(status: int, code: str, what: str) -> BackendError:
     found = _BY_CODE.get(code) or _BY_STATUS.get(status)
     kind, hint = found or (_MAY_PASS if status >= 500 else (BackendError, "see the store's log"))
     return kind(f"{what}: the store answered {' '.join([str(status), code]).strip()}; {hint}")
+
+
+def is_worth_a_get(error: BackendError) -> bool:
+    """Say whether a GET may tell more than the answer to HEAD, which has no body: a missing bucket looks there like a
+    missing object."""
+    return not error.retryable or isinstance(error, BareAbsenceError)
+
+
+@contextmanager
+def creating(publish: Publish) -> Iterator[None]:
+    """Take a conflict for what it means where an object is created conditionally: that the key is taken."""
+    try:
+        yield
+    except ConflictError as error:
+        if publish is Publish.IF_ABSENT:
+            raise KeyExistsError(str(error)) from None
+        raise
+
+
+def unsaid_error(what: str) -> UnreachableError:
+    """Make the error for a good status before a body that does not say that an upload was completed."""
+    return silence_error("the store did not say that it completed the upload", what)
 
 
 def silence_error(reason: str, what: str) -> UnreachableError:

@@ -12,13 +12,30 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.backends.opening import open_backend
 from tierfall.core.errors import BackendError
+from tierfall.core.values import Driver
 
 PART_BYTES = 5 * 1024 * 1024
 SECRET = "tierfall-test-secret-5f1d"
 KEY = "tierfall-test-key"
 
 Reply = tuple[int, str]
+
+
+BEGUN = "<R><UploadId>1</UploadId></R>"
+COMPLETED = "<CompleteMultipartUploadResult><ETag>etag</ETag></CompleteMultipartUploadResult>"
+EMPTY = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+def taking(method: str, query: dict[str, list[str]]) -> Reply:
+    """Answer as a store that takes everything and holds nothing."""
+    if "uploads" in query:
+        return 200, BEGUN
+    if "uploadId" in query and method == "POST":
+        return 200, COMPLETED
+    return 200, EMPTY if "list-type" in query else ""
 
 
 def error_body(code: str) -> str:
@@ -91,3 +108,14 @@ def refused(call: Callable[[], object]) -> BackendError:
     assert SECRET not in shown
     assert KEY not in shown, "the store's own text is not repeated"
     return caught.value
+
+
+def opened(stub: Stub, driver: Driver, **options: Any) -> ObjectStoreBackend:
+    """Open a place in a store that keeps the condition; then it takes everything."""
+    left = [412, 200]
+    stub.reply = lambda method, query: (left.pop(), "") if left else taking(method, query)
+    made = open_backend("s3://bucket/run", options={**stub.options, **options}, driver=driver)
+    assert isinstance(made, ObjectStoreBackend)
+    stub.reply = taking
+    stub.requests.clear()
+    return made

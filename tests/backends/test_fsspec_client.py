@@ -156,3 +156,21 @@ def test_a_filesystem_that_takes_a_part_only_is_noticed(
     monkeypatch.setattr(system, "open", lambda path, mode: Short())
     assert "only a part" in str(refused(lambda: put(folder, "run/key", b"new")))
     assert files_below(tmp_path) == ["tier/run/key"]
+
+
+def test_what_is_being_put_is_not_collected(
+    folder: ObjectStoreBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    system = folder._client._system  # type: ignore[attr-defined]
+    real, found = system.mv, []
+
+    def mv(source: str, target: str) -> None:
+        found.append(folder.discard_unfinished(""))
+        real(source, target)
+
+    monkeypatch.setattr(system, "mv", mv)
+    put(folder, "run/key", b"new")
+    assert found == [0]
+    assert get(folder, "run/key") == b"new"
+    (tmp_path / "tier" / "run" / ".tierfall-1-0123456789abcdef.part").write_bytes(b"left")
+    assert folder.discard_unfinished("") == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from backend_places import get, put, retrying
-from s3_stub import PART_BYTES, Reply, Stub, error_body, refused
+from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.object_client import UploadGoneError
@@ -18,7 +18,6 @@ from tierfall.core.errors import BackendError, UnreachableError
 from tierfall.core.values import Driver
 
 DATA = bytes(range(1, 251)) * (2 * PART_BYTES // 250) + b"the last piece"
-BEGUN = "<R><UploadId>1</UploadId></R>"
 
 
 @pytest.fixture(params=Driver)
@@ -51,10 +50,6 @@ def stubbed(stub: Stub, driver: Driver) -> Iterator[Backend]:
     stub.requests.clear()
     yield made
     made.close()
-
-
-def taking(method: str, query: dict[str, list[str]]) -> Reply:
-    return (200, BEGUN if "uploads" in query else "")
 
 
 def written(backend: Backend, *, length: int | None = len(DATA)) -> Writer:

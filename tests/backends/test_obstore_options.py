@@ -58,7 +58,7 @@ def test_parts_go_where_obstore_goes(
         assert uploads.lines.address == address
     signing = open_client("s3://bucket", {**keys, **options}).uploads
     assert signing is not None
-    assert "%2Feu-west-3%2Fs3%2F" in signing.sign("GET", address)
+    assert "%2Feu-west-3%2Fs3%2F" in signing.sign("GET", address, "look")
 
 
 def test_nothing_shows_a_credential() -> None:

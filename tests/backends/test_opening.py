@@ -35,8 +35,10 @@ OBSTORE_MODULES = (
             "obstore_errors",
             "s3_signature",
             "s3_lines",
+            "s3_listing",
             "s3_multipart",
             "s3_ranges",
+            "s3_requests",
         )
     ),
 )
@@ -179,7 +181,8 @@ SHOWN = [
     ("az://container/p?sig=secret", "az://container/p"),
     ("abfss://box@acc.dfs.core.windows.net/p", "abfss://box@acc.dfs.core.windows.net/p"),
     ("abfss://box:secret@acc.dfs.core.windows.net/p", "abfss://acc.dfs.core.windows.net/p"),
-    ("hdfs://host:8020/a@b", "hdfs://host:8020/a@b"),
+    ("hdfs://host:8020/a", "hdfs://host:8020/a"),
+    ("sftp://user:1234/secret@host/path", "sftp://..."),
     ("file:///a/b", "file:///a/b"),
     ("memory://", "memory://"),
     ("key:secret@bucket", "(no URL)"),
@@ -202,7 +205,7 @@ GOOD = [
     "file:///a/b",
     "memory://",
     "memory://x/y",
-    "hdfs://host:8020/a@b",
+    "hdfs://host:8020/a",
     "sftp://user@host:22/p",
 ]
 
@@ -231,6 +234,9 @@ def test_what_is_good_passes(url: str) -> None:
         ("s3://key@bucket", "before a bucket"),
         ("az://container/p?sig=secret", "under options"),
         ("file://folder", "absolute"),
+        ("s3a://bucket/prefix", "s3://bucket"),
+        ("sftp://user:1234/secret@host/path", "may end a password"),
+        ("hdfs://host:8020/a@b", "may end a password"),
     ],
 )
 def test_what_is_wrong_with_a_url_is_said(url: str, word: str) -> None:

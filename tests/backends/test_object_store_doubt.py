@@ -1,0 +1,210 @@
+"""Nothing is taken for done, gone or there unless the store itself said so, and said all of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from backend_places import put
+from s3_stub import BEGUN, PART_BYTES, Reply, Stub, error_body, opened, refused, taking
+
+from tierfall.backends.object_store import ObjectStoreBackend
+from tierfall.core.contracts import Publish
+from tierfall.core.errors import (
+    BackendError,
+    KeyExistsError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+from tierfall.core.values import Driver
+
+PART = memoryview(bytes(PART_BYTES))
+
+
+@pytest.fixture(params=Driver)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    return Driver(request.param)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    made = Stub()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def backend(stub: Stub, driver: Driver) -> Iterator[ObjectStoreBackend]:
+    made = opened(stub, driver)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "cut_bytes"),
+    [
+        ('<?xml version="1.0" encoding="UTF-8"?>\n  ', 300),
+        ("  \n", 0),
+        ("", 0),
+        ("<html>sign in</html>", 0),
+        ("<CompleteMultipartUploadResult><ETag>e", 0),
+    ],
+)
+def test_a_completion_counts_only_where_the_store_says_so(
+    backend: ObjectStoreBackend, stub: Stub, text: str, cut_bytes: int
+) -> None:
+    left = [text]
+
+    def reply(method: str, query: dict[str, list[str]]) -> Reply:
+        stub.cut_bytes = 0
+        if method == "POST" and "uploadId" in query and left:
+            stub.cut_bytes = cut_bytes
+            return 200, left.pop()
+        return taking(method, query)
+
+    stub.reply = reply
+    with backend.create("key") as writer:
+        writer.write(0, PART)
+        assert type(refused(writer.publish)) is UnreachableError
+        writer.publish()
+
+
+def test_a_listing_that_breaks_off_or_is_none_is_an_error(
+    backend: ObjectStoreBackend, stub: Stub, driver: Driver
+) -> None:
+    stub.cut_bytes = 200
+    for call in (lambda: list(backend.scan("")), lambda: backend.discard_unfinished("")):
+        assert type(refused(call)) is UnreachableError
+    stub.cut_bytes = 0
+    if driver is Driver.OBSTORE:
+        stub.reply = lambda method, query: (200, "<html>sign in</html>")
+        for call in (lambda: list(backend.scan("")), lambda: backend.discard_unfinished("")):
+            assert "is this an S3 server" in str(refused(call))
+
+
+@pytest.mark.parametrize("body", ["", "<html>404 not found</html>"])
+def test_a_404_that_names_nothing_says_nothing(
+    backend: ObjectStoreBackend, stub: Stub, body: str
+) -> None:
+    stub.reply = lambda method, query: (404, body)
+    for call in (
+        lambda: backend.stat("key"),
+        lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
+        lambda: list(backend.scan("")),
+        lambda: backend.delete("key"),
+        lambda: put(backend, "key", b"small"),
+    ):
+        assert isinstance(refused(call), UnreachableError)
+
+
+@pytest.mark.parametrize("code", ["NoSuchKey", "NoSuchVersion"])
+def test_a_404_that_names_the_key_is_believed(
+    backend: ObjectStoreBackend, stub: Stub, code: str
+) -> None:
+    stub.reply = lambda method, query: (404, error_body(code))
+    for call in (
+        lambda: backend.stat("key"),
+        lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
+    ):
+        assert type(refused(call)) is KeyNotFoundError
+    backend.delete("key")
+    assert type(refused(lambda: list(backend.scan("")))) is UnreachableError, "no listing is absent"
+
+
+def test_what_may_pass_is_asked_once_by_stat(backend: ObjectStoreBackend, stub: Stub) -> None:
+    stub.reply = lambda method, query: (503, "")
+    assert type(refused(lambda: backend.stat("key"))) is UnreachableError
+    assert len(stub.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "conditional", "other"),
+    [
+        ("OperationAborted", UnreachableError, UnreachableError),
+        ("ConditionalRequestConflict", UnreachableError, UnreachableError),
+        ("", KeyExistsError, BackendError),
+    ],
+)
+def test_a_conflict_is_a_taken_key_only_where_a_key_was_to_be_free(
+    backend: ObjectStoreBackend,
+    stub: Stub,
+    code: str,
+    conditional: type[BackendError],
+    other: type[BackendError],
+) -> None:
+    stub.reply = lambda method, query: (409, error_body(code) if code else "")
+    writer = backend.create("key", publish=Publish.IF_ABSENT)
+    assert type(refused(writer.publish)) is conditional
+    for call in (
+        lambda: put(backend, "key", b"small"),
+        lambda: backend.delete("key"),
+        lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
+    ):
+        error = refused(call)
+        assert isinstance(error, other)
+        assert not isinstance(error, KeyExistsError)
+
+
+FOREIGN = ["a//b", "../x", "./x", "/x", "x/", "a\\b", "x\ty", "x\x01y"]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_foreign_name_is_left_out_of_a_listing(
+    backend: ObjectStoreBackend, stub: Stub, foreign: str
+) -> None:
+    """As a store encodes it: bytes that XML cannot hold as %01, a space as '+'."""
+    names = [foreign.replace("\t", "%09").replace("\x01", "%01"), "good+one/a%2Bb%25/%C3%A9"]
+    rows = "".join(f"<Contents><Key>run/{name}</Key><Size>3</Size></Contents>" for name in names)
+    text = f"<ListBucketResult><EncodingType>url</EncodingType>{rows}</ListBucketResult>"
+    stub.reply = lambda method, query: (200, text)
+    assert [each.key for each in backend.scan("")] == ["good one/a+b%/é"]
+    assert "encoding-type=url" in stub.requests[-1]
+
+
+def test_names_that_are_not_encoded_are_taken_as_they_are(
+    backend: ObjectStoreBackend, stub: Stub, driver: Driver
+) -> None:
+    text = "<ListBucketResult><Contents><Key>run/a+b%41</Key><Size>3</Size></Contents></ListBucketResult>"
+    stub.reply = lambda method, query: (200, text)
+    assert [each.key for each in backend.scan("")] == ["a+b%41"]
+    if driver is Driver.OBSTORE:
+        stub.reply = lambda method, query: (200, text.replace("<Size>3</Size>", ""))
+        assert "without its size" in str(refused(lambda: list(backend.scan(""))))
+
+
+@pytest.mark.parametrize("where", ["begin", "part"])
+def test_what_is_given_up_while_it_is_asked_for_is_removed(
+    backend: ObjectStoreBackend, stub: Stub, where: str
+) -> None:
+    asked, given_up = threading.Event(), threading.Event()
+
+    def reply(method: str, query: dict[str, list[str]]) -> Reply:
+        if ("uploads" if where == "begin" else "partNumber") in query:
+            asked.set()
+            # Below the timeout of the request.
+            given_up.wait(0.3)
+            if where == "begin":
+                return 200, BEGUN
+        return taking(method, query)
+
+    stub.reply = reply
+    writer = backend.create("key")
+    errors: list[BackendError] = []
+
+    def write() -> None:
+        try:
+            writer.write(0, PART)
+        except BackendError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert asked.wait(10)
+    writer.abort()
+    before = len(stub.requests)
+    given_up.set()
+    thread.join()
+    assert "this writer is dead" in str(errors[0])
+    assert any(request.startswith("DELETE") for request in stub.requests[before:])
+    assert not backend._living
