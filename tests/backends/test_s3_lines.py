@@ -84,8 +84,10 @@ def listener() -> Iterator[Listener]:
 
 def send(listener: Listener) -> None:
     lines = Lines(listener.url, timeouts=Timeouts(connect_s=5, request_s=1.0), verify=True)
-    checked(lines.send("PUT", f"{listener.url}/key?x=1", "write", body=BODY), "write")
-    lines.close()
+    try:
+        checked(lines.send("PUT", f"{listener.url}/key?x=1", "write", body=BODY), "write")
+    finally:
+        lines.close()
 
 
 def test_a_slow_store_is_not_a_silent_one(listener: Listener) -> None:
