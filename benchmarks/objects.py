@@ -22,7 +22,11 @@ from benchmarks.figures import Results, ratio
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
+from tierfall.config import load_config
+from tierfall.core.restore.verify import Verifier
+from tierfall.core.values import CheckpointId
 from tierfall.demo.s3_server import running
+from tierfall.reading import Reader
 
 BUCKET = "bench"
 STORE = "store"
@@ -59,7 +63,7 @@ class Objects:
         found = run_rounds(contenders, rounds=rounds, seed=self._plan.seed, say=self._say)
         self._results.samples.update(found)
 
-    def _ratio(self, name: str, subject: str, reference: str, target: float) -> None:
+    def _ratio(self, name: str, subject: str, reference: str, target: float | None = None) -> None:
         found = ratio(
             name, self._results.samples, subject=subject, reference=reference, target=target
         )
@@ -116,13 +120,20 @@ class Objects:
         self._ratio(
             "durable on the store, over the best put", "upload.tierfall", best, SPEED_TARGET
         )
-        self._downloads(work, store, options, step)
+        self._downloads(store, options, step + 1)
 
-    def _downloads(self, work: Workload, store: Any, options: dict[str, Any], step: int) -> None:
+    def _downloads(self, store: Any, options: dict[str, Any], step: int) -> None:
+        """At full size, which one upload pays for all rounds."""
+        work = Workload(shape_for(self._plan.size_bytes))
+        work.train(TRAINING_STEPS)
+        self._results.facts["downloaded_state_bytes"] = bytes_of(work.tensors())
+        with tierfall.open(self._configuration("full", self._on(options)), fresh=True) as ckpt:
+            ckpt.save(step, work.state, block=True)
+            attempt = ckpt.checkpoints()[-1].attempt
         saved = [tensor.clone() for tensor in work.tensors()]
         (key, size) = next(
             (row["path"], row["size"])
-            for rows in obstore.list(store, f"checkpoints/bench/step-{step:08d}-a0001")
+            for rows in obstore.list(store, f"checkpoints/bench/step-{step:08d}-a{attempt:04d}")
             for row in rows
             if row["path"].endswith(".safetensors")
         )
@@ -156,19 +167,25 @@ class Objects:
             if not all(map(torch.equal, work.tensors(), saved)):
                 raise AssertionError("what was restored is not what was saved")
 
-        self._rounds(
-            "download: restore from the store alone, and ranges by several threads",
-            [
-                Contender(name="download.tierfall", before=begin, timed=restore, after=end),
-                Contender(name="download.obstore", timed=ranges),
-            ],
-        )
-        self._ratio(
-            "restore from the store, over ranges",
-            "download.tierfall",
-            "download.obstore",
-            SPEED_TARGET,
-        )
+        reader = Reader(load_config(self._configuration("reader", self._on(options))))
+
+        def check() -> None:
+            found = verifier.check_stored(reader.stores[STORE], CheckpointId(step, attempt))
+            assert found.good
+            assert found.bytes == size
+
+        with reader, Verifier() as verifier:
+            self._rounds(
+                "download: verified, restored, and ranges by several threads",
+                [
+                    Contender(name="download.tierfall", timed=check),
+                    Contender(name="download.restore", before=begin, timed=restore, after=end),
+                    Contender(name="download.obstore", timed=ranges),
+                ],
+            )
+        name = "download, verified, over ranges"
+        self._ratio(name, "download.tierfall", "download.obstore", SPEED_TARGET)
+        self._ratio("restore from the store, over ranges", "download.restore", "download.obstore")
 
     def _image_of(self, work: Workload) -> bytes:
         """The bytes of a state's image, ready to be sent."""

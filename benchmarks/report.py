@@ -68,7 +68,7 @@ def _bytes_moved(series: str, facts: dict[str, Any]) -> int:
     """How many bytes of state a sample of a series moved."""
     kinds = {
         "upload": "object_state_bytes",
-        "download": "object_state_bytes",
+        "download": "downloaded_state_bytes",
         "throttled": "throttled_state_bytes",
     }
     return int(facts[kinds.get(series.partition(".")[0], "state_bytes")])

@@ -252,7 +252,7 @@ def test_tiny_run_measures_everything_and_leaves_nothing(tmp_path: Path) -> None
         "restore from the host tier": 1.3,
         "cold restore from the file tier": 1.25,
         "durable on the store, over the best put": pytest.approx(1 / 0.95),
-        "restore from the store, over ranges": pytest.approx(1 / 0.95),
+        "download, verified, over ranges": pytest.approx(1 / 0.95),
     }
     for each in found["ratios"]:
         assert each["name"] in text
