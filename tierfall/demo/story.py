@@ -55,7 +55,9 @@ def _is_ripe(stage: Stage, event: StepDone) -> bool:
     if tier is None or tier.arriving is None or event.totals is None:
         return False
     is_under_way = tier.arrived_bytes >= UNDER_WAY * event.totals.image_bytes
-    return event.step >= KILL_FROM * stage.steps and is_under_way
+    # Of an older one, two newer would fill what the tier retains: the next start would not send it any more.
+    is_wanted = event.step < chains.parse_checkpoint(tier.arriving).step + 4 * stage.every
+    return event.step >= KILL_FROM * stage.steps and is_under_way and is_wanted
 
 
 def _in_flight(stage: Stage, event: StepDone) -> CheckpointId | None:
