@@ -27,6 +27,7 @@ TINY = Plan(
     batch=2,
     store_bandwidth="100MB/s",
     chunk="64KiB",
+    apart_s=0.0,
 )
 STEPS, STOP, EVERY = 20, 13, 4
 BATCHES_AN_EPOCH = 7

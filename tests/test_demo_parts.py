@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,7 @@ from tierfall.demo.events import (
 from tierfall.demo.process import DemoError, Trainer
 from tierfall.demo.screen import Screen
 from tierfall.demo.stage import Act, Stage, check_restored
-from tierfall.demo.training import SMALL
+from tierfall.demo.training import SMALL, Training, train
 
 
 def step_done(step: int, loss: float, totals: Totals | None = None) -> StepDone:
@@ -265,6 +266,40 @@ def test_trainer_that_ends_badly_is_quoted(tmp_path: Path) -> None:
         pytest.raises(DemoError, match=r"(?s)'it' ended with code 2.*--steps is -1"),
     ):
         list(it.follow())
+
+
+def test_what_a_killed_trainer_wrote_is_told_to_the_last_line(tmp_path: Path) -> None:
+    with Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True, pace_s=0.01) as it:
+        while len(it_wrote(tmp_path)) < 4:
+            time.sleep(0.01)
+        first = next(it.follow())
+        rest = it.kill()
+    assert [first, *rest] == it_wrote(tmp_path)
+    assert len(rest) >= 3
+
+
+def it_wrote(folder: Path) -> list[Event]:
+    return EventReader(folder / "it.jsonl").read()
+
+
+def test_a_step_shorter_than_its_pace_is_followed_by_a_pause_that_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds: list[float] = []
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    train(
+        Training(SMALL, b"abc" * 1000, steps=4),
+        first=1,
+        last=4,
+        ckpt=None,
+        told=lambda done: seconds.append(done.seconds),
+        pace_s=600.0,
+    )
+    assert [0 < own + pause <= 600 for own, pause in zip(seconds, pauses, strict=True)] == [
+        True
+    ] * 4
+    assert min(pauses) > max(seconds)
 
 
 def test_saves_are_told_when_they_come_further_and_no_more_when_they_are_done(

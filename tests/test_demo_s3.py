@@ -59,7 +59,7 @@ def test_demo_runs_on_a_real_server_and_without_matplotlib(tmp_path: Path) -> No
     done = subprocess.run(
         [
             *(sys.executable, "-c", WITHOUT_MATPLOTLIB),
-            *(str(folder), "--s3", "--steps", "24", "--json"),
+            *(str(folder), "--s3", "--small", "--steps", "48", "--json"),
         ],
         capture_output=True,
         text=True,

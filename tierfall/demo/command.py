@@ -83,7 +83,14 @@ def demo(
             _chain(place, plan, every, image_bytes, bucket) as chain,
         ):
             drawn = picture_path(None if folder is None else place, picture)
-            stage = Stage(screen=screen, chain=chain, steps=every * SAVES, every=every, small=small)
+            stage = Stage(
+                screen=screen,
+                chain=chain,
+                steps=every * SAVES,
+                every=every,
+                small=small,
+                pace_s=plan.apart_s / every,
+            )
             facts = _play(stage, parameters, drawn)
             _say_where_next(screen, None if folder is None else place, s3=s3)
     except DemoError as error:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,14 @@ class Trainer:
     """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it, if it still lives."""
 
     def __init__(
-        self, name: str, *, folder: Path, config: Path | None, steps: int, small: bool
+        self,
+        name: str,
+        *,
+        folder: Path,
+        config: Path | None,
+        steps: int,
+        small: bool,
+        pace_s: float = 0.0,
     ) -> None:
         """``name`` names its files in ``folder``; without ``config`` it saves nothing."""
         self._name = name
@@ -39,7 +47,9 @@ class Trainer:
         command += ["--log", str(events)]
         command += ["--config", str(config)] if config else []
         command += ["--small"] if small else []
+        command += ["--pace", str(pace_s)]
         self._reader = EventReader(events)
+        self._read: deque[Event] = deque()
         self.began_s = time.monotonic()
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
@@ -54,7 +64,9 @@ class Trainer:
         """Yield events as they come, until the process ends; DemoError where it ends badly."""
         while True:
             ended = self._process.poll() is not None
-            yield from self._reader.read()
+            self._read += self._reader.read()
+            while self._read:
+                yield self._read.popleft()
             if ended:
                 break
             time.sleep(POLL_S)
@@ -82,10 +94,10 @@ class Trainer:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> list[Event]:
-        """SIGKILL it, and return what it still wrote before."""
+        """SIGKILL it, and return what it wrote before and ``follow`` has not yielded."""
         self._process.kill()
         self._process.wait()
-        return self._reader.read()
+        return [*self._read, *self._reader.read()]
 
     def __enter__(self) -> Self:
         return self

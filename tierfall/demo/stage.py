@@ -76,6 +76,8 @@ class Stage:
     steps: int
     every: int
     small: bool
+    pace_s: float = 0.0
+    """The seconds that a step takes at least while it saves."""
 
     def start(self, name: str, *, saves: bool = True) -> Trainer:
         """Start a trainer process, which is killed where its ``with`` is left before its end."""
@@ -85,6 +87,7 @@ class Stage:
             config=self.chain.config_path if saves else None,
             steps=self.steps,
             small=self.small,
+            pace_s=self.pace_s if saves else 0.0,
         )
 
     @contextmanager

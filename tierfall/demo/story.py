@@ -45,8 +45,8 @@ def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
                 return act, cut
             trainer.thaw()
     raise DemoError(
-        f"no copy was found on its way to {STORE} between step {stage.steps * KILL_FROM:g} and {stage.steps}: this "
-        "machine trains faster than the demo thought; run it with more --steps"
+        f"no copy was found on its way to {STORE} between step {stage.steps * KILL_FROM:g} and {stage.steps}, "
+        "though one takes longer than from save to save: run it with more --steps, and with nothing beside it"
     )
 
 

@@ -45,6 +45,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="the last step")
     parser.add_argument("--log", type=Path, required=True, help="the event file to write")
     parser.add_argument("--small", action="store_true", help="a much smaller model")
+    parser.add_argument(
+        "--pace", type=float, default=0.0, help="the seconds that a step takes at least"
+    )
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}; expected 1 or more")
@@ -53,11 +56,16 @@ def main() -> None:
     training = Training(SMALL if options.small else NORMAL, english_text(), steps=options.steps)
     opened = tierfall.open(options.config) if options.config else nullcontext()
     with EventWriter(options.log) as log, opened as ckpt:
-        run(training, steps=options.steps, ckpt=ckpt, log=log)
+        run(training, steps=options.steps, ckpt=ckpt, log=log, pace_s=options.pace)
 
 
 def run(
-    training: Training, *, steps: int, ckpt: tierfall.Checkpointer | None, log: EventWriter
+    training: Training,
+    *,
+    steps: int,
+    ckpt: tierfall.Checkpointer | None,
+    log: EventWriter,
+    pace_s: float = 0.0,
 ) -> None:
     """Restore, train to ``steps``, and finish every flush, telling each to ``log``."""
     if ckpt is not None:
@@ -89,7 +97,7 @@ def run(
         )
 
     first = restored.step + 1 if restored else 1
-    train(training, first=first, last=steps, ckpt=ckpt, told=told)
+    train(training, first=first, last=steps, ckpt=ckpt, told=told, pace_s=pace_s)
     if ckpt is not None:
         drain(ckpt, log)
     saves.tell()

@@ -41,12 +41,17 @@ Listener = Callable[[Trained], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A size of the demo: the model, its batches, and what of the chain has to fit to them."""
+    """A size of the demo: the model, its batches, and what of the chain has to fit to them.
+
+    From save to save a trainer takes ``apart_s`` at least, on the fastest machine: a flush to the object tier, at its
+    bandwidth, takes about one and a half times as long, so that there is one to kill.
+    """
 
     shape: Shape
     batch: int
     store_bandwidth: str
     chunk: str
+    apart_s: float
 
 
 NORMAL = Plan(
@@ -54,12 +59,14 @@ NORMAL = Plan(
     batch=4,
     store_bandwidth="30MB/s",
     chunk="1MiB",
+    apart_s=0.8,
 )
 SMALL = Plan(
     shape=Shape(width=96, layers=2, heads=2, context=64),
     batch=2,
     store_bandwidth="10MB/s",
     chunk="256KiB",
+    apart_s=0.25,
 )
 
 
@@ -104,8 +111,12 @@ def train(
     last: int,
     ckpt: tierfall.Checkpointer | None,
     told: Listener,
+    pace_s: float = 0.0,
 ) -> None:
-    """Train steps ``first`` to ``last``, both included, saving through ``ckpt`` where its cadence asks for it."""
+    """Train steps ``first`` to ``last``, both included, saving through ``ckpt`` where its cadence asks for it.
+
+    A step that took less than ``pace_s`` is followed by a pause, which counts as nobody's time.
+    """
     for step in range(first, last + 1):
         began = time.monotonic()
         loss = training.step()
@@ -123,3 +134,4 @@ def train(
                 handle=handle,
             )
         )
+        time.sleep(max(0.0, began + pace_s - time.monotonic()))
