@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class AbortsOnLeave:
+class AbortsOnLeave(ABC):
     """The ``with`` of a writer; ``abort`` does nothing once it is published."""
 
-    def abort(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def abort(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self

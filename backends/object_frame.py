@@ -8,6 +8,7 @@ request could lose to the first.
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,8 +83,8 @@ class ObjectFrame(AbortsOnLeave):
             self._state = State.DEAD
         self._die()
 
-    def _publish(self, what: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _publish(self, what: str) -> None: ...
 
     def _remove(self) -> None:
         """Remove what was begun at the store."""

@@ -29,13 +29,12 @@ from tierfall.backends.object_frame import (
     State,
 )
 from tierfall.backends.views import flat
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import PARTS_MAX, Publish, part_bytes
 from tierfall.core.errors import BackendError, KeyNotFoundError
 
 # Amazon S3's bounds for an upload in parts.
 PART_BYTES_MIN = 5 * 1024 * 1024
 PART_BYTES_MAX = 5 * 1024**3
-PARTS_MAX = 10_000
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
@@ -60,7 +59,7 @@ class ObjectWriter(ObjectFrame):
         self._begin_lock = threading.Lock()
         self._parts: dict[int, _Part] = {}
         self._is_unheard = False
-        self._stride_bytes = max(PART_BYTES_MIN, -(-(extent.most_bytes or 0) // PARTS_MAX))
+        self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
 
     def write(self, offset: int, view: memoryview) -> None:
         data = flat(view)

@@ -24,14 +24,13 @@ from tierfall.backends.s3_multipart import Multipart
 from tierfall.backends.s3_ranges import Ranges
 from tierfall.backends.store_answers import creating, is_worth_a_get
 from tierfall.backends.views import copy_bytes, flat
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import Publish, part_bytes
 from tierfall.core.errors import BackendError
 
 _STREAM_BYTES = 1024 * 1024
 _LIST_ROWS = 1000
-# Of obstore's writer: what one part holds at least, how many there may be, and how many are on their way at once.
+# Of obstore's writer: what one part holds at least, and how many are on their way at once.
 _PART_BYTES = 16 * 1024 * 1024
-_PARTS_MAX = 10_000
 _AT_ONCE = 4
 
 
@@ -51,8 +50,8 @@ class ObstoreClient:
     knows_condition: bool = True
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
-        part_bytes = max(_PART_BYTES, -(-(most_bytes or 0) // _PARTS_MAX))
-        return _ObstoreStream(self.streams, key, part_bytes, what)
+        size_bytes = part_bytes(most_bytes or 0, _PART_BYTES)
+        return _ObstoreStream(self.streams, key, size_bytes, what)
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         mode: Literal["create", "overwrite"] = (

@@ -58,7 +58,7 @@ class S3fsClient:
         return self
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
-        raise NotImplementedError("uploads serve here")
+        raise AssertionError(f"{what}: this client has uploads, and no streams")
 
     def put(self, key: str, data: memoryview, publish: Publish, what: str) -> None:
         condition = {"IfNoneMatch": "*"} if publish is Publish.IF_ABSENT else {}

@@ -13,6 +13,15 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self
 
+PARTS_MAX = 10_000
+"""No store takes an object in more parts than this."""
+
+
+def part_bytes(object_bytes: int, least_bytes: int) -> int:
+    """Return how long the parts of an object of up to ``object_bytes`` have to be: ``least_bytes``, or what keeps their
+    number within PARTS_MAX."""
+    return max(least_bytes, -(-object_bytes // PARTS_MAX))
+
 
 class Publish(StrEnum):
     """What ``publish`` does where the key is taken."""
@@ -108,8 +117,8 @@ class Backend(Protocol):
         """Begin an object. With ``length`` given, space is reserved where the medium can, and ``publish`` raises a
         BackendError unless exactly ``length`` bytes are covered. ``length_max`` says, where the length is not known
         yet, what it will not exceed: an upload in parts chooses the size of its parts by either (a write, but for the
-        last, then has a 10,000th of it or more), and to write beyond it is a BackendError. A negative one, or a length
-        above length_max, is a BackendError."""
+        last, then has as much as ``part_bytes`` says), and to write beyond it is a BackendError. A negative one, or a
+        length above length_max, is a BackendError."""
         ...
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,12 +256,9 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         first.wait("disk", timeout=PATIENCE_S)
         wait_until(lambda: sent_bytes(ckpt) > 12 * MIB, "a quarter is sent", PATIENCE_S)
         own_server.kill()
-        before = sent_bytes(ckpt)
         assert not first.done("store")
-        began = time.monotonic()
         second = ckpt.save(2, large(2, mib=48))  # training goes on
         second.wait("disk", timeout=PATIENCE_S)
-        assert time.monotonic() - began < 60
         wait_until(
             lambda: any(r.levelno == logging.ERROR for r in caplog.records),
             "it is said",
@@ -273,7 +269,6 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         own_server.start()
         wait_until(lambda: second.done("store"), "all is flushed", PATIENCE_S)
         assert first.done("store")
-        assert before > 0
         image = ckpt.checkpoints()[0].bytes
         assert sent_bytes(ckpt) == 2 * image, "each chunk was brought once"
         statistics = ckpt.statistics()
@@ -508,12 +503,12 @@ def test_drain_brings_what_a_dead_trainer_left_to_the_store(
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(config))
     code = """
-        import os, sys, signal, torch, tierfall
+        import os, sys, signal, threading, torch, tierfall
         from tierfall.tiers.stored import StoredTier
         ckpt = tierfall.open(sys.argv[1])
-        StoredTier.create_shard = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+        StoredTier.create_shard = lambda *a: threading.Event().wait()
         ckpt.save(1, {"w": torch.full((6 << 20,), 7, dtype=torch.uint8)}).captured()
-        signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), str(path)], check=False, timeout=PATIENCE_S
@@ -526,9 +521,7 @@ def test_drain_brings_what_a_dead_trainer_left_to_the_store(
         check=False,
         timeout=PATIENCE_S,
     )
-    if drained.returncode:  # it died before the image was sealed
-        assert "nothing" in drained.stdout + drained.stderr
-        return
+    assert drained.returncode == 0, drained.stderr
     assert (tierfall.load(only_store(config, tmp_path / "elsewhere"))["w"] == 7).all()
 
 
@@ -616,6 +609,4 @@ def test_a_flush_takes_no_more_memory_than_parts_times_parallel_calls(
         ("fsspec", "none"): 2 * 4 * 16,
         ("obstore", "planes"): packers * (16 + 16 + 8) + 16,
     }[driver, codec]
-    found_mib = int(done.stdout) >> 20
-    print(f"{driver} {codec}: {found_mib} MiB of {bound_mib}")
-    assert found_mib < bound_mib + 16
+    assert int(done.stdout) >> 20 < bound_mib + 16

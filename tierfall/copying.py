@@ -31,10 +31,10 @@ from tierfall.findings import NEWER
 from tierfall.orders import Watch, trained_elsewhere, view_of
 from tierfall.policies.bundle import plan_retention
 from tierfall.reading import Reader
+from tierfall.stores import lane_limits
 from tierfall.tiers.stored import StoredTier
 from tierfall.transfer import (
     discard_unfinished,
-    limits_of,
     marks_of,
     origin,
     owning,
@@ -170,7 +170,7 @@ def _copy(
     store.check_fence(attempt)
     try:
         discard_unfinished(store, reader.run, checkpoint.id)
-        commit = write_files(store, limits_of(reader.config, store), source, counter.add)
+        commit = write_files(store, lane_limits(store, reader.config), source, counter.add)
         remove_other_forms(store, reader.run, commit)  # of a copy that was never finished
         store.commit(commit, attempt=attempt, marks=marks)
     except BaseException:

@@ -36,10 +36,10 @@ from tierfall.core.restore.reader import in_threads
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.units import format_size
 from tierfall.core.values import TierKind
-from tierfall.stores import run_folder
+from tierfall.stores import lane_limits, run_folder
 from tierfall.tiers.arena_folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
-from tierfall.transfer import limits_of, writable
+from tierfall.transfer import writable
 
 PROBE_PREFIX = "tierfall-check-"
 SIZE_MAX_BYTES = 4 << 30
@@ -122,7 +122,7 @@ def _measure_stored(config: Config, tier: Tier, size_bytes: int) -> Measured:
                 direct_io=traits.direct_io,
                 free_bytes=_free_bytes(section.folder),
             )
-            limits = limits_of(config, store)
+            limits = lane_limits(store, config)
             _sweep(store)
             _check_capacity(store, known, size_bytes)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)

@@ -28,11 +28,11 @@ from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.findings import NEWER
 from tierfall.reading import Reader
+from tierfall.stores import lane_limits
 from tierfall.tiers.stored import StoredTier
 from tierfall.transfer import (
     OnBytes,
     discard_unfinished,
-    limits_of,
     mark_of,
     origin,
     remove_other_forms,
@@ -163,7 +163,7 @@ class Repairer:
         source = origin(self._reader, checkpoint, self._sources(store, checkpoint, copy))
         attempt = writing_attempt(self._reader, self._listings, source.commit.line)
         store.check_fence(attempt)
-        limits = limits_of(self._reader.config, store)
+        limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
         if not store.holds(copy.id):  # its commit record has gone meanwhile: it was dropped

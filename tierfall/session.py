@@ -218,11 +218,7 @@ class Session:
         ledger = Ledger(tier_rules(self.config), self.config.host.name)
         ledger.load(merge(self.listings), self.listings)
         self._adopt(ledger)
-        remote = {tier.name for tier in self.config.stored if tier.folder is None}
-        lanes = {
-            name: lane_limits(store, remote=name in remote, chunk_bytes=self.config.chunk_bytes)
-            for name, store in self.stores.items()
-        }
+        lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.pool = read_pool(self.config.chunk_bytes)  # restores do not wait for flushes
         pools = {name: lane_pool(self.config, limits) for name, limits in lanes.items()}
         self.workers = Workers(

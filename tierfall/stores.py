@@ -130,14 +130,15 @@ def _packers() -> int:
     return 1 + _workers()
 
 
-def lane_limits(store: StoredTier, *, remote: bool, chunk_bytes: int) -> LaneLimits:
+def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
     """Say how much may be on its way to a tier at once. Threads that send to a remote one do little but wait."""
     traits = store.backend.traits
     threads = _workers()
+    is_remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
     if store.packs:
         threads = _packers()
-    elif remote:
-        threads = max(WORKERS_MAX, BUDGET_BYTES // chunk_bytes)
+    elif is_remote:
+        threads = max(WORKERS_MAX, BUDGET_BYTES // config.chunk_bytes)
     parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
     return LaneLimits(
         parallel=parallel,

@@ -32,10 +32,9 @@ from tierfall.core.snapshot import geometry
 from tierfall.core.values import CheckpointId, Codec, Shard
 from tierfall.orders import check_folders
 from tierfall.reading import Reader
-from tierfall.stores import SLOT, lane_limits, open_stores, run_folder
+from tierfall.stores import SLOT, open_stores, run_folder
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.arena_folder import prepare_folder
-from tierfall.tiers.image_writer import PARTS_MAX
 from tierfall.tiers.stored import StoredTier
 
 OnBytes = Callable[[int], None]
@@ -144,12 +143,6 @@ def origin(reader: Reader, checkpoint: KnownCheckpoint, tiers: Sequence[str]) ->
     return Origin(commit=plain(commit), shards=tuple(shards), tally=tally)
 
 
-def limits_of(config: Config, store: StoredTier) -> LaneLimits:
-    """Say how much may be on its way to a tier at once, as for a flush."""
-    remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
-    return lane_limits(store, remote=remote, chunk_bytes=config.chunk_bytes)
-
-
 def write_files(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
     """Write images and records, each complete before it is visible; return the commit record that names them.
 
@@ -186,10 +179,7 @@ def _write_chunks(
     on_bytes: OnBytes,
 ) -> None:
     """Bring runs of chunks, each as long as the tier wants its parts."""
-    least = limits.run_bytes_min
-    if least:
-        least = max(least, -(-manifest.image_bytes // PARTS_MAX))
-    runs = geometry(manifest).runs(least)
+    runs = limits.runs(geometry(manifest))
     longest = max(_run_range(manifest, run)[1] - _run_range(manifest, run)[0] for run in runs)
     threads = max(1, min(limits.parallel, limits.budget_bytes // longest))
     pool = BufferPool(bytes=frame_bytes_max(longest), count=threads)

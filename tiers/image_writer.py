@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierfall.core.buffers import BufferPool, allocate
-from tierfall.core.contracts import Writer
+from tierfall.core.contracts import Writer, part_bytes
 from tierfall.core.documents import Spliced
 from tierfall.core.packing.files import packed_files
 from tierfall.core.packing.frames import frame_bytes_max
@@ -30,7 +30,6 @@ from tierfall.core.values import Codec, Shard
 
 # Small, so that sending begins early and goes on evenly, and large enough for disks and stores.
 PART_BYTES = 8 << 20
-PARTS_MAX = 10_000
 _PAGE_BYTES = 4096
 
 
@@ -178,7 +177,7 @@ class PackedImageWriter:
         if packing.codec is Codec.PLANES:
             self._widths = chunk_widths(pieces, cut, what="manifest")
         bound = packed_bytes_max(cut)
-        least = max(packing.part_bytes, part_bytes_min, -(-bound // PARTS_MAX))
+        least = part_bytes(bound, max(packing.part_bytes, part_bytes_min))
         self._part_bytes = -(-min(least, bound) // _PAGE_BYTES) * _PAGE_BYTES
         self._lock = threading.Lock()
         self._stream = _Stream()

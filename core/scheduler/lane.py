@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tierfall.core.contracts import part_bytes
 from tierfall.core.errors import FlushError
 from tierfall.core.records import Commit, Manifest, Mark
 from tierfall.core.scheduler.ledger import Entry
@@ -26,12 +27,11 @@ from tierfall.core.scheduler.tasks import (
     Source,
     Task,
 )
-from tierfall.core.snapshot import geometry
+from tierfall.core.snapshot import Geometry, geometry
 from tierfall.core.values import CheckpointId, CopyState
 
 FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
-PARTS_MAX = 10_000
 
 
 class Phase(StrEnum):
@@ -70,14 +70,19 @@ class LaneLimits:
     """What may be on its way to one tier at once.
 
     ``parallel`` runs of chunks; ``budget_bytes`` in buffers of reads from stored tiers. ``window``: how far a run may
-    be ahead of the oldest that is not done (0: any). ``run_bytes_min``: how long a run is at least; PARTS_MAX of them
-    make an image.
+    be ahead of the oldest that is not done (0: any). ``run_bytes_min``: how long a run is at least, where it becomes a
+    part of an object (0: a chunk each).
     """
 
     parallel: int
     budget_bytes: int
     window: int = 0
     run_bytes_min: int = 0
+
+    def runs(self, cut: Geometry) -> tuple[tuple[int, int], ...]:
+        """Put the chunks of an image together: first chunk of each run, and the one after its last."""
+        least = self.run_bytes_min
+        return cut.runs(part_bytes(cut.image_bytes, least) if least else 0)
 
 
 class Lane:
@@ -217,11 +222,7 @@ class Lane:
             entry.manifest = manifest
             entry.geometry = geometry(manifest)
         assert entry.geometry is not None
-        least = max(
-            self._limits.run_bytes_min,
-            -(-entry.geometry.image_bytes // PARTS_MAX) if self._limits.run_bytes_min else 0,
-        )
-        transfer.runs = entry.geometry.runs(least)
+        transfer.runs = self._limits.runs(entry.geometry)
         if transfer.error is None:
             transfer.phase = Phase.COPYING
 

@@ -6,9 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from s3_stub import Stub
 
 from tierfall.backends.posix import PosixBackend
 from tierfall.core.errors import BackendError
+from tierfall.core.values import Driver
+
+
+@pytest.fixture(params=Driver)
+def driver(request: pytest.FixtureRequest) -> Driver:
+    """Each client of an S3 store, one after the other."""
+    return Driver(request.param)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """A server that answers what it is told to."""
+    made = Stub()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

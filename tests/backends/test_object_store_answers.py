@@ -22,18 +22,6 @@ from tierfall.core.errors import (
 from tierfall.core.values import Driver
 
 
-@pytest.fixture(params=Driver)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    return Driver(request.param)
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    made = Stub()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def backend(stub: Stub, driver: Driver) -> Iterator[Backend]:
     made = open_backend("s3://bucket/run", options=stub.options, driver=driver)

@@ -42,11 +42,6 @@ def parts(seed: int, number: int) -> list[bytes]:
     return [bytes([seed + index]) * PART_BYTES for index in range(number)]
 
 
-@pytest.fixture(params=Driver)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    return Driver(request.param)
-
-
 @pytest.fixture
 def opened(driver: Driver) -> Callable[..., Backend]:
     return partial(open_backend, driver=driver)

@@ -24,18 +24,6 @@ from tierfall.core.values import Driver
 PART = memoryview(bytes(PART_BYTES))
 
 
-@pytest.fixture(params=Driver)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    return Driver(request.param)
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    made = Stub()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def backend(stub: Stub, driver: Driver) -> Iterator[ObjectStoreBackend]:
     made = opened(stub, driver)

@@ -20,22 +20,10 @@ from tierfall.core.values import Driver
 DATA = bytes(range(1, 251)) * (2 * PART_BYTES // 250) + b"the last piece"
 
 
-@pytest.fixture(params=Driver)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    return Driver(request.param)
-
-
 @pytest.fixture
 def real(s3_server: SeaweedFS, bucket: str, driver: Driver) -> Iterator[ObjectStoreBackend]:
     made = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
     assert isinstance(made, ObjectStoreBackend)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def stub() -> Iterator[Stub]:
-    made = Stub()
     yield made
     made.close()
 

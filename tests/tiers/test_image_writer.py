@@ -15,18 +15,17 @@ import zstandard
 
 from tests.core.packing.packing_help import image_of
 from tierfall.backends.memory import MemoryBackend
+from tierfall.core import contracts
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.contracts import Writer
 from tierfall.core.errors import AccessDeniedError, UnreachableError
 from tierfall.core.packing.files import packed_files
-from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.packing.packed import Packed, read_packed
 from tierfall.core.packing.packer import Unpacker
 from tierfall.core.records import Manifest
 from tierfall.core.snapshot import geometry
 from tierfall.core.values import Codec
-from tierfall.tiers import image_writer
 from tierfall.tiers.image_writer import PackedImageWriter, Packing, packed_bytes_max
 
 CODECS = [Codec.ZSTD, Codec.PLANES]
@@ -263,7 +262,7 @@ def test_whatever_is_lent_comes_back_after_an_abort(place: Place, when: str) -> 
 def test_parts_are_as_long_as_a_store_needs_and_few_enough(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_writer, "PARTS_MAX", 3)
+    monkeypatch.setattr(contracts, "PARTS_MAX", 3)
     writer = writer_to(place, packing(Codec.ZSTD))
     for index in range(CUT.chunk_count):
         put(writer, index)
@@ -322,7 +321,6 @@ def test_the_bound_holds_for_what_does_not_compress(place: Place) -> None:
     writer = writer_to(place, how, manifest=manifest)
     for index in range(manifest.chunk_count):
         start, end = manifest.chunk_range(index)
-        assert end - start <= frame_bytes_max(end - start)
         writer.put(index, start, memoryview(noise)[start:end])
     writer.finish(manifest)
     assert len(noise) < len(place.stored()) <= place.bound
