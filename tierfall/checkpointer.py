@@ -407,6 +407,7 @@ class Checkpointer:
         finally:
             self._closed = True
             _open.discard(self)
+            self._saver.close()
             self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
         if self._config.on_error is OnError.RAISE:
             self._raise_failures()

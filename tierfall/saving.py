@@ -16,10 +16,12 @@ from tierfall import telling
 from tierfall.config import Config, StoredTier
 from tierfall.core.bell import Bell
 from tierfall.core.capture.capturer import Capturer, as_capture_error
+from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.targets import TargetCache
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import Layout, StateView, describe, plan_layout
+from tierfall.core.image import Layout, Recall, StateView, describe, plan_layout
 from tierfall.core.records import Line
 from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
@@ -46,6 +48,9 @@ class Saver:
         self._session = session
         self._capturer = capturer
         self._layout: Layout | None = None
+        self._recall = Recall()
+        self._cutting: Cutting | None = None
+        self._targets = TargetCache()
         self.counts = telling.SaveCounts()
 
     def save(
@@ -60,7 +65,7 @@ class Saver:
         """Begin the capture of ``state`` as the next checkpoint of ``line``; see ``Checkpointer.save``."""
         metrics = telling.checked_metrics(metrics)
         tags = telling.checked_tags(tags)
-        view = describe(state)
+        view = describe(state, self._recall)
         layout, header = self._lay_out(view)
         place = line.next(step)
         rules = self._session.coordinator.ledger.rules
@@ -84,6 +89,10 @@ class Saver:
             self._capturer.give_up(snapshot, error)
             raise
         return handle
+
+    def close(self) -> None:
+        """Let go of host memory."""
+        self._targets.clear()
 
     def _lay_out(self, view: StateView) -> tuple[Layout, bytes]:
         """Find the layout of this structure, planned only when the structure changed."""
@@ -127,13 +136,14 @@ class Saver:
         post = self._session.coordinator.post
         id = line.checkpoint
         chunk = self._config.chunk_bytes
+        if self._cutting is None or not self._cutting.serves(layout, view):
+            self._cutting = Cutting(layout, view, chunk)
         filling = Filling(
-            target=region.tensor(),
+            targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=header,
-            layout=layout,
-            tensors=view.tensors,
-            chunk_bytes=chunk,
+            cutting=self._cutting,
+            view=view,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -205,7 +215,7 @@ class Saver:
         logger.warning("%s", error)
 
     def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
-        on_host = all(source.tensor.is_cpu for source in view.tensors)
+        on_host = all(source.is_cpu for source in view.sources)
         reason = self._capturer.why_blocking(
             view.parameters, on_host=on_host, first=self.counts.begun == 0
         )

@@ -1,9 +1,9 @@
 """Filling one image: the copies that bring a state's bytes into a region, and the watermark over them.
 
-The image is cut into *segments*, each a run of tensor bytes copied by one call. Any thread may claim the next segment,
-in image order: the capture thread does, and so does a training thread that has come to the barrier. A chunk whose last
-segment is in place is hashed; the watermark counts the leading chunks that are hashed, hence final. This module knows
-tensors and bytes; it knows no tiers, no steps and no optimizers.
+The image is cut into *segments* (``cutting``), each a run of tensor bytes copied by one call. Any thread may claim the
+next segment, in image order: the capture thread does, and so does a training thread that has come to the barrier. A
+chunk whose last segment is in place is hashed; the watermark counts the leading chunks that are hashed, hence final.
+This module knows tensors and bytes; it knows no tiers, no steps and no optimizers.
 """
 
 from __future__ import annotations
@@ -12,36 +12,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import xxhash
 
 from tierfall.core.bell import Bell
+from tierfall.core.capture.cutting import Cutting, Piece, Segment
+from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
-from tierfall.core.image import Layout, SourceTensor, as_bytes, copy_whole
-from tierfall.core.records import DIGEST_PREFIX, chunk_count, chunk_range
-from tierfall.core.values import Changes
+from tierfall.core.image import StateView, as_bytes, copy_whole, naming
+from tierfall.core.records import DIGEST_PREFIX
 
-SEGMENT_BYTES = 16 << 20
-BATCH_BYTES = 1 << 20
 LOOK_AGAIN_S = 0.2
 _NO_VERSION = -1
+_VERSION = attrgetter("_version")
 
 
 def chunk_digest(view: memoryview) -> str:
     """Return the XXH3-128 digest of a chunk's bytes, as manifests hold it."""
     return DIGEST_PREFIX + xxhash.xxh3_128_hexdigest(view)
-
-
-@dataclass(slots=True)
-class _Piece:
-    """Bytes of one tensor that go to ``start`` in the image; ``source`` None means the whole tensor at once."""
-
-    slot: int
-    start: int
-    end: int
-    source_start: int
 
 
 class Filling:
@@ -51,86 +41,41 @@ class Filling:
     def __init__(
         self,
         *,
-        target: torch.Tensor,
+        targets: Targets,
         memory: memoryview,
         header: bytes,
-        layout: Layout,
-        tensors: Sequence[SourceTensor],
-        chunk_bytes: int,
+        cutting: Cutting,
+        view: StateView,
         on_progress: Callable[[int], None],
     ) -> None:
-        """Take the sources. ``target`` and ``memory`` are the same image_bytes of a region."""
-        self._target = target
+        """Take the sources, and copy what may change at any time. ``targets`` and ``memory`` are the same region."""
+        self._targets = targets
         self._memory = memory
-        self._layout = layout
-        self._tensors = tensors
-        self._chunk_bytes = chunk_bytes
+        self._cutting = cutting
+        self._tensors: Sequence[torch.Tensor] = view.sources
+        self._trails = view.trails
+        self._plain = view.plain
         self._on_progress = on_progress
-        self._versions: list[int] = []
-        self._bytes: list[torch.Tensor | None] = []
-        self._segments: deque[list[_Piece]] = deque()
+        self._versions = _versions(view.sources)
+        self._segments = deque(cutting.segments)
         self._lock = threading.Lock()
         self._copying: set[int] = set()
         self._bells: list[Bell] = []
-        count = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
-        self.digests: list[str] = [""] * count
+        self._missing = cutting.missing.copy()
+        self.digests: list[str] = [""] * len(self._missing)
         self.final_chunks = 0
-        self._missing = [0] * count
-        for index in range(1, count):
-            start, end = self._range(index)
-            self._missing[index] = end - start
         self._ready: set[int] = {0}
         self._hashed: set[int] = set()
         self.failure: BaseException | None = None
-        self.copied = False
+        self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
-        self._plan()
+        for piece in cutting.at_once:
+            self._copy((piece,))
 
     @property
     def chunk_count(self) -> int:
         return len(self.digests)
-
-    # Planning --------------------------------------------------------------------------------------
-
-    def _plan(self) -> None:
-        """Copy what may change at any time, and cut the rest into segments."""
-        batch: list[_Piece] = []
-        batched = 0
-        for number, slot in enumerate(self._layout.slots):
-            source = self._tensors[slot.index]
-            self._versions.append(_version(source.tensor))
-            flat = as_bytes(source.tensor)
-            self._bytes.append(flat)
-            length = slot.end - slot.start
-            if length == 0:
-                continue
-            if source.changes is Changes.ANYTIME:
-                self._copy([_Piece(number, slot.start, slot.end, 0)])
-                continue
-            for piece in self._cut(number, slot.start, slot.end, whole=flat is None):
-                size = piece.end - piece.start
-                if batch and batched + size > BATCH_BYTES:
-                    self._segments.append(batch)
-                    batch, batched = [], 0
-                batch.append(piece)
-                batched += size
-        if batch:
-            self._segments.append(batch)
-        if not self._segments:
-            self.copied = True
-
-    def _cut(self, number: int, start: int, end: int, *, whole: bool) -> list[_Piece]:
-        """Cut a tensor's range where chunks end, so that a chunk can be final before the tensor is."""
-        if whole:
-            return [_Piece(number, start, end, 0)]
-        pieces = []
-        at = start
-        while at < end:
-            stop = min(end, (at // self._chunk_bytes + 1) * self._chunk_bytes, at + SEGMENT_BYTES)
-            pieces.append(_Piece(number, at, stop, at - start))
-            at = stop
-        return pieces
 
     # Copying ---------------------------------------------------------------------------------------
 
@@ -181,44 +126,48 @@ class Filling:
                 bell.wait(min(left, LOOK_AGAIN_S))
         return True
 
-    def _copy(self, pieces: list[_Piece]) -> None:
+    def _copy(self, pieces: Segment) -> None:
         targets, sources = [], []
-        data = self._layout.data_start
-        for piece in pieces:
-            target = self._target[data + piece.start : data + piece.end]
-            flat = self._bytes[piece.slot]
-            if flat is None:
-                copy_whole(target, self._tensors[self._layout.slots[piece.slot].index].tensor)
-                continue
-            length = piece.end - piece.start
-            targets.append(target)
-            sources.append(flat[piece.source_start : piece.source_start + length])
-        if len(targets) == 1:
-            targets[0].copy_(sources[0])
-        elif targets:
-            torch._foreach_copy_(targets, sources)
+        with torch.no_grad():
+            for piece in pieces:
+                source = self._tensors[piece.index]
+                if not self._plain[piece.index]:
+                    copy_whole(self._targets.flat(piece.start, piece.end), source)
+                elif piece.whole:
+                    if source.dtype is torch.bool:
+                        source = source.view(torch.uint8)  # any byte survives
+                    targets.append(self._targets.like(piece.slot, source))
+                    sources.append(source)
+                else:
+                    length = piece.end - piece.start
+                    targets.append(self._targets.flat(piece.start, piece.end))
+                    sources.append(_part(source, piece.source_start, length))
+            if len(targets) == 1:
+                targets[0].copy_(sources[0])
+            elif targets:
+                torch._foreach_copy_(targets, sources)
         for piece in pieces:
             self._check_version(piece)
         self._count(pieces)
 
-    def _check_version(self, piece: _Piece) -> None:
+    def _check_version(self, piece: Piece) -> None:
         """The tripwire: a tensor that was written to before its copy had ended."""
-        source = self._tensors[self._layout.slots[piece.slot].index]
-        before = self._versions[piece.slot]
-        if before != _NO_VERSION and _version(source.tensor) != before:
+        before = self._versions[piece.index]
+        if before != _NO_VERSION and _version(self._tensors[piece.index]) != before:
             raise CaptureError(
-                f"save: {source.path} was changed while it was being captured; nothing of this step is kept. Change "
-                "it only inside optimizer.step(), or wrap it in tierfall.item(..., changes='anytime'), or call "
-                "wait_captured() before the change, or set capture.mode to blocking"
+                f"save: {naming.path(self._trails[piece.index])} was changed while it was being captured; nothing of "
+                "this step is kept. Change it only inside optimizer.step(), or wrap it in tierfall.item(..., "
+                "changes='anytime'), or call wait_captured() before the change, or set capture.mode to blocking"
             )
 
-    def _count(self, pieces: list[_Piece]) -> None:
+    def _count(self, pieces: Segment) -> None:
+        chunk_bytes = self._cutting.chunk_bytes
         with self._lock:
             for piece in pieces:
                 at = piece.start
                 while at < piece.end:
-                    index = at // self._chunk_bytes + 1
-                    stop = min(piece.end, index * self._chunk_bytes)
+                    index = at // chunk_bytes + 1
+                    stop = min(piece.end, index * chunk_bytes)
                     self._missing[index] -= stop - at
                     if self._missing[index] == 0:
                         self._ready.add(index)
@@ -233,7 +182,7 @@ class Filling:
                 return False
             index = min(self._ready)
             self._ready.remove(index)
-        start, end = self._range(index)
+        start, end = self._cutting.chunk_range(index)
         digest = chunk_digest(self._memory[start:end])
         with self._lock:
             self.digests[index] = digest
@@ -259,31 +208,38 @@ class Filling:
 
     def verify(self) -> None:
         """Compare every lazily captured source with the image; raises CaptureError naming the first that differs."""
-        data = self._layout.data_start
-        for number, slot in enumerate(self._layout.slots):
-            source = self._tensors[slot.index]
-            flat = self._bytes[number]
-            if source.changes is Changes.ANYTIME or slot.start == slot.end:
-                continue
-            target = self._target[data + slot.start : data + slot.end]
-            if flat is None:
+        for piece in (piece for segment in self._cutting.segments for piece in segment):
+            source = self._tensors[piece.index]
+            target = self._targets.flat(piece.start, piece.end)
+            if self._plain[piece.index]:
+                flat = _part(source, piece.source_start, piece.end - piece.start)
+            else:
                 flat = torch.empty_like(target)
-                copy_whole(flat, source.tensor)
+                copy_whole(flat, source)
             if not torch.equal(flat.to(target.device), target):
                 raise CaptureError(
-                    f"save: capture.verify found that {source.path} differs from its captured bytes: it was changed "
-                    "between save() and the barrier; nothing of this step is kept. Wrap it in "
-                    "tierfall.item(..., changes='anytime'), or call wait_captured() before the change"
+                    f"save: capture.verify found that {naming.path(self._trails[piece.index])} differs from its "
+                    "captured bytes: it was changed between save() and the barrier; nothing of this step is kept. Wrap "
+                    "it in tierfall.item(..., changes='anytime'), or call wait_captured() before the change"
                 )
 
     def release_sources(self) -> None:
         """Let go of the state's tensors once they were read, so that a freed model is freed."""
         self._tensors = ()
-        self._bytes = []
 
-    def _range(self, index: int) -> tuple[int, int]:
-        layout = self._layout
-        return chunk_range(index, layout.image_bytes, layout.data_start, self._chunk_bytes)
+
+def _part(source: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """Bytes of a plain tensor."""
+    flat = as_bytes(source)
+    assert flat is not None, "a plain tensor has bytes"
+    return flat[start : start + length]
+
+
+def _versions(sources: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [*map(_VERSION, sources)]
+    except RuntimeError:  # an inference tensor is among them
+        return [*map(_version, sources)]
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -13,9 +13,9 @@ from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
 from tierfall.core.image.item import Item, OnResize, item
 from tierfall.core.image.layout import Layout, Slot, plan_layout
 from tierfall.core.image.load import LoadPlan, plan_load
-from tierfall.core.image.table import SourceTensor
+from tierfall.core.image.recall import Recall
 from tierfall.core.image.tensors import as_bytes, copy_whole
-from tierfall.core.image.walk import StateView, describe
+from tierfall.core.image.walk import SourceTensor, StateView, describe
 
 __all__ = [
     "Fill",
@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "LoadPlan",
     "OnResize",
+    "Recall",
     "Slot",
     "SourceTensor",
     "StateView",

@@ -131,7 +131,7 @@ def _check_sizes(header_bytes: int, image_bytes: int) -> None:
 
 
 def _place(view: StateView) -> tuple[Slot, ...]:
-    names = [source.name for source in view.tensors]
+    names = view.names
     sizes = [dtype.itemsize for dtype in view.dtypes]
     order = sorted(range(len(names)), key=lambda i: (-sizes[i], names[i]))
     slots, end = [], 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,27 +22,67 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(slots=True)
 class ModuleScan:
-    """One module's own view of its state_dict keys; ``bare`` maps prefixes to what is left without wrappers."""
+    """One module's own view of its state_dict keys: what the keys mean, and their names without wrappers.
+
+    ``places`` are the modules in it, each with the prefix of its keys and what is left of that without wrappers.
+    """
 
     name: str
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    owners: dict[str, nn.Module] = field(default_factory=dict)
-    bare: dict[str, str] = field(default_factory=dict)
+    places: list[tuple[str, str, nn.Module]] = field(default_factory=list)
     has_wrappers: bool = False
     _pointers: dict[int, str] | None = None
+    _bare: dict[str, str] | None = None
+    _owners: dict[str, nn.Module] | None = None
+    _kinds: dict[type[nn.Module], str | None] = field(default_factory=dict)
+
+    def visit(self, module: nn.Module, raw: str, bare: str) -> None:
+        """Take in a module, whose keys begin with ``raw``, and all below it."""
+        self.places.append((raw, bare, module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self.parameters[raw + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.buffers[raw + name] = buffer
+        children = module._modules
+        if not children:
+            return
+        kind = type(module)
+        if kind not in self._kinds:
+            self._kinds[kind] = _wrapped_child(kind)
+        wrapped = self._kinds[kind]
+        for name, child in children.items():
+            if child is None:
+                continue
+            below = f"{raw}{name}."
+            if name == wrapped:
+                self.has_wrappers = True
+                self.visit(child, below, bare)
+            else:
+                self.visit(child, below, below if raw == bare else f"{bare}{name}.")
 
     def key_name(self, key: str) -> str:
         """Name a key of the state_dict, below the module's own name."""
         return naming.module_part(self._strip(key) if self.has_wrappers else key)
 
+    @property
+    def owners(self) -> dict[str, nn.Module]:
+        """The modules, by the key that each one's extra state would have."""
+        if self._owners is None:
+            self._owners = {raw + EXTRA_STATE: module for raw, _, module in self.places}
+        return self._owners
+
     def _strip(self, key: str) -> str:
+        if self._bare is None:
+            self._bare = {raw: bare for raw, bare, _ in self.places}
         prefix, dot, leaf = key.rpartition(".")
-        while dot and prefix + "." not in self.bare:
+        while dot and prefix + "." not in self._bare:
             # A key that a hook made up: strip what is known of it.
             prefix, dot, more = prefix.rpartition(".")
             leaf = f"{more}.{leaf}"
-        return (self.bare[prefix + "."] if dot else self.bare.get("", "")) + leaf
+        return (self._bare[prefix + "."] if dot else self._bare.get("", "")) + leaf
 
     def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
         """Return the parameter whose memory a tensor of the state_dict is."""
@@ -63,6 +104,15 @@ class ModuleScan:
             return None
         return self.parameters.get(found_key, self.buffers.get(found_key))
 
+    def signature(self) -> tuple[Any, ...]:
+        """Return what says which key of a state_dict is a parameter, and how it is named: equal for equal answers."""
+        try:
+            pointers = [*map(torch.Tensor.data_ptr, self.parameters.values())]
+        except RuntimeError:  # one of another layout has no address
+            return (object(),)
+        bare = [(raw, bare) for raw, bare, _ in self.places] if self.has_wrappers else []
+        return (tuple(self.parameters), pointers, bare)
+
     def _by_pointer(self, tensor: torch.Tensor) -> str | None:
         if self._pointers is None:
             tensors: list[tuple[str, torch.Tensor]] = [
@@ -83,36 +133,17 @@ class ModuleScan:
 
 def scan(module: nn.Module, name: str) -> ModuleScan:
     result = ModuleScan(name)
-    _visit(module, "", "", result)
+    result.visit(module, "", "")
     return result
 
 
-def _visit(module: nn.Module, raw: str, bare: str, result: ModuleScan) -> None:
-    result.bare[raw] = bare
-    result.owners[raw + EXTRA_STATE] = module
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            result.parameters[raw + name] = parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            result.buffers[raw + name] = buffer
-    wrapped = _wrapped_child(module)
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        if name == wrapped:
-            result.has_wrappers = True
-            _visit(child, f"{raw}{name}.", bare, result)
-        else:
-            _visit(child, f"{raw}{name}.", f"{bare}{name}.", result)
-
-
-def _wrapped_child(module: nn.Module) -> str | None:
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+def _wrapped_child(kind: type[nn.Module]) -> str | None:
+    """Name the child whose prefix a wrapper of this kind puts before its keys."""
+    if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
     # A compiled module exists only where dynamo is loaded already; loading it costs seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+    if dynamo is not None and issubclass(kind, dynamo.OptimizedModule):
         return "_orig_mod"
     return None
 
@@ -150,9 +181,11 @@ def _find(value: object, name: str, scans: Scans, depth: int) -> None:
     elif isinstance(value, nn.Module) and codec.codec_for(kind) is None:
         if id(value) not in scans.by_module:
             found = scans.by_module[id(value)] = scan(value, name)
+            prefix = f"{name}." if name else ""
             for key, parameter in found.parameters.items():
-                full = naming.join(name, found.key_name(key))
-                scans.parameters.setdefault(id(parameter), (full, parameter))
+                scans.parameters.setdefault(
+                    id(parameter), (prefix + found.key_name(key), parameter)
+                )
     elif kind is nn.Parameter:
         scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
     elif depth <= codec.DEPTH_MAX:

@@ -53,16 +53,19 @@ class Numbering:
 
 
 def numbering(optimizer: Optimizer, scans: Scans) -> Numbering:
-    numbers: dict[int, int] = {}
-    parameters: list[torch.Tensor] = []
-    groups: list[tuple[int, ...]] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers.setdefault(id(parameter), len(parameters))
-            parameters.append(parameter)
-        groups.append(tuple(numbers[id(p)] for p in group["params"]))
-    names = tuple(scans.name_of(parameter) for parameter in parameters)
-    return Numbering(tuple(parameters), numbers, names, tuple(groups))
+    parameters = tuple(p for group in optimizer.param_groups for p in group["params"])
+    ids = [*map(id, parameters)]
+    last = len(ids) - 1
+    numbers = {each: last - place for place, each in enumerate(reversed(ids))}  # the first counts
+    named = [*map(scans.parameters.get, ids)]
+    return Numbering(
+        parameters,
+        numbers,
+        names=tuple([None if found is None else found[0] for found in named]),
+        groups=tuple(
+            tuple([numbers[id(p)] for p in group["params"]]) for group in optimizer.param_groups
+        ),
+    )
 
 
 def group_values(group: dict[str, Any]) -> dict[str, Any]:

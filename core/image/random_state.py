@@ -6,6 +6,7 @@ It is written as plain values and tensors of steady sizes, so that it never move
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": {
             "version": version,
-            "state": torch.tensor(internal, dtype=torch.int64),
+            "state": torch.frombuffer(array("q", internal), dtype=torch.int64),
             "gauss": gauss,
         },
         "torch": torch.get_rng_state(),

@@ -6,27 +6,15 @@ whole tensors each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tierfall.core.image import naming, tensors
+from tierfall.core.image import tensors
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.recall import Part, looks_of
 from tierfall.core.values import Changes
-
-
-class SourceTensor(NamedTuple):
-    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
-
-    name: str
-    tensor: torch.Tensor
-    changes: Changes
-    trail: Trail
-
-    @property
-    def path(self) -> str:
-        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
-        return naming.path(self.trail)
 
 
 class TensorTable:
@@ -36,9 +24,10 @@ class TensorTable:
         self.names: list[str] = []
         self.dtypes: list[torch.dtype] = []
         self.shapes: list[tuple[int, ...]] = []
-        self._tensors: list[torch.Tensor] = []
-        self._changes: list[Changes] = []
-        self._trails: list[Trail] = []
+        self.tensors: list[torch.Tensor] = []
+        self.changes: list[Changes] = []
+        self.trails: list[Trail] = []
+        self.plain: list[bool] = []
         self._taken: set[str] = set()
         self._first_at: dict[int, int] = {}
         self._more_at: dict[int, list[int]] = {}
@@ -61,7 +50,7 @@ class TensorTable:
                 alias = self._alias(pointer, first, tensor, dtype, shape)
                 if alias is not None:
                     if changes is Changes.ANYTIME:
-                        self._changes[alias] = changes
+                        self.changes[alias] = changes
                     return alias
                 self._more_at.setdefault(pointer, []).append(number)
         if name in self._taken:
@@ -71,10 +60,58 @@ class TensorTable:
         self.names.append(name)
         self.dtypes.append(dtype)
         self.shapes.append(shape)
-        self._tensors.append(tensor)
-        self._changes.append(changes)
-        self._trails.append(trail)
+        self.tensors.append(tensor)
+        self.changes.append(changes)
+        self.trails.append(trail)
+        self.plain.append(tensors.is_plain(tensor, dtype))
         return number
+
+    def part(
+        self, first: int, about: tuple[Any, ...], met: Sequence[torch.Tensor], node: Any
+    ) -> Part | None:
+        """Describe the tensors from number ``first`` on, which came from ``met``, so that they may be recalled.
+
+        None where ``met`` are not what was stored, or one was stored before.
+        """
+        looks = looks_of(met)
+        if looks is None or any(dtype.is_complex for dtype in self.dtypes[first:]):
+            return None  # whether a complex one is conjugated, looks do not tell
+        places = {id(tensor): place for place, tensor in enumerate(met)}
+        picked = [places.get(id(tensor)) for tensor in self.tensors[first:]]
+        first_at = {at: self._first_at[at] for at in looks[0] if at in self._first_at}
+        if None in picked or min(first_at.values(), default=first) < first:
+            return None
+        return Part(
+            first=first,
+            about=about,
+            looks=looks,
+            node=node,
+            names=tuple(self.names[first:]),
+            dtypes=tuple(self.dtypes[first:]),
+            shapes=tuple(self.shapes[first:]),
+            changes=tuple(self.changes[first:]),
+            trails=tuple(self.trails[first:]),
+            plain=tuple(self.plain[first:]),
+            picked=tuple(picked),  # type: ignore[arg-type]
+            first_at=first_at,
+        )
+
+    def take(self, part: Part, met: Sequence[torch.Tensor]) -> bool:
+        """Take the tensors of a part in again; False where one of them, or of their names, stands here already."""
+        if not self._taken.isdisjoint(part.names) or not self._first_at.keys().isdisjoint(
+            part.first_at
+        ):
+            return False
+        self._taken.update(part.names)
+        self._first_at.update(part.first_at)
+        self.names += part.names
+        self.dtypes += part.dtypes
+        self.shapes += part.shapes
+        self.changes += part.changes
+        self.trails += part.trails
+        self.plain += part.plain
+        self.tensors += [met[place] for place in part.picked]
+        return True
 
     def _alias(
         self,
@@ -89,10 +126,7 @@ class TensorTable:
             if (
                 self.dtypes[other] is dtype
                 and self.shapes[other] == shape
-                and tensors.same_memory(self._tensors[other], tensor)
+                and tensors.same_memory(self.tensors[other], tensor)
             ):
                 return other
         return None
-
-    def sources(self) -> tuple[SourceTensor, ...]:
-        return tuple(map(SourceTensor, self.names, self._tensors, self._changes, self._trails))

@@ -43,6 +43,18 @@ def _refuse_subclass(kind: type[torch.Tensor]) -> str:
     return f"tensors of class {kind.__module__}.{kind.__qualname__} cannot be saved; convert it to a plain tensor"
 
 
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Say whether a tensor, stored as ``dtype``, can be copied as it is: its elements lie one after the other as they
+    read."""
+    return (
+        tensor.dtype is dtype
+        and dtypes.code_of(dtype) is not None
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the bytes of ``tensor`` as a flat uint8 view of its memory.
 

@@ -19,9 +19,9 @@ structure give equal trees) and holds no value that may change: those stand asid
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,8 +33,9 @@ from tierfall.core.image.codec import Coded
 from tierfall.core.image.item import Item
 from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.recall import Recall
 from tierfall.core.image.refusing import asked, refusal, refuse
-from tierfall.core.image.table import SourceTensor, TensorTable
+from tierfall.core.image.table import TensorTable
 from tierfall.core.values import Changes
 from tierfall.core.words import with_article
 
@@ -42,15 +43,34 @@ Node = Any  # int, or one of the tuples above
 T = TypeVar("T")
 
 
+class SourceTensor(NamedTuple):
+    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
+
+    name: str
+    tensor: torch.Tensor
+    changes: Changes
+    trail: Trail
+
+    @property
+    def path(self) -> str:
+        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
+        return naming.path(self.trail)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateView:
     """A state at one moment: its tensors (aliases resolved), and its values written down.
 
-    ``parameters`` are the trainable parameters of all modules in the state, and bare ones. ``structure`` holds all that
-    a layout depends on: equal structures have equal layouts.
+    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, and whether its elements
+    can be copied as they lie (``plain``). ``parameters`` are the trainable parameters of all modules in the state, and
+    bare ones. ``structure`` holds all that a layout depends on: equal structures have equal layouts.
     """
 
-    tensors: tuple[SourceTensor, ...]
+    names: tuple[str, ...]
+    sources: list[torch.Tensor]
+    changes: tuple[Changes, ...]
+    trails: list[Trail]
+    plain: tuple[bool, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
     optimizers: tuple[Optimizer, ...]
     tree: Node
@@ -59,20 +79,32 @@ class StateView:
     values: list[Coded]
     structure: tuple[Any, ...]
 
+    @property
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        return tuple(map(SourceTensor, self.names, self.sources, self.changes, self.trails))
 
-def describe(state: Mapping[Any, object]) -> StateView:
-    """Walk a state; CaptureError, naming the path, where something in it cannot be saved."""
+
+def describe(state: Mapping[Any, object], recall: Recall | None = None) -> StateView:
+    """Walk a state; CaptureError, naming the path, where something in it cannot be saved.
+
+    ``recall`` is what earlier walks of this state left, and what this one leaves.
+    """
     if not isinstance(state, Mapping):
         raise CaptureError(
             f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to what is to be saved"
         )
     scans = modules.scan_state(state)
-    walk = _Walk(scans)
+    walk = _Walk(scans, Recall() if recall is None else recall)
     tree = walk.state(state)
+    walk.end()
     table = walk.table
     names, dtypes, shapes = tuple(table.names), tuple(table.dtypes), tuple(table.shapes)
     return StateView(
-        tensors=table.sources(),
+        names=names,
+        sources=table.tensors,
+        changes=tuple(table.changes),
+        trails=table.trails,
+        plain=tuple(table.plain),
         parameters=tuple((n, p) for n, p in scans.parameters.values() if p.requires_grad),
         optimizers=tuple(walk.optimizers),
         tree=tree,
@@ -98,14 +130,19 @@ _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
 class _Walk:
-    def __init__(self, scans: Scans) -> None:
+    def __init__(self, scans: Scans, recall: Recall) -> None:
         self.scans = scans
+        self._recall = recall
+        self._recalled: set[str] = set()
         self.table = TensorTable()
         self.values: list[Coded] = []
         self.optimizers: list[Optimizer] = []
         self._ancestors: set[int] = set()
         self._ruled: Changes | None = None  # what the innermost item() says
         self._inside_optimizer = False
+
+    def end(self) -> None:
+        self._recall.forget_others(self._recalled)
 
     def state(self, state: Mapping[Any, object]) -> Node:
         keys, nodes = [], []
@@ -272,11 +309,41 @@ class _Walk:
     def _module(self, module: nn.Module, name: str, trail: Trail, depth: int) -> Node:
         scan = self.scans.of(module, name)
         state = asked(module.state_dict, "state_dict()", trail)
-        if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
+        if not isinstance(state, Mapping) or not _all_str(state):
             refuse(
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
             )
         keys = tuple(state)
+        about = ("module", keys, scan.signature(), self._ruled, self._inside_optimizer)
+        met = list(state.values())
+        return self._recalled_or(
+            name, about, met, lambda: self._module_anew(scan, state, keys, name, trail, depth)
+        )
+
+    def _recalled_or(
+        self, name: str, about: tuple[Any, ...], met: list[Any], walk: Callable[[], Node]
+    ) -> Node:
+        """Return the node that stood for these tensors at the last walk, or walk them and remember it."""
+        first = len(self.table.names)
+        part = self._recall.part(name)
+        self._recalled.add(name)
+        if part is not None and part.is_again(first, about, met) and self.table.take(part, met):
+            return part.node
+        values = len(self.values)
+        node = walk()
+        again = len(self.values) == values and self.table.part(first, about, met, node)
+        self._recall.keep(name, again or None)
+        return node
+
+    def _module_anew(
+        self,
+        scan: modules.ModuleScan,
+        state: Mapping[str, Any],
+        keys: tuple[str, ...],
+        name: str,
+        trail: Trail,
+        depth: int,
+    ) -> Node:
         names = tuple(map(scan.key_name, keys))
         nodes = []
         for key, below, value in zip(keys, names, state.values(), strict=True):
@@ -299,15 +366,37 @@ class _Walk:
             groups.append((numbering.groups[index], self._settle(found)))
         outer, self._inside_optimizer = self._inside_optimizer, True
         try:
-            state = tuple(
-                self._optimizer_state(
-                    key, value, numbering, f"{name}.state", (trail, "state"), depth
-                )
-                for key, value in optimizer.state.items()
-            )
+            state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)
         finally:
             self._inside_optimizer = outer
         return ("o", numbering.names, tuple(groups), state)
+
+    def _states(
+        self,
+        optimizer: Optimizer,
+        numbering: optimizers.Numbering,
+        name: str,
+        trail: Trail,
+        depth: int,
+    ) -> Node:
+        """The state of each parameter; most often a dict of tensors each, the same as at the last walk."""
+        state: Mapping[Any, Any] = optimizer.state
+
+        def anew() -> Node:
+            return tuple(
+                self._optimizer_state(key, value, numbering, name, trail, depth)
+                for key, value in state.items()
+            )
+
+        held = state.values()
+        if not all(type(each) is dict and _all_str(each) for each in held):
+            return anew()
+        numbers = tuple([numbering.numbers.get(id(key)) for key in state])
+        if None in numbers:
+            return anew()
+        about = ("optimizer", numbering.names, numbers, tuple(map(tuple, held)), self._ruled)
+        met = [tensor for each in held for tensor in each.values()]
+        return self._recalled_or(name, about, met, anew)
 
     def _optimizer_state(
         self,
@@ -391,6 +480,10 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
+
+
+def _all_str(keys: Iterable[object]) -> bool:
+    return set(map(type, keys)) <= {str}
 
 
 def _all_plain(found: list[Any]) -> bool:

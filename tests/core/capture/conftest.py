@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.core.capture.lazy_help import Held
-from tierfall.core.capture import filling as module
+from tierfall.core.capture import cutting as module
 
 
 @pytest.fixture

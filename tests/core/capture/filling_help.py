@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import xxhash
 
+from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.targets import Targets
 from tierfall.core.image import Layout, StateView, describe, plan_layout
 
 KIB = 1 << 10
@@ -27,7 +29,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def wanted(layout: Layout, view: StateView) -> bytes:
     header = layout.header(view)
     assert header is not None
-    return header + b"".join(raw(view.tensors[slot.index].tensor) for slot in layout.slots)
+    return header + b"".join(raw(view.sources[slot.index]) for slot in layout.slots)
 
 
 @dataclass
@@ -66,12 +68,11 @@ def make(
         made[0].told.append((final, bytes(memory[:end])))
 
     filling = Filling(
-        target=torch.frombuffer(memory, dtype=torch.uint8),
+        targets=Targets(torch.frombuffer(memory, dtype=torch.uint8), layout),
         memory=memoryview(memory),
         header=header,
-        layout=layout,
-        tensors=view.tensors,
-        chunk_bytes=chunk_bytes,
+        cutting=Cutting(layout, view, chunk_bytes),
+        view=view,
         on_progress=progress,
     )
     made.append(Made(filling, layout, view, memory, chunk_bytes))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierfall
-from tierfall.core.capture import filling as module
+from tierfall.core.capture import cutting as module
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CaptureError
 

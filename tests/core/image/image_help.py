@@ -29,7 +29,7 @@ def make_image(state: Any) -> tuple[bytes, Layout]:
     assert len(header) == layout.data_start
     data = torch.zeros(layout.data_bytes, dtype=torch.uint8)
     for slot in layout.slots:
-        copy_whole(data[slot.start : slot.end], view.tensors[slot.index].tensor)
+        copy_whole(data[slot.start : slot.end], view.sources[slot.index])
     image = header + bytes(data.tolist())
     assert len(image) == layout.image_bytes
     return image, layout

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.targets import Targets
 from tierfall.core.catalog import FoundCopy, Listing
 from tierfall.core.documents import sha256
 from tierfall.core.errors import TierfallError
@@ -43,12 +45,11 @@ def checkpoint(step: int, attempt: int = 1, started_from: CheckpointId | None = 
     assert header is not None
     image = bytearray(layout.image_bytes)
     filling = Filling(
-        target=torch.frombuffer(image, dtype=torch.uint8),
+        targets=Targets(torch.frombuffer(image, dtype=torch.uint8), layout),
         memory=memoryview(image),
         header=header,
-        layout=layout,
-        tensors=view.tensors,
-        chunk_bytes=CHUNK,
+        cutting=Cutting(layout, view, CHUNK),
+        view=view,
         on_progress=lambda final: None,
     )
     filling.run()

@@ -1,0 +1,90 @@
+"""What a walk remembers for the next one: the tensors that a module or an optimizer brought, where nothing moved.
+
+Of a tensor only its address, shape, strides and kind are kept, never the tensor itself: memory that the training lets
+go of is free. A part is taken from here only where everything that a walk would look at is as it was; ``state_dict`` is
+called all the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierfall.core.image.naming import Trail
+from tierfall.core.values import Changes
+
+Looks = tuple[list[Any], ...]
+
+_POINTER = torch.Tensor.data_ptr
+_SHAPE = operator.attrgetter("shape")
+_STRIDE = torch.Tensor.stride
+_DTYPE = operator.attrgetter("dtype")
+_NEGATED = torch.Tensor.is_neg
+
+
+def looks_of(tensors: Sequence[torch.Tensor]) -> Looks | None:
+    """Say where tensors lie and how they are read; None where one of them is no plain tensor in strides."""
+    if set(map(type, tensors)) != {torch.Tensor}:
+        return None
+    try:
+        return (
+            [*map(_POINTER, tensors)],
+            [*map(_SHAPE, tensors)],
+            [*map(_STRIDE, tensors)],
+            [*map(_DTYPE, tensors)],
+            [*map(_NEGATED, tensors)],
+        )
+    except RuntimeError:  # sparse, nested and the like have no address, or no shape
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A run of tensors in a walk's table, beginning at number ``first``, and the node that stands for them.
+
+    ``about`` is what else has to be equal for the same tensors to mean the same; ``picked`` says which of those that
+    were met are stored, where some were aliases of others; ``first_at`` maps addresses to numbers.
+    """
+
+    first: int
+    about: tuple[Any, ...]
+    looks: Looks
+    node: Any
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    changes: tuple[Changes, ...]
+    trails: tuple[Trail, ...]
+    plain: tuple[bool, ...]
+    picked: tuple[int, ...]
+    first_at: dict[int, int]
+
+    def is_again(self, first: int, about: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> bool:
+        """Say whether these tensors, met at the same place of a walk, are this part."""
+        return self.first == first and self.about == about and self.looks == looks_of(tensors)
+
+
+class Recall:
+    """The parts of the walk before, by the name that each stands at."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Part] = {}
+
+    def part(self, name: str) -> Part | None:
+        return self._parts.get(name)
+
+    def keep(self, name: str, part: Part | None) -> None:
+        """Remember a part, or that there is none."""
+        if part is None:
+            self._parts.pop(name, None)
+        else:
+            self._parts[name] = part
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forget what the last walk did not meet."""
+        for name in self._parts.keys() - set(names):
+            del self._parts[name]
