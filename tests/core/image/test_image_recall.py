@@ -1,0 +1,308 @@
+"""A walk that recalls the one before sees what a walk sees that never saw the state."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tierfall.core.image import Recall, StateView, describe, walk
+from tierfall.core.image.recall import Part
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.square = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+
+class Run:
+    """A state whose second walk recalls the first."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = Net()
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.loose = torch.arange(6.0)
+        self.state: dict[str, Any] = {
+            "loose": self.loose,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "extra": {"epoch": 3},
+        }
+        self.step()
+
+    def step(self) -> None:
+        hidden = self.model.square(self.model.norm(self.model.first(torch.randn(5, 3))))
+        self.model.last(hidden).sum().backward()
+        self.optimizer.step()
+
+
+def seen(view: StateView) -> dict[str, Any]:
+    """All that a walk found, but what is made anew by each: the random state."""
+    kept = [
+        (tensor.name, tensor.tensor.data_ptr(), tensor.tensor.shape, tensor.tensor.stride())
+        + (tensor.tensor.dtype, tensor.changes, tensor.path, plain, tensor.tensor.requires_grad)
+        for tensor, plain in zip(view.tensors, view.plain, strict=True)
+        if not tensor.name.startswith("rng")
+    ]
+    return {
+        "tensors": kept,
+        "structure": view.structure,
+        "values": view.values,
+        "parameters": [(name, id(parameter)) for name, parameter in view.parameters],
+        "optimizers": [id(optimizer) for optimizer in view.optimizers],
+    }
+
+
+def swap_storage(run: Run) -> None:
+    run.model.first.weight.data = run.model.first.weight.data.clone()
+
+
+def turn(run: Run) -> None:
+    run.model.square.weight.data = run.model.square.weight.data.t()  # the same memory and shape
+
+
+def reshape(run: Run) -> None:
+    run.model.first.weight.data = run.model.first.weight.data.view(3, 4)
+
+
+def narrow(run: Run) -> None:
+    run.model.last.weight.data = run.model.last.weight.data.to(torch.bfloat16)
+
+
+def reread(run: Run) -> None:
+    bias = run.model.last.bias.requires_grad_(False)
+    bias.data = bias.data.view(torch.int32)  # the same memory
+
+
+def freeze(run: Run) -> None:
+    run.model.first.weight.requires_grad_(False)
+
+
+def add_buffer(run: Run) -> None:
+    run.model.register_buffer("more", torch.ones(2))
+
+
+def make_buffer_of_parameter(run: Run) -> None:
+    weight = run.model.last.weight.detach()
+    del run.model.last.weight
+    run.model.last.register_buffer("weight", weight)
+    run.optimizer = torch.optim.Adam([run.model.first.weight])
+    run.state["optimizer"] = run.optimizer
+
+
+def rename(run: Run) -> None:
+    run.model.final = run.model.last
+    del run.model.last
+
+
+def tie(run: Run) -> None:
+    run.model.norm.bias = run.model.first.bias
+
+
+def alias_from_outside(run: Run) -> None:
+    run.state["loose"] = run.model.norm.weight.detach()
+
+
+def alias_from_outside_later(run: Run) -> None:
+    run.state["again"] = tierfall.item(run.model.norm.weight.detach(), changes="anytime")
+
+
+def take_its_name(run: Run) -> None:
+    run.model.first.register_buffer("weight%d9", torch.ones(1))
+    run.model.register_buffer("norm%", torch.ones(1))
+
+
+def come_earlier(run: Run) -> None:
+    run.state = {"before": torch.ones(1), **run.state}
+
+
+def come_earlier_with_a_value(run: Run) -> None:
+    run.state = {"before": {"x": 1}, **run.state}
+
+
+def leave(run: Run) -> None:
+    del run.state["loose"]
+
+
+def rule(run: Run) -> None:
+    run.state["model"] = tierfall.item(run.model, changes="anytime")
+
+
+def rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def fresh_moments(run: Run) -> None:
+    for held in run.optimizer.state.values():
+        held.update({k: v.clone() for k, v in held.items() if isinstance(v, torch.Tensor)})
+
+
+def more_state(run: Run) -> None:
+    run.optimizer.state[run.model.first.weight]["extra"] = torch.ones(3)
+
+
+def plain_number_in_state(run: Run) -> None:
+    run.optimizer.state[run.model.first.weight]["step"] = 7
+
+
+def reorder_state(run: Run) -> None:
+    held = run.optimizer.state
+    first = next(iter(held))
+    held[first] = held.pop(first)
+
+
+def odd_key_in_state(run: Run) -> None:
+    for held in run.optimizer.state.values():
+        held[1] = held.pop("exp_avg")
+
+
+def other_optimizer(run: Run) -> None:
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    run.state["optimizer"] = run.optimizer
+    run.step()
+
+
+def swap_groups(run: Run) -> None:
+    parameters = run.optimizer.param_groups[0]["params"]
+    parameters.append(parameters.pop(0))
+
+
+def keep_a_graph(run: Run) -> None:
+    run.model.state_dict = lambda: dict(run.model.named_parameters())  # type: ignore[method-assign]
+
+
+def wrap(run: Run) -> None:
+    run.state["model"] = nn.DataParallel(run.model)
+
+
+def nothing(run: Run) -> None:
+    """Most saves."""
+
+
+def values_only(run: Run) -> None:
+    run.step()
+    run.state["extra"]["epoch"] = 4
+
+
+KINDS: list[Callable[[Run], None]] = [
+    swap_storage,
+    turn,
+    reshape,
+    narrow,
+    reread,
+    freeze,
+    add_buffer,
+    make_buffer_of_parameter,
+    rename,
+    tie,
+    alias_from_outside,
+    alias_from_outside_later,
+    take_its_name,
+    come_earlier,
+    come_earlier_with_a_value,
+    leave,
+    rule,
+    rate,
+    fresh_moments,
+    more_state,
+    plain_number_in_state,
+    reorder_state,
+    odd_key_in_state,
+    other_optimizer,
+    swap_groups,
+    keep_a_graph,
+    wrap,
+    nothing,
+    values_only,
+]
+
+
+@pytest.mark.parametrize("change", KINDS)
+def test_whatever_changed_between_saves_is_seen(change: Callable[[Run], None]) -> None:
+    run, recall = Run(), Recall()
+    assert seen(describe(run.state, recall)) == seen(describe(run.state))
+    assert seen(describe(run.state, recall)) == seen(describe(run.state))
+    change(run)
+    for _ in range(2):
+        assert seen(describe(run.state, recall)) == seen(describe(run.state))
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_changes_one_upon_the_other_are_seen(first: Callable[[Run], None]) -> None:
+    run, recall = Run(), Recall()
+    for change in (first, swap_storage, come_earlier, rate, fresh_moments, alias_from_outside):
+        change(run)
+        assert seen(describe(run.state, recall)) == seen(describe(run.state))
+
+
+@pytest.mark.parametrize("change", [nothing, values_only, rate, freeze])
+def test_what_did_not_move_is_recalled(
+    change: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The promise is speed: neither module nor optimizer is walked tensor by tensor."""
+    run, recall = Run(), Recall()
+    describe(run.state, recall)
+    change(run)
+    met: list[str] = []
+    tensor = walk._Walk._tensor
+
+    def watched(self: Any, value: torch.Tensor, name: str, *more: Any, **words: Any) -> Any:
+        met.append(name)
+        return tensor(self, value, name, *more, **words)
+
+    monkeypatch.setattr(walk._Walk, "_tensor", watched)
+    describe(run.state, recall)
+    assert "loose" in met
+    assert not [name for name in met if name.startswith(("model", "optimizer"))]
+
+
+def test_state_dict_is_asked_each_time() -> None:
+    run, recall, asked = Run(), Recall(), []
+    run.model.register_state_dict_pre_hook(lambda *more: asked.append(1))
+    for _ in range(3):
+        describe(run.state, recall)
+    assert len(asked) == 3
+
+
+def test_tied_weights_are_recalled_as_one() -> None:
+    run, recall = Run(), Recall()
+    run.model.norm.bias = run.model.first.bias
+    describe(run.state, recall)
+    part = recall.part("model")
+    assert isinstance(part, Part)
+    assert "model.norm.bias" not in part.names
+    view = describe(run.state, recall)
+    assert recall.part("model") is part
+    assert seen(view) == seen(describe(run.state))
+
+
+def test_nothing_is_kept_alive_between_walks() -> None:
+    run, recall = Run(), Recall()
+    describe(run.state, recall)
+    describe(run.state, recall)
+    held = [weakref.ref(each) for each in (run.model, *run.model.parameters())]
+    held += [weakref.ref(each["exp_avg"]) for each in run.optimizer.state.values()]
+    run.state.clear()
+    del run
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+
+
+def test_what_left_the_state_is_forgotten() -> None:
+    run, recall = Run(), Recall()
+    describe(run.state, recall)
+    del run.state["optimizer"]
+    describe(run.state, recall)
+    assert recall.part("model") is not None
+    assert recall.part("optimizer.state") is None
