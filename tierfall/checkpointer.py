@@ -230,7 +230,7 @@ class Checkpointer:
             )
         step = None if step is None else as_step(step, doing="restore")
         attempt = None if attempt is None else as_step(attempt, doing="restore", what="attempt")
-        known = [t.name for t in self._config.tiers]
+        known = [t.name for t in self._config.chain]
         if tier is not None and tier not in known:
             raise ConfigError(f"restore: no tier is named {tier!r}; there are {', '.join(known)}")
         return Request(

@@ -76,7 +76,7 @@ def measure(config: Config, size_bytes: int, say: Say = lambda what: None) -> tu
     What a tier refuses, and that it does not answer, is reported with it, never raised.
     """
     found = []
-    for tier in config.tiers:
+    for tier in config.chain:
         say(tier.name)
         if isinstance(tier, HostTier):
             found.append(_measure_host(config, tier))

@@ -191,7 +191,7 @@ def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) 
             f"{kind} of {checkpoint.id}: it lies in the trainer's memory only, which nobody else may mark: wait until "
             "it is flushed, or let the trainer do it"
         )
-    holding = [tier for tier in config.tiers if tier.name in stored]
+    holding = [tier for tier in config.chain if tier.name in stored]
     stores, errors = open_stores(config.model_copy(update={"tiers": holding}), config.run)
     done: list[str] = []
     failed: dict[str, BaseException] = {}
@@ -259,7 +259,7 @@ def tending(config: Config) -> Iterator[Session]:
 def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
     """Carry an order out on every tier, memory included. Raises LockError where a trainer has come to life."""
     with tending(config) as session:
-        held = [tier for tier in (t.name for t in config.tiers) if _holds(session, tier, id)]
+        held = [tier for tier in (t.name for t in config.chain) if _holds(session, tier, id)]
         failed = give(session, kind, id)
         if "tierfall" in failed:
             raise failed["tierfall"]

@@ -12,13 +12,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tierfall import telling
 from tierfall.config import Config, StoredTier
 from tierfall.core.bell import Bell
 from tierfall.core.capture.capturer import Capturer, as_capture_error
 from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.flights import Slab
+from tierfall.core.capture.places import Places
+from tierfall.core.capture.streams import Streams
 from tierfall.core.capture.targets import TargetCache
+from tierfall.core.device import cuda_available
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout, Recall, StateView, describe, plan_layout
@@ -31,6 +37,7 @@ from tierfall.line import SavingLine
 from tierfall.policies.bundle import tiers_owed
 from tierfall.session import Session
 from tierfall.stores import SHARD
+from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
 
@@ -51,6 +58,7 @@ class Saver:
         self._recall = Recall()
         self._cutting: Cutting | None = None
         self._targets = TargetCache()
+        self._places = Places(Streams(), _open_slab(config))
         self.counts = telling.SaveCounts()
 
     def save(
@@ -91,8 +99,9 @@ class Saver:
         return handle
 
     def close(self) -> None:
-        """Let go of host memory."""
+        """Let go of host memory, and of the device's."""
         self._targets.clear()
+        self._places = Places(Streams())
 
     def _lay_out(self, view: StateView) -> tuple[Layout, bytes]:
         """Find the layout of this structure, planned only when the structure changed."""
@@ -136,14 +145,17 @@ class Saver:
         post = self._session.coordinator.post
         id = line.checkpoint
         chunk = self._config.chunk_bytes
-        if self._cutting is None or not self._cutting.serves(layout, view):
-            self._cutting = Cutting(layout, view, chunk)
+        places = self._places.of(view.sources)
+        if self._cutting is None or not self._cutting.serves(layout, view, places):
+            self._cutting = Cutting(layout, view, chunk, places)
         filling = Filling(
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=header,
             cutting=self._cutting,
             view=view,
+            streams=self._places.streams if places else None,
+            slab=self._places.slab if places else None,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -162,7 +174,7 @@ class Saver:
         )
 
     def _check_capacities(self, layout: Layout) -> None:
-        for tier in self._config.tiers:
+        for tier in self._config.chain:
             capacity = tier.capacity_bytes if isinstance(tier, StoredTier) else None
             if capacity is not None and layout.image_bytes > capacity:
                 raise CapacityError(
@@ -215,9 +227,8 @@ class Saver:
         logger.warning("%s", error)
 
     def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
-        on_host = all(source.is_cpu for source in view.sources)
         reason = self._capturer.why_blocking(
-            view.parameters, on_host=on_host, first=self.counts.begun == 0
+            view.parameters, elsewhere=self._places.elsewhere, first=self.counts.begun == 0
         )
         lazy = reason is None and self._config.capture.mode is CaptureMode.LAZY
         if (
@@ -232,10 +243,23 @@ class Saver:
             id, help_capture = snapshot.id, self._capturer.help_capture
             snapshot.handle.before_wait = lambda timeout: help_capture(id, timeout)
         try:
-            self._capturer.begin(snapshot, lazy=lazy, verify=verify, on_host=on_host)
+            self._capturer.begin(
+                snapshot, lazy=lazy, verify=verify, here=bool(self._places.elsewhere)
+            )
         finally:
             snapshot.handle.tell_begun(
                 bytes=snapshot.geometry.image_bytes,
                 lazy=lazy,
                 blocked_s=time.monotonic() - began,
             )
+
+
+def _open_slab(config: Config) -> Slab | None:
+    """Take the device tier's memory on the GPU that is current here; None, once said, where it cannot be had."""
+    if config.device is None:
+        return None
+    if not cuda_available():
+        logger.warning("open: goes on without tier %s: no CUDA device here", config.device.name)
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    return DeviceSlab.allocate(config.device.capacity_bytes, device, name=config.device.name)

@@ -36,7 +36,7 @@ WORKERS_MAX = 4
 def tier_rules(config: Config) -> tuple[TierRules, ...]:
     """What policies are to know of each tier."""
     rules = []
-    for tier in config.tiers:
+    for tier in config.chain:
         stored = tier if isinstance(tier, StoredSection) else None
         rules.append(
             TierRules(
@@ -170,6 +170,6 @@ def list_all(
             return Listing(tier=name, error=errors[name])
         return stores[name].list()
 
-    names = [tier.name for tier in config.tiers]
+    names = [tier.name for tier in config.chain]
     with ThreadPoolExecutor(len(names), thread_name_prefix="tierfall-list") as executor:
         return tuple(executor.map(ask, names))

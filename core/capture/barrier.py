@@ -14,19 +14,29 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tierfall.core.capture.streams import is_recording
+
 logger = logging.getLogger("tierfall")
 
 
 class Barrier:
-    """Calls ``reached`` before every optimizer step of this process, and remembers whose it was."""
+    """Calls ``reached`` before every optimizer step of this process, and remembers whose it was.
 
-    def __init__(self, reached: Callable[[], None]) -> None:
+    A step that is recorded into a CUDA graph changes nothing yet, and its replays come by no hook: it is no evidence,
+    and ``recorded`` is called for it.
+    """
+
+    def __init__(self, reached: Callable[[], None], *, recorded: Callable[[], None]) -> None:
         self._reached = reached
+        self._recorded = recorded
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._bracketed = False
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if is_recording():
+            self._recorded()
+            return
         self._stepped.add(optimizer)
         try:
             self._reached()

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Capturer:
         self._seal_lock = threading.Lock()
         self._waiting = threading.RLock()
         self._said: set[str] = set()
-        self.barrier = Barrier(self._at_barrier)
+        self.barrier = Barrier(self._at_barrier, recorded=self._at_recording)
         self._thread = threading.Thread(
             target=self._run, name=f"tierfall-{name}-capture", daemon=True
         )
@@ -51,20 +51,20 @@ class Capturer:
         self,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         *,
-        on_host: bool,
+        elsewhere: Collection[str],
         first: bool,
     ) -> str | None:
         """Say why this save cannot be captured lazily, or return None; the evidence begins anew.
 
-        ``on_host`` says that all sources lie in host memory.
+        ``elsewhere`` are the kinds of devices, other than the host, that no copy stream serves.
         """
         missing = self.barrier.missing(parameters)
         seen = self.barrier.seen
         self.barrier.forget()
         if first:
             return "it is the first"
-        if not on_host:
-            return "lazy capture from a GPU is not supported yet"
+        if elsewhere:
+            return f"part of the state is on {min(elsewhere)}, which is not captured lazily"
         if not seen:
             return "no optimizer step, wait_captured() or guard() was seen since the last save"
         if missing:
@@ -80,17 +80,17 @@ class Capturer:
             self._said.add(reason)
             logger.warning("this save captures blocking: %s", reason)
 
-    def begin(self, snapshot: Snapshot, *, lazy: bool, verify: bool, on_host: bool) -> None:
+    def begin(self, snapshot: Snapshot, *, lazy: bool, verify: bool, here: bool) -> None:
         """Start filling a snapshot; without ``lazy`` every source has been read when this returns.
 
-        ``on_host`` says that all sources lie in host memory: others are read on the calling thread, in the order of its
-        stream. Raises CaptureError for what cannot be captured; the snapshot is given up then.
+        ``here``: sources are read on the calling thread, since another would not see its work on them. Raises
+        CaptureError for what cannot be captured; the snapshot is given up then.
         """
         snapshot.lazy = lazy
         snapshot.verified = not verify
         self._current = snapshot
         try:
-            if not on_host:
+            if here:
                 while snapshot.filling.copy_next():
                     continue
         except BaseException as error:  # noqa: BLE001 - raised again below
@@ -135,10 +135,11 @@ class Capturer:
         snapshot = self._current
         return snapshot is not None and snapshot.id == id
 
-    def wait_copied(self, timeout: float | None) -> None:
+    def wait_copied(self, timeout: float | None, *, in_order: bool = False) -> None:
         """The barrier: help copying until every source is read; after ``timeout`` seconds the snapshot is given up.
 
-        Raises what kept the snapshot from being captured.
+        ``in_order``: what lies on a device need not be read yet, if only what the caller enqueues there next comes
+        after. Raises what kept the snapshot from being captured.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         # A thread that waits on the handle may be here too, comparing what an update must not change meanwhile. The
@@ -150,22 +151,27 @@ class Capturer:
                 assert timeout is not None
                 snapshot.filling.fail(_waited_too_long(snapshot, timeout))
             elif snapshot is not None:
-                self._wait_copied(snapshot, timeout, deadline)
+                self._wait_copied(snapshot, timeout, deadline, in_order=in_order)
         finally:
             if alone:
                 self._waiting.release()
 
     def _wait_copied(
-        self, snapshot: Snapshot, give_up_after: float | None, deadline: float | None
+        self,
+        snapshot: Snapshot,
+        give_up_after: float | None,
+        deadline: float | None,
+        *,
+        in_order: bool = False,
     ) -> None:
         """Help copying until ``deadline``; a snapshot that is not copied by then is given up, with ``give_up_after``
         said as the reason, unless that is None."""
         filling = snapshot.filling
         try:
-            while filling.copy_next():
-                continue
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            idle = filling.wait_idle(left)
+            if in_order and snapshot.verified:
+                idle = filling.pass_barrier(_left_s(deadline))
+            else:
+                idle = filling.finish(deadline)
         except BaseException as error:  # noqa: BLE001 - raised again below
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
             filling.fail(_interrupted(snapshot, error))
@@ -203,23 +209,34 @@ class Capturer:
         if ready:
             self._queue.put(snapshot)
 
-    def wait_barrier(self, timeout: float | None) -> None:
+    def wait_barrier(self, timeout: float | None, *, in_order: bool = False) -> None:
         """As ``wait_copied``, outside of a save: the handle counts the time as blocked."""
         snapshot = self._current
         if snapshot is None:
             return
         began = time.monotonic()
         try:
-            self.wait_copied(timeout)
+            self.wait_copied(timeout, in_order=in_order)
         finally:
             snapshot.handle.tell_waited(time.monotonic() - began)
 
     def _at_barrier(self) -> None:
         """What the step hook does; it never raises, since the capture thread reports what failed."""
         try:
-            self.wait_barrier(self._max_wait_s)
+            self.wait_barrier(self._max_wait_s, in_order=True)
         except Exception:  # said by the handle, the log and the next save
             logger.debug("the capture failed at the barrier", exc_info=True)
+
+    def _at_recording(self) -> None:
+        """An optimizer step is recorded into a CUDA graph, whose replays would change what is being captured."""
+        snapshot = self._current
+        if snapshot is not None:
+            snapshot.filling.fail(
+                CaptureError(
+                    f"save of step {snapshot.id.step}: an optimizer step was recorded into a CUDA graph while the "
+                    "state was being captured; nothing of this step is kept. Call wait_captured() before recording one"
+                )
+            )
 
     def close(self, timeout: float) -> None:
         """End the thread, once what was begun is captured; after ``timeout`` seconds it is left behind."""
@@ -237,7 +254,7 @@ class Capturer:
                 self._capture(snapshot)
             except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
                 snapshot.filling.fail(error)
-                snapshot.filling.wait_idle()
+                snapshot.filling.abandon()
                 snapshot.filling.release_sources()
                 traceback.clear_frames(error.__traceback__)
                 self._post(
@@ -268,6 +285,10 @@ class Capturer:
         seal(snapshot)
         snapshot.handle.tell_captured()
         self._post(CaptureSealed(id=snapshot.id))
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:

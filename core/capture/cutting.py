@@ -1,11 +1,13 @@
 """How an image's tensors are cut into segments, each copied by one call: planned once per layout.
 
 A tensor is cut where chunks end, so that a chunk can be final before the tensor is; small ones are put together, so
-that one call copies many. Where a tensor lies in the state's list and in the image is all that a cut knows of it.
+that one call copies many. What a cut knows of a tensor is where it lies: in the state's list, in the image, and in
+which memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.image import Layout, StateView
@@ -14,13 +16,16 @@ from tierfall.core.values import Changes
 
 SEGMENT_BYTES = 16 << 20
 BATCH_BYTES = 1 << 20
+HOST = -1
+"""The place of what lies in host memory, or in memory that is read as if it did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Bytes of tensor number ``index``, which go to ``start`` in the data and begin at ``source_start`` of its own.
 
-    ``slot`` is the tensor's place in the image; ``whole`` says that these are all its bytes.
+    ``slot`` is the tensor's place in the image; ``whole`` says that these are all its bytes; ``place`` is HOST or the
+    device that they lie on.
     """
 
     slot: int
@@ -29,17 +34,25 @@ class Piece:
     end: int
     source_start: int
     whole: bool
+    place: int
 
 
 Segment = tuple[Piece, ...]
 
 
 class Cutting:
-    """The segments of one layout: ``at_once`` what may change at any time, ``segments`` the rest, in image order."""
+    """The segments of one layout: ``at_once`` what may change at any time, ``segments`` the rest, in image order.
 
-    def __init__(self, layout: Layout, view: StateView, chunk_bytes: int) -> None:
+    A segment lies in one memory. ``places`` says for each tensor in which.
+    """
+
+    def __init__(
+        self, layout: Layout, view: StateView, chunk_bytes: int, places: Sequence[int] = ()
+    ) -> None:
+        """Without ``places`` all lies in host memory."""
         self._layout = layout
-        self._key = (view.plain, view.changes)
+        self._key = (view.plain, view.changes, places)
+        self._places = places
         self.chunk_bytes = chunk_bytes
         self.at_once: list[Piece] = []
         self.segments: list[Segment] = []
@@ -49,9 +62,9 @@ class Cutting:
             start, end = self.chunk_range(index)
             self.missing[index] = end - start
 
-    def serves(self, layout: Layout, view: StateView) -> bool:
+    def serves(self, layout: Layout, view: StateView, places: Sequence[int]) -> bool:
         """Say whether this is how a view of that layout is to be cut."""
-        return layout is self._layout and self._key == (view.plain, view.changes)
+        return layout is self._layout and self._key == (view.plain, view.changes, places)
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         layout = self._layout
@@ -65,11 +78,12 @@ class Cutting:
             if start == end:
                 continue
             if view.changes[index] is Changes.ANYTIME:
-                self.at_once.append(Piece(slot, index, start, end, 0, True))
+                self.at_once.append(Piece(slot, index, start, end, 0, True, self._place(index)))
                 continue
             for piece in self._pieces(slot, index, start, end, plain=view.plain[index]):
                 size = piece.end - piece.start
-                if batch and batched + size > BATCH_BYTES:
+                other = batch and batch[0].place != piece.place
+                if batch and (other or batched + size > BATCH_BYTES):
                     self.segments.append(tuple(batch))
                     batch, batched = [], 0
                 batch.append(piece)
@@ -79,12 +93,15 @@ class Cutting:
 
     def _pieces(self, slot: int, index: int, start: int, end: int, *, plain: bool) -> list[Piece]:
         if not plain:
-            return [Piece(slot, index, start, end, 0, True)]
+            return [Piece(slot, index, start, end, 0, True, self._place(index))]
         pieces = []
         at = start
         while at < end:
             stop = min(end, (at // self.chunk_bytes + 1) * self.chunk_bytes, at + SEGMENT_BYTES)
             whole = stop - at == end - start
-            pieces.append(Piece(slot, index, at, stop, at - start, whole))
+            pieces.append(Piece(slot, index, at, stop, at - start, whole, self._place(index)))
             at = stop
         return pieces
+
+    def _place(self, index: int) -> int:
+        return self._places[index] if self._places else HOST

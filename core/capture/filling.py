@@ -1,30 +1,37 @@
 """Filling one image: the copies that bring a state's bytes into a region, and the watermark over them.
 
 The image is cut into *segments* (``cutting``), each a run of tensor bytes copied by one call. Any thread may claim the
-next segment, in image order: the capture thread does, and so does a training thread that has come to the barrier. A
-chunk whose last segment is in place is hashed; the watermark counts the leading chunks that are hashed, hence final.
-This module knows tensors and bytes; it knows no tiers, no steps and no optimizers.
+next segment, in image order: the capture thread does, and so does a training thread that has come to the barrier. What
+lies on a device is not copied but launched (``flights``), and counts when it has landed. A chunk whose last segment is
+in place is hashed; the watermark counts the leading chunks that are hashed, hence final. This module knows tensors and
+bytes; it knows no tiers, no steps and no optimizers.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import torch
 import xxhash
 
 from tierfall.core.bell import Bell
-from tierfall.core.capture.cutting import Cutting, Piece, Segment
+from tierfall.core.capture.cutting import HOST, Cutting, Piece, Segment
+from tierfall.core.capture.flights import Block, Flight, Flights, Slab, size_of
+from tierfall.core.capture.streams import CopyStream
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
 from tierfall.core.image import StateView, as_bytes, copy_whole, naming
 from tierfall.core.records import DIGEST_PREFIX
 
+logger = logging.getLogger("tierfall")
+
 LOOK_AGAIN_S = 0.2
+LANDED_POLL_S = 0.0005
 _NO_VERSION = -1
 _VERSION = attrgetter("_version")
 
@@ -35,8 +42,8 @@ def chunk_digest(view: memoryview) -> str:
 
 
 class Filling:
-    """One image on its way into memory. ``copied``: every source was read; ``final_chunks`` is the watermark;
-    ``digests`` are complete when ``hashed``."""
+    """One image on its way into memory. ``copied``: every source was read, or its copy launched; ``final_chunks`` is
+    the watermark; ``digests`` are complete when ``hashed``."""
 
     def __init__(
         self,
@@ -47,20 +54,30 @@ class Filling:
         cutting: Cutting,
         view: StateView,
         on_progress: Callable[[int], None],
+        streams: Mapping[int, CopyStream] | None = None,
+        slab: tuple[int, Slab] | None = None,
     ) -> None:
-        """Take the sources, and copy what may change at any time. ``targets`` and ``memory`` are the same region."""
+        """Take the sources, and fix what may change at any time. ``targets`` and ``memory`` are the same region.
+
+        ``streams`` copy what lies on devices, by the places of ``cutting``; ``slab`` is spare memory at one of them.
+        """
         self._targets = targets
         self._memory = memory
         self._cutting = cutting
-        self._tensors: Sequence[torch.Tensor] = view.sources
+        self._tensors: list[torch.Tensor] = view.sources.copy()
         self._trails = view.trails
         self._plain = view.plain
         self._on_progress = on_progress
         self._versions = _versions(view.sources)
         self._segments = deque(cutting.segments)
+        self._flights = Flights(streams or {})
+        self._slab = slab
         self._lock = threading.Lock()
         self._copying: set[int] = set()
         self._bells: list[Bell] = []
+        self._settled = threading.Event()
+        self._settled.set()
+        self._passed = False
         self._missing = cutting.missing.copy()
         self.digests: list[str] = [""] * len(self._missing)
         self.final_chunks = 0
@@ -70,17 +87,37 @@ class Filling:
         self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
-        for piece in cutting.at_once:
-            self._copy((piece,))
+        self._fix()
 
     @property
     def chunk_count(self) -> int:
         return len(self.digests)
 
+    def _fix(self) -> None:
+        """Copy what may change at any time: into the image, or on its own device in the order of the caller's work."""
+        for piece in self._cutting.at_once:
+            if piece.place == HOST or not self._fix_there(piece):
+                self._copy((piece,))
+        self._flights.follow_callers()
+
+    def _fix_there(self, piece: Piece) -> bool:
+        """Take a copy on the device, to be captured later; False where it has no room."""
+        source, copies = self._tensors[piece.index], []
+        try:
+            self._flights.streams[piece.place].for_caller(lambda: copies.append(source.clone()))
+        except torch.OutOfMemoryError:
+            return False
+        self._tensors[piece.index] = copies[0]
+        self._versions[piece.index] = _NO_VERSION
+        self._segments.appendleft((piece,))
+        self.copied = False
+        return True
+
     # Copying ---------------------------------------------------------------------------------------
 
     def copy_next(self) -> bool:
-        """Claim the next segment and copy it; False when none is left to claim. Raises what the copy raised."""
+        """Claim the next segment and copy it, or launch it; False when none is left to claim. Raises what that
+        raised."""
         me = threading.get_ident()
         try:
             with self._lock:
@@ -88,7 +125,10 @@ class Filling:
                     return False
                 self._copying.add(me)
                 segment = self._segments.popleft()
-            self._copy(segment)
+            if segment[0].place == HOST:
+                self._copy(segment)
+            else:
+                self._launch(segment)
             return True
         except BaseException as error:
             interrupted = not isinstance(error, Exception)
@@ -127,38 +167,44 @@ class Filling:
         return True
 
     def _copy(self, pieces: Segment) -> None:
+        self._move(pieces)
+        self._check_versions(pieces)
+        self._count(pieces)
+
+    def _move(self, pieces: Segment, *, non_blocking: bool = False) -> None:
         targets, sources = [], []
         with torch.no_grad():
             for piece in pieces:
                 source = self._tensors[piece.index]
                 if not self._plain[piece.index]:
-                    copy_whole(self._targets.flat(piece.start, piece.end), source)
+                    place = self._targets.flat(piece.start, piece.end)
+                    copy_whole(place, source, non_blocking=non_blocking)
                 elif piece.whole:
                     if source.dtype is torch.bool:
                         source = source.view(torch.uint8)  # any byte survives
                     targets.append(self._targets.like(piece.slot, source))
                     sources.append(source)
                 else:
-                    length = piece.end - piece.start
                     targets.append(self._targets.flat(piece.start, piece.end))
-                    sources.append(_part(source, piece.source_start, length))
+                    sources.append(_part(source, piece))
             if len(targets) == 1:
-                targets[0].copy_(sources[0])
+                targets[0].copy_(sources[0], non_blocking=non_blocking)
             elif targets:
-                torch._foreach_copy_(targets, sources)
-        for piece in pieces:
-            self._check_version(piece)
-        self._count(pieces)
+                torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
-    def _check_version(self, piece: Piece) -> None:
+    def _check_versions(self, pieces: Iterable[Piece]) -> None:
         """The tripwire: a tensor that was written to before its copy had ended."""
-        before = self._versions[piece.index]
-        if before != _NO_VERSION and _version(self._tensors[piece.index]) != before:
-            raise CaptureError(
-                f"save: {naming.path(self._trails[piece.index])} was changed while it was being captured; nothing of "
-                "this step is kept. Change it only inside optimizer.step(), or wrap it in tierfall.item(..., "
-                "changes='anytime'), or call wait_captured() before the change, or set capture.mode to blocking"
-            )
+        for piece in pieces:
+            before = self._versions[piece.index]
+            if before != _NO_VERSION and _version(self._tensors[piece.index]) != before:
+                raise CaptureError(
+                    f"save: {self._path(piece)} was changed while it was being captured; nothing of this step is kept. "
+                    "Change it only inside optimizer.step(), or wrap it in tierfall.item(..., changes='anytime'), or "
+                    "call wait_captured() before the change, or set capture.mode to blocking"
+                )
+
+    def _path(self, piece: Piece) -> str:
+        return naming.path(self._trails[piece.index])
 
     def _count(self, pieces: Segment) -> None:
         chunk_bytes = self._cutting.chunk_bytes
@@ -172,6 +218,124 @@ class Filling:
                     if self._missing[index] == 0:
                         self._ready.add(index)
                     at = stop
+
+    # Devices ---------------------------------------------------------------------------------------
+
+    def _launch(self, segment: Segment) -> None:
+        mark = self._flights.enqueue(segment, lambda: self._move(segment, non_blocking=True))
+        with self._lock:
+            self._flights.add(Flight(segment, mark, None))
+
+    def pass_barrier(self, timeout: float | None) -> bool:
+        """Bring it about that the caller's next work on its devices may change the sources, though this returns before
+        they are read there: that work waits, the host does not. False where a copy on the host took too long."""
+        self._settled.clear()
+        sheltered: list[tuple[Segment, Block]] = []
+        try:
+            self._shelter(sheltered)
+            while self.copy_next():
+                continue
+            if not self.wait_idle(timeout):
+                return False
+            self._let_pass()
+            self._flights.follow_callers()
+            while sheltered and self.failure is None:
+                self._launch_from(*sheltered.pop())
+            return True
+        finally:
+            for _, block in sheltered:
+                block.release()
+            self._settled.set()
+
+    def _shelter(self, sheltered: list[tuple[Segment, Block]]) -> None:
+        """Copy what has not been claimed into spare memory of its device, as far as there is any, in the caller's
+        order: it is captured from there, and need not be waited for."""
+        if self._slab is None:
+            return
+        place, slab = self._slab
+        with self._lock:
+            waiting = [segment for segment in self._segments if segment[0].place == place]
+            for segment in reversed(waiting):  # the last would be waited for longest
+                block = slab.take(size_of(segment))
+                if block is None:
+                    break
+                sheltered.append((segment, block))
+                self._segments.remove(segment)
+
+        def copy_all() -> None:
+            for segment, block in sheltered:
+                self._copy_into(block, segment)
+
+        self._flights.streams[place].for_caller(copy_all)
+        for segment, _ in sheltered:
+            self._check_versions(segment)
+
+    def _copy_into(self, block: Block, segment: Segment) -> None:
+        with torch.no_grad():
+            for piece, target in _pieces_in(block, segment):
+                source = self._tensors[piece.index]
+                if self._plain[piece.index]:
+                    target.copy_(_part(source, piece))
+                else:
+                    copy_whole(target, source)
+
+    def _launch_from(self, segment: Segment, block: Block) -> None:
+        def move() -> None:
+            for piece, source in _pieces_in(block, segment):
+                self._targets.flat(piece.start, piece.end).copy_(source, non_blocking=True)
+
+        mark = self._flights.enqueue(segment, move)
+        with self._lock:
+            self._flights.add(Flight(segment, mark, block))
+
+    def _let_pass(self) -> None:
+        with self._lock:
+            try:
+                for segment in self._flights.segments:
+                    self._check_versions(segment)
+            except CaptureError as error:
+                self.failure = self.failure or error
+            self._passed = True
+        self._flights.hold_callers()
+
+    def finish(self, deadline: float | None) -> bool:
+        """Help copying until every source was read, on devices too; False at ``deadline`` on the monotonic clock."""
+        while self.copy_next():
+            continue
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return self.wait_idle(left) and self._wait_landed(deadline)
+
+    def _wait_landed(self, deadline: float | None) -> bool:
+        while (flight := self._flights.first) is not None:
+            if deadline is not None:
+                while not flight.mark.is_done():
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(LANDED_POLL_S)
+            self._land(flight)
+        return True
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a flight, and take it for done. Raises what the device reports; the flight is over all the same."""
+        try:
+            flight.mark.wait()
+        finally:
+            with self._lock:
+                is_mine = self._flights.landed(flight)
+                if is_mine and not self._passed and flight.block is None:
+                    self._check_versions(flight.segment)
+        if is_mine:
+            self._count(flight.segment)
+
+    def abandon(self) -> None:
+        """After a failure: return when nothing writes into the memory any more."""
+        self.wait_idle()
+        self._settled.wait()
+        while (flight := self._flights.first) is not None:
+            try:
+                self._land(flight)
+            except Exception:
+                logger.debug("a copy off a device ended in an error", exc_info=True)
 
     # Hashing ---------------------------------------------------------------------------------------
 
@@ -198,13 +362,28 @@ class Filling:
         return True
 
     def run(self) -> None:
-        """Do all that is left, as the capture thread does: copy in image order, hash what is complete."""
-        while self.copy_next():
-            while self.hash_ready():
+        """Do all that is left, as the capture thread does: copy or launch in image order, hash what is complete."""
+        while True:
+            while self._advance():
                 continue
-        self.wait_idle()
+            self.wait_idle()
+            self._settled.wait()
+            if self.failure is not None or not (self._segments or self._flights):
+                break
         while self.hash_ready():
             continue
+
+    def _advance(self) -> bool:
+        """Do one thing; what keeps the bus to a device busy comes first."""
+        claimed = not self._flights.is_full and self.copy_next()
+        while (flight := self._flights.first) is not None and flight.mark.is_done():
+            self._land(flight)
+        if (claimed and self._flights) or self.hash_ready() or claimed:
+            return True
+        flight = self._flights.first
+        if flight is not None:
+            self._land(flight)
+        return flight is not None
 
     def verify(self) -> None:
         """Compare every lazily captured source with the image; raises CaptureError naming the first that differs."""
@@ -212,27 +391,37 @@ class Filling:
             source = self._tensors[piece.index]
             target = self._targets.flat(piece.start, piece.end)
             if self._plain[piece.index]:
-                flat = _part(source, piece.source_start, piece.end - piece.start)
+                flat = _part(source, piece)
             else:
                 flat = torch.empty_like(target)
                 copy_whole(flat, source)
             if not torch.equal(flat.to(target.device), target):
                 raise CaptureError(
-                    f"save: capture.verify found that {naming.path(self._trails[piece.index])} differs from its "
-                    "captured bytes: it was changed between save() and the barrier; nothing of this step is kept. Wrap "
-                    "it in tierfall.item(..., changes='anytime'), or call wait_captured() before the change"
+                    f"save: capture.verify found that {self._path(piece)} differs from its captured bytes: it was "
+                    "changed between save() and the barrier; nothing of this step is kept. Wrap it in "
+                    "tierfall.item(..., changes='anytime'), or call wait_captured() before the change"
                 )
 
     def release_sources(self) -> None:
         """Let go of the state's tensors once they were read, so that a freed model is freed."""
-        self._tensors = ()
+        if not self._flights:
+            self._tensors = []
 
 
-def _part(source: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """Bytes of a plain tensor."""
+def _pieces_in(block: Block, segment: Segment) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Each piece of a segment, and where it lies in a block."""
+    at = 0
+    for piece in segment:
+        end = at + piece.end - piece.start
+        yield piece, block.tensor[at:end]
+        at = end
+
+
+def _part(source: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The bytes of a plain tensor that are a piece."""
     flat = as_bytes(source)
     assert flat is not None, "a plain tensor has bytes"
-    return flat[start : start + length]
+    return flat[piece.source_start : piece.source_start + piece.end - piece.start]
 
 
 def _versions(sources: Sequence[torch.Tensor]) -> list[int]:

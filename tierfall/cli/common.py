@@ -188,7 +188,7 @@ def find_on(
 
 def check_tier(settings: Config, tier: str | None) -> None:
     """End the command where no tier has that name."""
-    known = [t.name for t in settings.tiers]
+    known = [t.name for t in settings.chain]
     if tier is not None and tier not in known:
         refuse(f"no tier is named {tier!r}; there are {', '.join(known)}", Exit.USAGE)
 

@@ -100,7 +100,7 @@ def schema(as_json: JsonOption = False) -> None:
 
 def _tier_members(reader: Reader, listing: Any) -> dict[str, Any]:
     store = reader.stores.get(listing.tier)
-    kind = next(tier.kind for tier in reader.config.tiers if tier.name == listing.tier)
+    kind = next(tier.kind for tier in reader.config.chain if tier.name == listing.tier)
     return {
         "name": listing.tier,
         "kind": str(kind),

@@ -24,7 +24,6 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
-    not_yet,
 )
 from tierfall.config.places import write_place
 from tierfall.config.rules import FOLDER, check_chain, link_of
@@ -51,13 +50,15 @@ class _Tier(Section):
 
 
 class DeviceTier(_Tier):
-    """Spare memory of the device, per rank. Not supported yet."""
+    """Spare memory of the GPU, per rank, for what a step would wait for. It holds no checkpoint of its own."""
 
-    kind: Annotated[Literal[TierKind.DEVICE], not_yet("a tier of kind device is")] = Field(
-        description="device: spare memory of the device. Not supported yet."
+    kind: Literal[TierKind.DEVICE] = Field(
+        description="device: spare memory of the GPU. Without a GPU it is left out, and that is said."
     )
-    capacity_bytes: Size | None = Field(
-        default=None, alias="capacity", description="How much to take, per rank.", examples=["4GiB"]
+    capacity_bytes: Size = Field(
+        alias="capacity",
+        description="How much to take when the run is opened, per rank.",
+        examples=["4GiB"],
     )
 
 
@@ -272,6 +273,16 @@ class Config(Section):
     def host(self) -> HostTier:
         """The tier that every checkpoint falls through."""
         return next(tier for tier in self.tiers if isinstance(tier, HostTier))
+
+    @property
+    def device(self) -> DeviceTier | None:
+        """The spare memory of the GPU, where the chain has some."""
+        return next((tier for tier in self.tiers if isinstance(tier, DeviceTier)), None)
+
+    @property
+    def chain(self) -> tuple[HostTier | FileTier | ObjectTier, ...]:
+        """The tiers that hold checkpoints, fastest first."""
+        return tuple(tier for tier in self.tiers if not isinstance(tier, DeviceTier))
 
     @property
     def stored(self) -> tuple[FileTier | ObjectTier, ...]:

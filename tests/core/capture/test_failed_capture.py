@@ -277,7 +277,7 @@ def test_sources_off_the_host_that_cannot_be_read_fail_the_save_and_wedge_nothin
     begin = Capturer.begin
 
     def elsewhere(capturer: Capturer, snapshot: Snapshot, **words: Any) -> None:
-        begin(capturer, snapshot, **{**words, "on_host": False})
+        begin(capturer, snapshot, **{**words, "here": True})
 
     def broken(filling: Filling) -> None:
         raise RuntimeError("the device is gone")

@@ -373,7 +373,7 @@ def test_a_hook_that_fails_never_breaks_the_step(
         lazy_save(ckpt, trainer, 2)
         calls: list[float | None] = []
 
-        def broken(timeout: float | None) -> None:
+        def broken(timeout: float | None, *, in_order: bool) -> None:
             calls.append(timeout)
             raise RuntimeError("broken")
 

@@ -1,0 +1,111 @@
+"""A device that is none: tensors in host memory whose copies run on a thread of their own, when a test lets them.
+
+Its order is a real stream's: copies run one after the other, in the order in which they were enqueued, some time later.
+The caller's own work runs at once, so that letting it wait means to block.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tierfall.core.capture.cutting import HOST
+from tierfall.core.capture.flights import Slab
+from tierfall.tiers.device import DeviceSlab
+
+PATIENCE_S = 20.0
+THERE = 0
+LEAST_ELEMENTS = 10
+"""Tensors of more elements are on the device."""
+
+
+class FakeMark:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        assert self.done.wait(PATIENCE_S), "nobody lets the device go on"
+        if self.error is not None:
+            raise self.error
+
+    def is_done(self) -> bool:
+        return self.done.is_set()
+
+
+class FakeStream:
+    """See ``CopyStream``. ``free`` lets copies run; ``fails`` is what the next of them reports; ``blocks`` says whether
+    the caller waits for real."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.blocks = True
+        self.fails: BaseException | None = None
+        self.no_room = False
+        self.holds = 0
+        self.enqueued: list[FakeMark] = []
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], FakeMark] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="fake-device", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, mark = item
+            self.free.wait()
+            if self.fails is not None:
+                mark.error, self.fails = self.fails, None
+            else:
+                work()
+            mark.done.set()
+
+    def follow_caller(self) -> None:
+        """The caller's work is done when it was called."""
+
+    def enqueue(self, work: Callable[[], None]) -> FakeMark:
+        mark = FakeMark()
+        self.enqueued.append(mark)
+        self._queue.put((work, mark))
+        return mark
+
+    def for_caller(self, work: Callable[[], None]) -> None:
+        if self.no_room:
+            raise torch.OutOfMemoryError("no room")
+        work()
+
+    def hold_caller(self) -> None:
+        self.holds += 1
+        if self.blocks and self.enqueued:
+            assert self.enqueued[-1].done.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.free.set()
+        self._queue.put(None)
+        self._thread.join(PATIENCE_S)
+
+
+class FakePlaces:
+    """Puts every tensor that is not tiny on the fake device."""
+
+    def __init__(self, stream: FakeStream, slab: DeviceSlab | None = None) -> None:
+        self.stream = stream
+        self.streams = {THERE: stream}
+        self.elsewhere: set[str] = set()
+        self.memory = slab
+
+    def of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return tuple(THERE if s.numel() > LEAST_ELEMENTS else HOST for s in sources)
+
+    @property
+    def slab(self) -> tuple[int, Slab] | None:
+        return None if self.memory is None else (THERE, self.memory)
+
+    def __call__(self, *arguments: Any) -> FakePlaces:
+        """Stands where the class does that it takes the place of."""
+        return self

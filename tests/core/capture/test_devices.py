@@ -1,0 +1,464 @@
+"""Lazy capture off a device: the host waits for nothing, the device's own order guards the state; on a fake device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakePlaces, FakeStream
+
+import tierfall
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    Held,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
+from tests.steps import wait_until
+from tierfall import saving
+from tierfall.core.capture import barrier, flights
+from tierfall.core.errors import CaptureError
+from tierfall.core.values import SaveOutcome
+from tierfall.tiers.device import DeviceSlab
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+OPTIMIZERS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+SLAB_BYTES = 1 << 20
+
+
+@pytest.fixture
+def stream() -> Iterator[FakeStream]:
+    made = FakeStream()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def places(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> FakePlaces:
+    """Every state lies on the fake device."""
+    made = FakePlaces(stream)
+    monkeypatch.setattr(saving, "Places", made)
+    return made
+
+
+@pytest.fixture
+def slab(places: FakePlaces) -> DeviceSlab:
+    places.memory = DeviceSlab(torch.zeros(SLAB_BYTES, dtype=torch.uint8))
+    return places.memory
+
+
+def bytes_of_state(trainer: Trainer) -> int:
+    return sum(tensor.nbytes for tensor in trainer.now().values())
+
+
+# Without a slab --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_values_before_the_step_are_captured(
+    kind: str, make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    trainer = Trainer(**OPTIMIZERS[kind])
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        wanted = {}
+        for step in range(2, 12):
+            wanted[step] = trainer.now()
+            lazy_save(ckpt, trainer, step)
+            trainer.step()
+        ckpt.drain()
+    for step, before in wanted.items():
+        assert_same(saved(tmp_path / "disk", step), before)
+
+
+def test_save_and_hook_return_while_the_device_has_copied_nothing(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    """The update is what must wait, and on a device it does so by itself: here it is left out."""
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        stream.blocks = False
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        held = stream.holds
+        ckpt._capturer._at_barrier()
+        assert stream.holds == held + 1
+        assert not any(mark.is_done() for mark in stream.enqueued[-1:])
+        assert ckpt._capturer._current is None, "the barrier is behind"
+        assert not handle.done("host")
+        stream.free.set()
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_the_update_waits_for_what_was_launched(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        before, holds = trainer.now(), stream.holds
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.backward()
+        step = threading.Thread(target=trainer.optimizer.step)
+        step.start()
+        wait_until(lambda: stream.holds > holds, "the hook has come so far")
+        assert step.is_alive()
+        assert_same(trainer.now(), before)
+        stream.free.set()
+        step.join(PATIENCE_S)
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_so_many_bytes_are_under_way_and_no_bound_holds_at_the_barrier(
+    make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "FLYING_BYTES_MAX", 10_000)  # segments are of 4 KiB at most
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = len(stream.enqueued)
+        stream.free.clear()
+        stream.blocks = False
+        handle = lazy_save(ckpt, trainer, 2)
+        wait_until(lambda: len(stream.enqueued) - before >= 3, "it has launched what it may")
+        assert len(stream.enqueued) - before <= 5
+        ckpt._capturer._at_barrier()
+        assert len(stream.enqueued) - before > 20
+        stream.free.set()
+        handle.wait(timeout=PATIENCE_S)
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+        self.register_buffer("mean", torch.arange(16.0))
+        self.register_buffer("turned", torch.arange(32.0).view(4, 8).t())
+        self.register_buffer("flags", torch.arange(16) % 3 == 0)
+
+
+@pytest.mark.parametrize("no_room", [False, True])
+def test_what_changes_at_any_time_is_fixed_when_save_returns(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, no_room: bool
+) -> None:
+    stream, model = places.stream, Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state, block=True)
+        model.layer(torch.randn(2, 16)).sum().backward()
+        optimizer.step()
+        stream.no_room = no_room
+        if not no_room:
+            stream.free.clear()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy
+        wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.mean.add_(1)
+        model.turned.add_(1)
+        model.flags.logical_not_()
+        stream.free.set()
+        handle.wait(timeout=PATIENCE_S)
+    loaded = tierfall.load(tmp_path / "disk", step=2)["model"]
+    for name, buffer in wanted.items():
+        assert torch.equal(loaded[name], buffer), name
+
+
+def test_a_blocking_capture_and_wait_captured_return_when_all_is_read(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        stream.free.clear()
+        threading.Timer(0.2, stream.free.set).start()
+        first = ckpt.save(1, trainer.state)
+        assert not first.stats.lazy
+        assert stream.free.is_set(), "it waited"
+        assert all(mark.is_done() for mark in stream.enqueued)
+        trainer.step()
+        stream.free.clear()
+        before = trainer.now()
+        lazy_save(ckpt, trainer, 2)
+        threading.Timer(0.2, stream.free.set).start()
+        ckpt.wait_captured()
+        assert all(mark.is_done() for mark in stream.enqueued)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.zero_()
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_wait_captured_that_runs_out_of_time_gives_the_snapshot_up(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        handle = lazy_save(ckpt, trainer, 2)
+        with pytest.raises(CaptureError, match="the snapshot is given up"):
+            ckpt.wait_captured(timeout=0.05)
+        stream.free.set()
+        with pytest.raises(CaptureError):
+            handle.wait(timeout=PATIENCE_S)
+        trainer.step()
+        before = trainer.now()
+        ckpt.save(3, trainer.state, block=True)
+    assert_same(saved(tmp_path / "disk", 3), before)
+
+
+def test_a_change_before_the_barrier_is_found_there(
+    make_config: MakeConfig, places: FakePlaces
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        stream.blocks = False
+        handle = lazy_save(ckpt, trainer, 2)
+        with torch.no_grad():
+            trainer.model[0].weight.add_(1)
+        ckpt._capturer._at_barrier()
+        stream.free.set()
+        with pytest.raises(CaptureError, match=r'state\["model"\]\["0.weight"\] was changed'):
+            handle.wait(timeout=PATIENCE_S)
+        assert handle.outcome is SaveOutcome.FAILED
+
+
+def test_an_update_behind_the_barrier_is_no_change(
+    make_config: MakeConfig, places: FakePlaces
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        stream.blocks = False
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.step()  # on a device it would come after the copies; versions rise at once
+        stream.free.set()
+        handle.wait(timeout=PATIENCE_S)
+        assert handle.outcome is SaveOutcome.SAVED
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_what_a_device_reports_fails_the_save_and_wedges_nothing(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, lazy: bool
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    mode = {"mode": "lazy" if lazy else "blocking"}
+    with tierfall.open({**make_config(chunk="4KiB"), "capture": mode}) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.fails = RuntimeError("an illegal memory access")
+        if lazy:
+            handle = lazy_save(ckpt, trainer, 2)
+            trainer.step()
+            with pytest.raises(CaptureError, match="an illegal memory access"):
+                handle.wait(timeout=PATIENCE_S)
+        else:
+            with pytest.raises(CaptureError, match="an illegal memory access"):
+                ckpt.save(2, trainer.state)
+        trainer.step()
+        before = trainer.now()
+        ckpt.save(3, trainer.state, block=True)
+    assert_same(saved(tmp_path / "disk", 3), before)
+
+
+def test_verify_compares_what_has_landed(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    trainer = Trainer(fused=True)
+    with tierfall.open({**make_config(chunk="4KiB"), "capture": {"verify": True}}) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = trainer.now()
+        good = lazy_save(ckpt, trainer, 2)
+        trainer.step()
+        good.wait(timeout=PATIENCE_S)
+        bad = lazy_save(ckpt, trainer, 3)
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
+        wait_until(lambda: snapshot.filling.hashed, "all is captured")
+        trainer.model[0].weight.data.add_(1)  # no version counter sees it
+        trainer.step()
+        with pytest.raises(CaptureError, match="differs from its captured bytes"):
+            bad.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_a_step_that_is_recorded_into_a_graph_is_no_barrier(
+    make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        places.stream.free.clear()
+        handle = lazy_save(ckpt, trainer, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(barrier, "is_recording", lambda: True)
+            trainer.step()
+        places.stream.free.set()
+        with pytest.raises(CaptureError, match="recorded into a CUDA graph"):
+            handle.wait(timeout=PATIENCE_S)
+        assert not ckpt.save(3, trainer.state, block=True).stats.lazy
+
+
+# With a slab -----------------------------------------------------------------------------------------
+
+
+def test_with_room_in_the_slab_the_update_waits_for_nothing(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, slab: DeviceSlab, held: Held
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        assert slab.free_bytes == SLAB_BYTES
+        stream.free.clear()
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.step()  # though no copy to the host can run
+        assert slab.free_bytes < SLAB_BYTES
+        assert not handle.done("host")
+        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
+        held.free.set()
+        stream.free.set()
+        handle.wait(timeout=PATIENCE_S)
+        assert slab.free_bytes == SLAB_BYTES
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_a_slab_that_takes_a_part_shortens_the_wait_and_loses_nothing(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, held: Held
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        places.memory = DeviceSlab(torch.zeros(bytes_of_state(trainer) // 2, dtype=torch.uint8))
+        held.hold()
+        stream.free.clear()
+        before, launched, holds = trainer.now(), len(stream.enqueued), stream.holds
+        handle = lazy_save(ckpt, trainer, 2)
+        trainer.backward()
+        step = threading.Thread(target=trainer.optimizer.step)
+        step.start()
+        wait_until(lambda: stream.holds > holds, "the hook waits for what found no room")
+        assert len(stream.enqueued) > launched
+        stream.free.set()
+        step.join(PATIENCE_S)
+        held.free.set()
+        handle.wait(timeout=PATIENCE_S)
+        assert places.memory.free_bytes == bytes_of_state(trainer) // 2
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_many_steps_through_a_slab_keep_their_own_values(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, slab: DeviceSlab
+) -> None:
+    trainer = Trainer(fused=True)
+    wanted = {}
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        for step in range(2, 22):
+            wanted[step] = trainer.now()
+            lazy_save(ckpt, trainer, step)
+            trainer.step()
+        ckpt.drain()
+        assert slab.free_bytes == SLAB_BYTES
+    for step, before in wanted.items():
+        assert_same(saved(tmp_path / "disk", step), before)
+
+
+def test_a_slab_is_free_again_after_a_capture_that_failed(
+    make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        stream.fails = RuntimeError("an illegal memory access")
+        trainer.step()
+        held.free.set()
+        with pytest.raises(CaptureError):
+            handle.wait(timeout=PATIENCE_S)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
+def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
+    make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        with torch.no_grad():
+            trainer.model[0].weight.add_(1)
+        trainer.step()
+        held.free.set()
+        with pytest.raises(CaptureError, match="was changed"):
+            handle.wait(timeout=PATIENCE_S)
+        assert slab.free_bytes == SLAB_BYTES
+
+
+# Opening it ------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_said_once(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "cuda_available", lambda: False)
+    config = make_config()
+    config["tiers"].insert(0, {"name": "spare", "kind": "device", "capacity": "1MiB"})
+    trainer = Trainer()
+    with caplog.at_level(logging.WARNING), tierfall.open(config) as ckpt:
+        warmed_up(ckpt, trainer)
+        lazy_save(ckpt, trainer, 2).wait(timeout=PATIENCE_S)
+        (info, *_) = ckpt.checkpoints()
+        assert "spare" not in info.tiers
+    said = [r.getMessage() for r in caplog.records if "spare" in r.getMessage()]
+    assert said == ["open: goes on without tier spare: no CUDA device here"]
+
+
+def test_a_device_without_so_much_room_is_said_and_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: Any = DeviceSlab.allocate(1 << 60, torch.device("cpu"), name="spare")
+    assert made is None
+    assert "open: goes on without tier spare: cpu does not give it" in caplog.text
+
+
+# The slab --------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
+    slab = DeviceSlab(torch.zeros(8 * 512, dtype=torch.uint8))
+    blocks = [slab.take(700) for _ in range(4)]
+    assert all(block is not None and block.tensor.numel() == 700 for block in blocks)
+    starts = sorted(block.tensor.storage_offset() for block in blocks if block)
+    assert starts == [0, 1024, 2048, 3072]
+    assert slab.take(1) is None
+    assert slab.free_bytes == 0
+    for block in (blocks[1], blocks[2]):
+        assert block is not None
+        block.release()
+        block.release()
+    assert slab.free_bytes == 2048
+    assert slab.take(2049) is None
+    between = slab.take(2048)
+    assert between is not None
+    assert between.tensor.storage_offset() == 1024

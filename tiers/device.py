@@ -1,0 +1,90 @@
+"""The device tier: one slab of a device's spare memory, taken once and cut into blocks.
+
+It holds no checkpoint. At the barrier, what has not been captured yet is copied here, which takes a device less than a
+hundredth of the time to host memory, and is captured from here while the training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from tierfall.core.units import format_size
+
+logger = logging.getLogger("tierfall")
+
+ALIGNMENT_BYTES = 512
+"""What device kernels copy at full speed from."""
+
+
+class DeviceSlab:
+    """Memory on one device. Blocks may be taken by one thread and released by another."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """``memory`` is flat uint8."""
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._taken: dict[int, int] = {}
+
+    @classmethod
+    def allocate(cls, capacity_bytes: int, device: torch.device, *, name: str) -> DeviceSlab | None:
+        """Take memory of a device for tier ``name``; None, and a warning, where it has not so much to spare."""
+        try:
+            return cls(torch.empty(capacity_bytes, dtype=torch.uint8, device=device))
+        except RuntimeError as error:  # of which running out of memory is one
+            logger.warning(
+                "open: goes on without tier %s: %s does not give it %s (%s)",
+                name,
+                device,
+                format_size(capacity_bytes),
+                str(error).splitlines()[0],
+            )
+            return None
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            return self._memory.numel() - sum(self._taken.values())
+
+    def take(self, size_bytes: int) -> SlabBlock | None:
+        """Take so many bytes, at the first place that has them; None where none has."""
+        needed = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        with self._lock:
+            start = 0
+            for taken, length in sorted(self._taken.items()):
+                if taken - start >= needed:
+                    break
+                start = taken + length
+            if start + needed > self._memory.numel():
+                return None
+            self._taken[start] = needed
+        return SlabBlock(self, start, self._memory[start : start + size_bytes])
+
+    def give_back(self, start: int) -> None:
+        with self._lock:
+            self._taken.pop(start, None)
+
+
+class SlabBlock:
+    """A piece of a slab. Releasing it twice is no error."""
+
+    def __init__(self, slab: DeviceSlab, start: int, tensor: torch.Tensor) -> None:
+        self._slab = slab
+        self._start = start
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None, "a block that was released"
+        return self._tensor
+
+    def release(self) -> None:
+        if self._tensor is not None:
+            self._tensor = None
+            self._slab.give_back(self._start)
