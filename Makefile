@@ -22,7 +22,7 @@ demo: .venv/.installed
 	$(BIN)/tierfall demo
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
