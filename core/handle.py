@@ -152,10 +152,14 @@ class SaveHandle:
             self._ring()
 
     def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
-        """The image will never be complete: skipped, superseded or failed."""
+        """The image will never be complete, skipped or failed; or, superseded, it lies in memory no more."""
         with self._lock:
             self._outcome = outcome
             self._failure = error
+            if outcome is SaveOutcome.SUPERSEDED:
+                self._captured = False
+                self._done.discard(self._in_memory)
+                self._failed.clear()
             self._ring()
 
     def tell_committed(self, tier: str) -> None:

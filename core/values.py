@@ -111,6 +111,14 @@ class CaptureMode(StrEnum):
     BLOCKING = "blocking"
 
 
+class WhenFull(StrEnum):
+    """What a save does when the host tier has no room."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    SUPERSEDE = "supersede"
+
+
 class OnError(StrEnum):
     """What a failed flush does to the training loop."""
 

@@ -14,7 +14,8 @@ from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """What the configuration asks of one tier. ``retain_last`` None keeps all there is room for."""
+    """What the configuration asks of one tier. ``retain_last`` None keeps all there is room for; ``within_s`` is how
+    soon, in seconds, a checkpoint that the tier is owed must have arrived (None: there is no bound)."""
 
     name: str
     kind: TierKind
@@ -22,6 +23,7 @@ class TierRules:
     capacity_bytes: int | None = None
     flush_every: int = 1
     retain_last: int | None = None
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,8 @@ class CopyView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
-    """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one."""
+    """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one; ``settling`` says
+    that a commit of it, or a person's order about it, is under way."""
 
     id: CheckpointId
     ordinal: int
@@ -45,6 +48,7 @@ class CheckpointView:
     tombstoned: bool = False
     copies: Mapping[str, CopyView] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
+    settling: bool = False
 
     def state(self, tier: str) -> CopyState:
         copy = self.copies.get(tier)
@@ -64,7 +68,7 @@ class View:
     """Every tier, fastest first, and every checkpoint.
 
     ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
-    as number ``attempt``.
+    as number ``attempt``; ``restoring`` says that a restore is reading the tiers.
     """
 
     tiers: tuple[TierRules, ...]
@@ -72,6 +76,7 @@ class View:
     failing: frozenset[str] = frozenset()
     restored_from: CheckpointId | None = None
     attempt: int | None = None
+    restoring: bool = False
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)

@@ -46,19 +46,22 @@ def _reason_to_go(
     gone: frozenset[CheckpointId],
 ) -> str | None:
     if tier.kind is TierKind.HOST:
-        return _reason_to_leave_memory(view, checkpoint, tier, held)
+        leased = checkpoint.copies[tier.name].leased
+        return None if leased else reason_to_leave_memory(view, checkpoint, tier, held)
     if reason_to_keep(view, checkpoint, tier, gone) is not None:
         return None
     return "room is needed and it is the oldest that may go"
 
 
-def _reason_to_leave_memory(
+def reason_to_leave_memory(
     view: View, checkpoint: CheckpointView, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> str | None:
-    """An older one goes once no lower tier needs it; the newest sealed one only where memory holds no second image,
-    and only once it is durable below: else there could be no further save at all."""
+    """Say why one of the images in memory, ``held``, may go once nobody reads it; None where it may not.
+
+    An older one goes once no lower tier needs it; the newest sealed one only where memory holds no second image, and
+    only once it is durable below: else there could be no further save at all."""
     live = [c for c in held if c.live]
-    if checkpoint.copies[tier.name].leased or _is_the_only_pinned_copy(view, checkpoint, tier):
+    if _is_the_only_pinned_copy(view, checkpoint, tier):
         return None
     waiting = only_source_for(view, checkpoint, tier)
     if live and checkpoint.id == live[-1].id:

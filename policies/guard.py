@@ -28,8 +28,8 @@ def reason_to_keep(
         return None
     if owed := only_source_for(view, checkpoint, tier):
         return f"the only source of the copy that {', '.join(owed)} is still owed"
-    if view.restored_from == checkpoint.id and not _continued(view, checkpoint):
-        return "this run was restored from it, and nothing newer is durable yet"
+    if reason := beginning_of_the_line(view, checkpoint):
+        return reason
     if lost := newest_of(view, checkpoint, tier, gone):
         return f"the newest that survives the loss of a {lost}"
     return None
@@ -79,6 +79,37 @@ def _held(
                 continue
             return True
     return False
+
+
+def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | None:
+    """Name the loss class whose newest live checkpoint this one is, or comes to be once it is where it is owed.
+
+    For images that lie in memory only: there, memory counts as what survives the process.
+    """
+    for lost in reversed(LOSS_CLASSES):
+        if _reaches(view, checkpoint, lost) and not any(
+            other.live and other.id > checkpoint.id and _reaches(view, other, lost)
+            for other in view.checkpoints
+        ):
+            return lost
+    return None
+
+
+def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
+    """Say whether a whole copy survives that loss, or a tier that would is owed one."""
+    whole = any(checkpoint.readable_on(tier.name) for tier in view.tiers)
+    return whole and any(
+        checkpoint.readable_on(tier.name) or tier.name in checkpoint.owed
+        for tier in view.tiers
+        if _RANK[tier.survives] >= _RANK[lost]
+    )
+
+
+def beginning_of_the_line(view: View, checkpoint: CheckpointView) -> str | None:
+    """Say why what this run was restored from must stay; None for any other, and once the line goes on durably."""
+    if view.restored_from == checkpoint.id and not _continued(view, checkpoint):
+        return "this run was restored from it, and nothing newer is durable yet"
+    return None
 
 
 def _continued(view: View, checkpoint: CheckpointView) -> bool:

@@ -95,8 +95,9 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counters since open; ``saves`` are those whose capture began. Times are seconds, means over the last 1,000 saves,
-    over which ``failed_saves`` counts too.
+    """Counters since open; ``saves`` are those whose capture began, ``superseded_saves`` those, of an earlier start too,
+    that were given up for a later one. Times are seconds, means over the last 1,000 saves, over which ``failed_saves``
+    counts too.
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
     survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs.
@@ -105,6 +106,7 @@ class Statistics:
     saves: int
     lazy_saves: int
     skipped_saves: int
+    superseded_saves: int
     failed_saves: int
     blocked_s: float
     captured_s: float

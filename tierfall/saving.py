@@ -6,7 +6,6 @@ of the snapshot afterwards is the capture thread's and the coordinator's busines
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,8 +37,6 @@ from tierfall.policies.bundle import tiers_owed
 from tierfall.session import Session
 from tierfall.stores import SHARD
 from tierfall.tiers.device import DeviceSlab
-
-logger = logging.getLogger("tierfall")
 
 
 class Saver:
@@ -224,7 +221,6 @@ class Saver:
         self.counts.skipped += 1
         if self._config.on_error is OnError.RAISE:
             raise error
-        logger.warning("%s", error)
 
     def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
         reason = self._capturer.why_blocking(

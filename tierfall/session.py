@@ -235,6 +235,7 @@ class Session:
             policies=bundle,
             submit=self.workers.submit,
             max_wait_s=self.config.max_wait_s,
+            when_full=self.config.host.when_full,
             unread=[x.tier for x in self.listings if x.error is not None],
         )
         if self.attempt is None:

@@ -46,6 +46,7 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 capacity_bytes=tier.capacity_bytes,
                 flush_every=stored.flush.every if stored else 1,
                 retain_last=stored.retain.last if stored else None,
+                within_s=stored.flush.within_s if stored else None,
             )
         )
     return tuple(rules)

@@ -186,6 +186,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         saves=counts.begun,
         lazy_saves=counts.lazy,
         skipped_saves=counts.skipped,
+        superseded_saves=coordinator.superseder.superseded,
         failed_saves=sum(h.outcome is SaveOutcome.FAILED for h in counts.handles),
         blocked_s=_mean([one.blocked_s for one in stats]),
         captured_s=_mean([one.captured_s for one in stats if one.captured_s is not None]),

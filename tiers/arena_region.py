@@ -49,7 +49,7 @@ class Shared:
 
 
 class Region:
-    """One extent of an arena: filling, then sealed, then released.
+    """One extent of an arena: filling, then sealed, perhaps unsealed, then released.
 
     ``extent`` is its place in the file; ``shard`` whose image it is; ``replica`` whether another node has the original.
     """
@@ -72,6 +72,7 @@ class Region:
         self._slot = slot
         self._seal: Seal | None = None
         self._released = False
+        self._unsealed = False
         self._view = shared.file.view[extent.start : extent.end]
 
     @classmethod
@@ -117,8 +118,9 @@ class Region:
         return self._seal is not None and not self._released
 
     @property
-    def released(self) -> bool:
-        return self._released
+    def given_up(self) -> bool:
+        """Say whether it was unsealed or released."""
+        return self._released or self._unsealed
 
     def seal(self, *, manifest: bytes, commit: bytes) -> None:
         """Declare the image complete: from here on it survives this process.
@@ -147,6 +149,17 @@ class Region:
             )
             block.write(seal)
             self._seal = seal
+
+    def unseal(self) -> None:
+        """Take the seal away, by one store: the image does not survive this process any more.
+
+        Its bytes stay as they are, for whoever still reads them, until ``release``.
+        """
+        self._require_seal("unsealing")
+        with self._changing("unsealing") as block:
+            block.clear()
+            self._seal = None
+            self._unsealed = True
 
     def manifest(self) -> bytes:
         """Return the manifest, verified against the seal; raises IntegrityError where it differs."""

@@ -112,7 +112,7 @@ class HostTier:
                 damaged.append(error)
                 continue
             except ValueError:
-                if not region.released:  # by another thread, just now
+                if not region.given_up:  # by another thread, just now
                     raise
                 continue
             held[image.commit.line.checkpoint] = image

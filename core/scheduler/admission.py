@@ -1,7 +1,7 @@
 """Room in host memory: saves that ask for a region, images that leave so that one can be had.
 
-A save waits until its deadline, no longer; what may leave is the policy's to say. No I/O: a region is handed out, or
-there is none.
+A save waits until its deadline, no longer, or not at all; what may leave is the policies' to say. No I/O: a region is
+handed out, or there is none.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Protocol
 
 from tierfall.core.errors import CapacityError, FlushError
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import Admission
 from tierfall.core.snapshot import HostMemory, HostRegion
 from tierfall.core.units import format_size
-from tierfall.core.values import CopyState
+from tierfall.core.values import CopyState, WhenFull
 from tierfall.core.view import Decision, Eviction, View
 
 logger = logging.getLogger("tierfall")
@@ -38,21 +39,32 @@ class Admissions:
         host: HostMemory,
         plan_eviction: PlanEviction,
         give_up_copy: Callable[[Entry, str, BaseException], None],
+        superseder: Superseder,
+        when_full: WhenFull,
         max_wait_s: float,
     ) -> None:
         self._ledger = ledger
         self._host = host
         self._plan_eviction = plan_eviction
         self._give_up_copy = give_up_copy
+        self._superseder = superseder
+        self._when_full = when_full
         self._max_wait_s = max_wait_s
         self._waiting: deque[Admission] = deque()
-        self.skipped = 0
+        self._last_bytes = 0
+        self._said: set[str] = set()
 
     def ask(self, request: Admission) -> None:
         self._waiting.append(request)
+        self._last_bytes = request.image_bytes
 
     def busy(self) -> bool:
         return bool(self._waiting)
+
+    def is_short(self) -> bool:
+        """Say whether a save wants room that is not there; one that would be skipped at once will want it next time."""
+        would_skip = self._when_full is WhenFull.SKIP and self._host.free_bytes < self._last_bytes
+        return self.busy() or would_skip
 
     def answer_all(self, error: BaseException) -> None:
         """No region is handed out any more."""
@@ -64,50 +76,72 @@ class Admissions:
 
     def admit(self, now_s: float, refusal: BaseException | None) -> None:
         """Answer every request that has room now, or has waited long enough; ``refusal`` answers them all."""
-        self._release_failed()
+        self._release_given_up()
         while self._waiting:
             request = self._waiting[0]
             region: HostRegion | None = None
             error = refusal
             if error is None:
                 region = self._allocate(request)
-                if region is None and now_s < request.deadline_s:
+                waits = self._when_full is not WhenFull.SKIP and now_s < request.deadline_s
+                if region is None and waits:
                     return
                 if region is None:
                     error = self._no_room(request)
-                    self.skipped += 1
             self._waiting.popleft()
             request.answer(region, error)
 
     def _allocate(self, request: Admission) -> HostRegion | None:
         """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
-        need = request.image_bytes + request.records_bytes
         while True:
             region = self._host.allocate(
                 image_bytes=request.image_bytes, records_bytes=request.records_bytes
             )
-            if region is not None:
+            if region is not None or not self._make_room(request):
                 return region
-            free = self._host.free_bytes
-            plan = self._plan_eviction(
-                self._ledger.view(),
-                self._ledger.host,
-                need_bytes=max(need, free + 1),
-                free_bytes=free,
-            )
-            if not plan.drops:
-                return None
+
+    def _make_room(self, request: Admission) -> bool:
+        """Let one image leave memory, or begin to; False where none may."""
+        free = self._host.free_bytes
+        plan = self._plan_eviction(
+            self._ledger.view(),
+            self._ledger.host,
+            need_bytes=max(request.image_bytes + request.records_bytes, free + 1),
+            free_bytes=free,
+        )
+        if plan.drops:
             self._evict(plan.drops[0])
+            return True
+        # images are counted without their records here, as the ledger does
+        if self._when_full is not WhenFull.SUPERSEDE or not self._superseder.make_room(
+            request.id, need_bytes=max(request.image_bytes, free + 1), free_bytes=free
+        ):
+            return False
+        self._release_given_up()
+        return True
 
     def _no_room(self, request: Admission) -> CapacityError:
+        """Say that a save is skipped, and why: always to whoever saves, and in the log, but for ``skip``, where each
+        cause is said once."""
         waiting = sorted({name for e in self._ledger.entries.values() for name in e.owed})
         behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
-        return CapacityError(
+        kept = ""
+        if self._when_full is WhenFull.SKIP:
+            waited = "none is free (when_full: skip)"
+        else:
+            waited = f"none became free within max_wait ({self._max_wait_s:g} s)"
+        if self._when_full is WhenFull.SUPERSEDE and self._superseder.kept:
+            kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
+        error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "
             f"{format_size(self._host.free_bytes)} of {format_size(self._host.capacity_bytes)}, the image needs "
-            f"{format_size(request.image_bytes)}, and none became free within max_wait ({self._max_wait_s:g} s)"
-            f"{behind}: this save is skipped. Raise the tier's capacity, save less often, or flush less"
+            f"{format_size(request.image_bytes)}, and {waited}{behind}{kept}: this save is skipped. "
+            "Raise the tier's capacity, save less often, or flush less"
         )
+        said_before = self._when_full is WhenFull.SKIP and behind in self._said
+        self._said.add(behind)
+        logger.log(logging.DEBUG if said_before else logging.WARNING, "%s", error)
+        return error
 
     def _evict(self, decision: Decision) -> None:
         entry = self._ledger.entries[decision.checkpoint]
@@ -127,8 +161,8 @@ class Admissions:
         entry.set_state(self._ledger.host, CopyState.ABSENT)
         self._ledger.forget_if_gone(entry)
 
-    def _release_failed(self) -> None:
-        """Free the regions of images that failed, once no worker reads them."""
+    def _release_given_up(self) -> None:
+        """Free the regions of images that failed or were superseded, once no worker reads them."""
         host = self._ledger.host
         for entry in list(self._ledger.entries.values()):
             if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):

@@ -25,6 +25,7 @@ from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import (
     Admission,
     Ask,
@@ -43,7 +44,7 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.snapshot import HostMemory
-from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome, WhenFull
 from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
 
 logger = logging.getLogger("tierfall")
@@ -62,6 +63,10 @@ class Policies(Protocol):
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
 
+    def plan_superseding(
+        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+    ) -> tuple[Decision, ...]: ...
+
 
 class Coordinator:
     """See the module. ``post`` may be called from any thread, everything else from one."""
@@ -75,6 +80,7 @@ class Coordinator:
         policies: Policies,
         submit: Callable[[Task], None],
         max_wait_s: float,
+        when_full: WhenFull = WhenFull.WAIT,
         unread: Collection[str] = (),
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened."""
@@ -111,11 +117,19 @@ class Coordinator:
             plan_eviction=policies.plan_eviction,
             max_wait_s=max_wait_s,
         )
+        self.superseder = Superseder(
+            ledger=ledger,
+            lanes=self.lanes,
+            dropper=self.dropper,
+            plan_superseding=policies.plan_superseding,
+        )
         self._admissions = Admissions(
             ledger=ledger,
             host=host,
             plan_eviction=policies.plan_eviction,
             give_up_copy=self._flusher.give_up_copy,
+            superseder=self.superseder,
+            when_full=when_full,
             max_wait_s=max_wait_s,
         )
         self._orders = Orders(
@@ -128,7 +142,7 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
-        self._flusher.saves_wait = self._admissions.busy
+        self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.errors = self._flusher.errors
         self.counters = self._flusher.counters

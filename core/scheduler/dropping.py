@@ -208,6 +208,8 @@ class Dropper:
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
             self._ledger.unfinished.pop((task.tier, task.id), None)
+            if entry is not None:
+                entry.in_doubt.discard(task.tier)
             if outcome.value is not None:
                 self._is_committed(task, outcome.value)
             return True

@@ -40,7 +40,7 @@ class Counters:
 
 
 class Flusher:
-    """See the module. ``saves_wait`` tells whether a save waits for room in memory, ``is_unpinning`` whether a pin is
+    """See the module. ``memory_is_short`` tells whether a save wants room in memory, ``is_unpinning`` whether a pin is
     just being taken away."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Flusher:
         self._dropper = dropper
         self._plan_eviction = plan_eviction
         self._max_wait_s = max_wait_s
-        self.saves_wait: Callable[[], bool] = lambda: False
+        self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
@@ -72,8 +72,8 @@ class Flusher:
             if lane.active is None:
                 return
             entry = lane.active.entry
-            # a save waits for room: read from storage what lies there too, so that memory becomes free
-            lane.spare_memory = self.saves_wait()
+            # a save wants room: read from storage what lies there too, so that memory becomes free
+            lane.spare_memory = self.memory_is_short()
             lane.advance(
                 now_s, self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry)
             )
@@ -167,6 +167,7 @@ class Flusher:
         entry.marks[lane.tier] = frozenset(mark.name for mark in self._marks_of(entry))
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
+        entry.in_doubt.discard(lane.tier)
         lane.succeeded(entry)
         self._ledger.failing.pop(lane.tier, None)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
@@ -181,6 +182,7 @@ class Flusher:
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
+            entry.in_doubt.add(lane.tier)
         if isinstance(error, FencedError):
             self._fence(error)
         if lane.tier not in entry.owed:

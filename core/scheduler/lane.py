@@ -156,6 +156,13 @@ class Lane:
     def is_at(self, id: CheckpointId) -> bool:
         return self.active is not None and self.active.entry.id == id
 
+    def is_ending(self, id: CheckpointId) -> bool:
+        """Say whether the end of this checkpoint's copy was begun: it may be committed already, whatever comes now."""
+        active = self.active
+        if active is None or active.entry.id != id:
+            return False
+        return active.phase is Phase.FINISHING or active.published
+
     def give_up(self, error: BaseException) -> None:
         """Abort the active copy once its workers are back."""
         if self.active is not None and self.active.error is None:
@@ -218,6 +225,7 @@ class Lane:
             return
         transfer.writer, manifest = outcome.value
         entry = transfer.entry
+        entry.in_doubt.discard(self.tier)  # the worker looked: it is not committed there
         if manifest is not None:
             entry.manifest = manifest
             entry.geometry = geometry(manifest)

@@ -26,7 +26,8 @@ class Entry:
     """One checkpoint; its commit record is the plain one, however tiers pack the image.
 
     ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier why
-    the commit record there cannot be used: such a copy has no state, and protects nothing.
+    the commit record there cannot be used: such a copy has no state, and protects nothing. ``in_doubt`` names tiers
+    where a try to commit it ended without an answer.
     """
 
     id: CheckpointId
@@ -49,6 +50,7 @@ class Entry:
     damage: dict[str, str] = field(default_factory=dict)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
+    in_doubt: set[str] = field(default_factory=set)
 
     @property
     def pieces(self) -> Spliced | None:
@@ -153,21 +155,29 @@ class Ledger:
     def abandoned(self) -> frozenset[CheckpointId]:
         return abandoned((e.id, e.started_from) for e in self.entries.values() if self.whole(e))
 
-    def view(self, held: Collection[CheckpointId] = ()) -> View:
-        """Make the picture for policies; ``held`` are not to be touched, as if they were being read."""
+    def view(
+        self,
+        held: Collection[CheckpointId] = (),
+        *,
+        settling: Collection[CheckpointId] = (),
+        restoring: bool = False,
+    ) -> View:
+        """Make the picture for policies; ``held`` are not to be touched, as if they were being read; ``settling`` and
+        ``restoring`` are as in the view."""
         left = self.abandoned()
         return View(
             tiers=self.rules,
             checkpoints=tuple(
-                self._view(entry, entry.id in left, entry.id in held)
+                self._view(entry, entry.id in left, entry.id in held, entry.id in settling)
                 for entry in sorted(self.entries.values(), key=lambda e: e.id)
             ),
             failing=frozenset(self.failing),
             restored_from=self.restored_from,
             attempt=self.attempt,
+            restoring=restoring,
         )
 
-    def _view(self, entry: Entry, left: bool, held: bool) -> CheckpointView:
+    def _view(self, entry: Entry, left: bool, held: bool, settling: bool) -> CheckpointView:
         return CheckpointView(
             id=entry.id,
             ordinal=entry.ordinal,
@@ -184,6 +194,7 @@ class Ledger:
                 for tier, state in entry.states.items()
             },
             owed=frozenset(entry.owed),
+            settling=settling,
         )
 
     def used_bytes(self, tier: str) -> int:

@@ -14,7 +14,7 @@ from tierfall.core import names
 from tierfall.core.errors import StepError, TierfallError, UnreachableError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.dropping import Dropper
-from tierfall.core.scheduler.lane import Lane, Phase
+from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.tasks import ChangeMark, Order, Outcome, PersonsOrder, Task
 from tierfall.core.values import CheckpointId, CopyState
@@ -124,12 +124,7 @@ class Orders:
         """Say whether a copy is just being sealed or committed: it would escape the order, or carry old marks.
 
         One whose end was tried, and not answered, may be committed already: the order waits until that is known."""
-        return entry.snapshot is not None or any(
-            lane.active is not None
-            and lane.active.entry is entry
-            and (lane.active.phase is Phase.FINISHING or lane.active.published)
-            for lane in self._lanes
-        )
+        return entry.snapshot is not None or any(lane.is_ending(entry.id) for lane in self._lanes)
 
     def is_unpinning(self, id: CheckpointId) -> bool:
         return any(o.id == id and o.begun and o.kind is PersonsOrder.UNPIN for o in self._open)

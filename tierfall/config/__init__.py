@@ -23,7 +23,6 @@ from tierfall.config.sections import (
     FlushOrder,
     Interval,
     Retain,
-    WhenFull,
 )
 
 __all__ = [
@@ -41,6 +40,5 @@ __all__ = [
     "Retain",
     "StoredTier",
     "Tier",
-    "WhenFull",
     "load_config",
 ]

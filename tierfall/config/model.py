@@ -35,9 +35,8 @@ from tierfall.config.sections import (
     OnClose,
     Retain,
     Section,
-    WhenFull,
 )
-from tierfall.core.values import Driver, OnError, TierKind
+from tierfall.core.values import Driver, OnError, TierKind, WhenFull
 
 CHAIN = "chain"
 """The type of the error that holds what is wrong with the tiers as a whole, as ``findings`` in its context."""
@@ -75,17 +74,12 @@ class HostTier(_Tier):
         "free memory.",
         examples=["16GiB"],
     )
-    when_full: Annotated[
-        WhenFull,
-        choice(
-            WhenFull,
-            later={"skip": "skipping a save is", "supersede": "superseding a waiting save is"},
-        ),
-        any_word(WhenFull),
-    ] = Field(
+    when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(
         default=WhenFull.WAIT,
-        description="wait: a save waits for room, up to max_wait. skip and supersede are not supported yet.",
-        examples=["wait"],
+        description="What a save does when there is no room. wait: it waits, up to max_wait, and is skipped then. "
+        "skip: it is skipped at once. supersede: the oldest snapshot that no stored tier has yet is given up for it, where "
+        "nothing hangs on that one; else it waits.",
+        examples=["supersede"],
     )
     folder: Folder | None = Field(
         default=None,

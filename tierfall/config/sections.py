@@ -27,14 +27,6 @@ from tierfall.config.fields import (
 from tierfall.core.values import CaptureMode, Codec
 
 
-class WhenFull(StrEnum):
-    """What a save does when the host tier has no room."""
-
-    WAIT = "wait"
-    SKIP = "skip"
-    SUPERSEDE = "supersede"
-
-
 class OnClose(StrEnum):
     """What a clean close does with the images in memory, once all is durable below."""
 

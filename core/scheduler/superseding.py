@@ -1,0 +1,86 @@
+"""Superseding: a snapshot on its way is given up, where memory is full, for the one that is to be saved now.
+
+Which one is the policy's to say. What follows is done here, in an order that a crash cannot break: the image's seal is
+taken away first, by one store, so that no later start knows of it; then every lane aborts its copy; its region is free
+once nobody reads it any more. No I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from tierfall.core.errors import CapacityError
+from tierfall.core.scheduler.dropping import Dropper
+from tierfall.core.scheduler.lane import Lane
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.view import Decision, Verdict, View
+
+logger = logging.getLogger("tierfall")
+
+
+class PlanSuperseding(Protocol):
+    def __call__(
+        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+    ) -> tuple[Decision, ...]: ...
+
+
+class Superseder:
+    """Gives up snapshots; ``superseded`` counts them."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        lanes: Mapping[str, Lane],
+        dropper: Dropper,
+        plan_superseding: PlanSuperseding,
+    ) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._dropper = dropper
+        self._plan = plan_superseding
+        self.superseded = 0
+        self.kept: tuple[str, ...] = ()
+
+    def make_room(self, saved: CheckpointId, *, need_bytes: int, free_bytes: int) -> bool:
+        """Give up one snapshot for ``saved``; False where none may go, and ``kept`` says why, image by image."""
+        view = self._ledger.view(settling=self._settling(), restoring=self._dropper.paused)
+        host = self._ledger.host
+        decisions = self._plan(view, host, need_bytes=need_bytes, free_bytes=free_bytes)
+        self.kept = tuple(f"{d.checkpoint}: {d.reason}" for d in decisions)
+        for decision in decisions:
+            if decision.verdict is Verdict.DROP:
+                entry = self._ledger.entries[decision.checkpoint]
+                self._give_up(entry, decision.reason, saved)
+                return True
+        return False
+
+    def _settling(self) -> set[CheckpointId]:
+        """Name what may be committed before it could be given up, or is a person's to decide about."""
+        ending = {e.id for e in self._ledger.entries.values() if e.in_doubt}
+        active = {lane: lane.active.entry.id for lane in self._lanes.values() if lane.active}
+        ending |= {id for lane, id in active.items() if lane.is_ending(id)}
+        return ending | self._dropper.reserved | self._dropper.awaited
+
+    def _give_up(self, entry: Entry, reason: str, saved: CheckpointId) -> None:
+        host = self._ledger.host
+        assert entry.region is not None
+        error = CapacityError(
+            f"save of step {entry.id.step} is superseded by step {saved.step}: tier {host} had no room for both "
+            f"(when_full: supersede), and of what lies there {reason}. It was still owed to "
+            f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
+            "or flush less"
+        )
+        self.superseded += 1
+        entry.region.unseal()
+        entry.owed.clear()
+        entry.set_state(host, CopyState.LEAVING)
+        for lane in self._lanes.values():
+            if lane.is_at(entry.id):
+                lane.give_up(error)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(SaveOutcome.SUPERSEDED, error)
+        logger.warning("%s", error)

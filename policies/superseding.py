@@ -1,0 +1,101 @@
+"""Superseding: which snapshot in memory is given up, where memory is full, for the one that is to be saved now.
+
+Pure: (view, tier, need_bytes, free_bytes) -> decisions, oldest first, each with its reason. Only what lies in memory
+alone is given up, and only where nothing that was promised hangs on it; what a stored tier holds leaves memory by
+eviction, and is not lost by that.
+"""
+
+from __future__ import annotations
+
+from tierfall.core.values import CopyState
+from tierfall.core.view import CheckpointView, Decision, TierRules, Verdict, View
+from tierfall.policies.eviction import reason_to_leave_memory
+from tierfall.policies.guard import (
+    beginning_of_the_line,
+    line_is_safe_without,
+    newest_on_its_way,
+)
+from tierfall.policies.staleness import owed_in_time
+
+
+def plan_superseding(
+    view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+) -> tuple[Decision, ...]:
+    """Decide on the images of a host tier, oldest first, up to the first that is given up: no other one is.
+
+    None is where room is about to come by itself, nor where giving up all that may go would not make enough.
+    """
+    tier = view.tier(tier_name)
+    held = tuple(sorted(view.on(tier_name), key=lambda c: (c.live, c.id)))
+    reasons = {c.id: reason_to_hold(view, c, tier) for c in held}
+    coming_bytes = free_bytes + _leaving_bytes(view, tier)
+    bound_bytes = coming_bytes + sum(
+        c.copies[tier_name].bytes for c in held if reasons[c.id] is None
+    )
+    decisions = []
+    for checkpoint in held:
+        reason = reasons[checkpoint.id]
+        if reason is None and coming_bytes >= need_bytes:
+            reason = "what is just leaving memory makes room enough"
+        if reason is None and bound_bytes < need_bytes:
+            reason = "to give up all that may go would not make room enough"
+        verdict = Verdict.DROP if reason is None else Verdict.KEEP
+        decisions.append(
+            Decision(
+                checkpoint=checkpoint.id,
+                tier=tier_name,
+                verdict=verdict,
+                reason=reason or "it is the oldest on its way that nothing hangs on",
+                bytes=checkpoint.copies[tier_name].bytes,
+            )
+        )
+        if verdict is Verdict.DROP:
+            break
+    return tuple(decisions)
+
+
+def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Say why an image in memory is not to be given up, or return None."""
+    if view.restoring:
+        return "a restore is reading"
+    if checkpoint.pinned:
+        return "pinned"
+    return (
+        _why_not_on_its_way(view, checkpoint, tier)
+        or beginning_of_the_line(view, checkpoint)
+        or owed_in_time(view, checkpoint)
+        or _why_it_would_be_missed(view, checkpoint, tier)
+    )
+
+
+def _why_not_on_its_way(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    if checkpoint.tombstoned:
+        return "deleted by a person already"
+    if checkpoint.settling:
+        return "a commit of it, or an order about it, is under way"
+    if below := [t.name for t in view.tiers if t != tier and checkpoint.readable_on(t.name)]:
+        return f"not lost by leaving memory: {', '.join(below)} has it"
+    return None if checkpoint.owed else "on its way to no tier"
+
+
+def _why_it_would_be_missed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Invariant 3, for what lies in memory alone."""
+    if not checkpoint.live:
+        safe = line_is_safe_without(view, checkpoint, tier)
+        return None if safe else "its line was left behind, but the new one is not as safe yet"
+    if checkpoint.id == max(c.id for c in view.on(tier.name) if c.live):
+        return "the newest in memory"
+    if lost := newest_on_its_way(view, checkpoint):
+        return f"the newest on its way to where it survives the loss of a {lost}"
+    return None
+
+
+def _leaving_bytes(view: View, tier: TierRules) -> int:
+    """Bytes in memory that are free as soon as nobody reads them any more."""
+    held = view.on(tier.name)
+    return sum(
+        c.copies[tier.name].bytes
+        for c in view.checkpoints
+        if c.state(tier.name) is CopyState.LEAVING
+        or (c in held and reason_to_leave_memory(view, c, tier, held) is not None)
+    )
