@@ -82,9 +82,9 @@ def _held(
 
 
 def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | None:
-    """Name the loss class whose newest live checkpoint this one is, or comes to be once it is where it is owed.
+    """Name the loss class whose newest live checkpoint this one comes to be once it is where it is owed, if any.
 
-    For images that lie in memory only: there, memory counts as what survives the process.
+    Copies in memory do not count here either: what is asked for is what is durable, or is to be.
     """
     for lost in reversed(LOSS_CLASSES):
         if _reaches(view, checkpoint, lost) and not any(
@@ -96,10 +96,10 @@ def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | Non
 
 
 def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
-    """Say whether a whole copy survives that loss, or a tier that would is owed one."""
+    """Say whether a durable copy survives that loss, or a tier where it would is owed one of what is whole."""
     whole = any(checkpoint.readable_on(tier.name) for tier in view.tiers)
     return whole and any(
-        checkpoint.readable_on(tier.name) or tier.name in checkpoint.owed
+        checkpoint.state(tier.name) is DURABLE or tier.name in checkpoint.owed
         for tier in view.tiers
         if _RANK[tier.survives] >= _RANK[lost]
     )

@@ -95,8 +95,8 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counters since open; ``saves`` are those whose capture began, ``superseded_saves`` those, of an earlier start too,
-    that were given up for a later one. Times are seconds, means over the last 1,000 saves, over which ``failed_saves``
+    """Counters since open; ``saves`` are those whose capture began, ``superseded_saves`` those that were given up for a
+    later one, an earlier start's too. Times are seconds, means over the last 1,000 saves, over which ``failed_saves``
     counts too.
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that

@@ -128,8 +128,8 @@ class Region:
         Whatever fills the image has ended. Raises CapacityError where the records are longer than was asked for.
         """
         with self._changing("sealing") as block:
-            if self._seal is not None:
-                raise ValueError(f"{self._what}: it is sealed already")
+            if self._seal is not None or self._unsealed:
+                raise ValueError(f"{self._what}: it was sealed already")
             if len(manifest) + len(commit) > self.records_bytes:
                 raise CapacityError(
                     f"{self._what}: manifest and commit record are {len(manifest)} + {len(commit)} bytes, room is for "

@@ -11,18 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from tests.simulation.world import CHUNK, IMAGE, SHARD, World, file_rules, read_image
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
 from tierfall.core.contracts import Backend
 from tierfall.core.documents import sha256
-from tierfall.core.errors import CaptureError, TierfallError
+from tierfall.core.errors import CapacityError, CaptureError, TierfallError
 from tierfall.core.packing.files import image_file
 from tierfall.core.records import Commit, Mark, read_commit
 from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
 from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import LOSS_CLASSES, CheckpointId, Codec, LossClass, SaveOutcome
+from tierfall.core.values import (
+    LOSS_CLASSES,
+    CheckpointId,
+    Codec,
+    LossClass,
+    SaveOutcome,
+    WhenFull,
+)
 from tierfall.core.view import TierRules
 from tierfall.tiers.stored import StoredTier
 
@@ -102,12 +111,16 @@ class History:
         self.draw = random.Random(f"history {seed}")
         self.weathers: list[Weather] = []
         stored = random.Random(f"stored {seed}")
+        memory = random.Random(f"memory {seed}")
+        self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
+        self.pace = 24 if self.when_full is WhenFull.WAIT else memory.choice((4, 8, 16))
         rules = draw_rules(self.draw)
         self.world = World(
             rules,
-            memory_images=self.draw.choice((1, 2, 2, 3, 4)),
+            memory_images=self.draw.choice((1, 2, 2, 3, 4)) + memory.choice((0, 0, 1)),
             seed=seed,
             max_wait_s=MAX_WAIT_S,
+            when_full=self.when_full,
             wrap=self._wrap,
             codecs={tier.name: stored.choice((*Codec, Codec.NONE)) for tier in rules},
             run_bytes_min=stored.choice((0, 2 * CHUNK)),
@@ -122,6 +135,7 @@ class History:
         self.deleted: set[CheckpointId] = set()
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
+        self.superseded: set[CheckpointId] = set()
         self._cache: dict[int, tuple[object, Commit]] = {}
         self._judged: set[int] = set()
         self.before = self.look()
@@ -137,7 +151,7 @@ class History:
         actions: list[tuple[int, Callable[[], None]]] = [
             (8, self.ask),
             (12, self.capture_on),
-            (24, self.work),
+            (self.pace, self.work),
             (5, self.let_time_pass),
             (2, self.pin),
             (1, self.unpin),
@@ -163,6 +177,7 @@ class History:
         self.log.append(f"save {self.step}")
         deadline = self.world.now_s + MAX_WAIT_S
         self.asked.append(Asked(self.step, deadline, self.world.ask_for_region(self.step)))
+        assert self.when_full is not WhenFull.SKIP or self.asked[0].answer, "a save waits"
 
     def take_answers(self) -> None:
         for asked in list(self.asked):
@@ -417,6 +432,7 @@ class History:
         self._check_newest(now)
         self._check_drops(now)
         self._check_handles(now)
+        self._check_superseded(now)
         self.before = now
 
     def _check_bytes(self, now: dict[str, Held]) -> None:
@@ -499,6 +515,44 @@ class History:
                     self.ever[id] = now[tier].commits[id]
                 elif handle.done(tier):
                     assert id in self.ever, f"{id} is told to be on {tier} and never was"
+
+    def _check_superseded(self, now: dict[str, Held]) -> None:
+        """What was given up is nowhere, and never again; and it was neither pinned, nor the newest, in memory or on its
+        way to where it survives a loss."""
+        told = {id for id, h in self.world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED}
+        for id in self.superseded | told:
+            there = [tier for tier, held in now.items() if id in held.commits]
+            assert not there, f"{id} was superseded, and is on {there}"
+        for id in told - self.superseded:
+            self.superseded.add(id)
+            assert self.when_full is WhenFull.SUPERSEDE
+            assert id not in self.pinned, f"{id} was pinned, and is superseded"
+            handle = self.world.handles[id]
+            assert isinstance(handle.exception(), CapacityError)
+            for wait in (handle.captured, handle.wait):
+                with pytest.raises(CapacityError, match=f"superseded by step {self.step}:"):
+                    wait(timeout=0)
+            self._check_missed(id, now)
+
+    def _check_missed(self, id: CheckpointId, now: dict[str, Held]) -> None:
+        assert id in self.before["host"].commits, f"{id} was not sealed, and is superseded"
+        assert not any(id in self.before[tier].commits for tier in self.world.disks)
+        known = self._known(now)
+        commit = self.before["host"].commits[id]
+        if id in self._abandoned(known | {id: commit}):
+            return
+        newer = {i for i in set(known) - self._abandoned(known) - self._tombstoned(now) if i > id}
+        assert newer & set(now["host"].commits), f"{id} was the newest in memory"
+        for rules in self.world.rules[1:]:
+            if commit.line.ordinal % rules.flush_every:
+                continue
+            assert any(
+                i in now[other.name].commits
+                or (i in now["host"].commits and not known[i].line.ordinal % other.flush_every)
+                for other in self.world.rules[1:]
+                if RANK[other.survives] >= RANK[rules.survives]
+                for i in newer
+            ), f"{id} was the newest on its way to {rules.name}, or any that survives as much"
 
     def check_settled(self) -> None:
         """Invariant 7, and that all comes to an end: nothing half done, nothing owed that could be had, nothing left

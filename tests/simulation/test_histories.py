@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.history import run_history
+from tierfall.core.values import WhenFull
 
 HISTORIES_PER_BLOCK = 50
 EVENTS = 90
@@ -12,5 +13,11 @@ EVENTS = 90
 
 @pytest.mark.parametrize("block", range(8))
 def test_no_history_breaks_a_promise(block: int) -> None:
-    for seed in range(block * HISTORIES_PER_BLOCK, (block + 1) * HISTORIES_PER_BLOCK):
+    lived = [
         run_history(seed, EVENTS)
+        for seed in range(block * HISTORIES_PER_BLOCK, (block + 1) * HISTORIES_PER_BLOCK)
+    ]
+    assert {history.when_full for history in lived} == set(WhenFull)
+    assert sum(len(history.superseded) for history in lived) > HISTORIES_PER_BLOCK // 10, (
+        "too little is superseded for a test of it"
+    )

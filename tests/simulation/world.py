@@ -37,7 +37,7 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.snapshot import Geometry, Snapshot
-from tierfall.core.values import CheckpointId, Codec, Shard, TierKind, survives
+from tierfall.core.values import CheckpointId, Codec, Shard, TierKind, WhenFull, survives
 from tierfall.core.view import TierRules
 from tierfall.policies import bundle
 from tierfall.tiers.image_writer import Packing
@@ -88,6 +88,10 @@ class FakeRegion:
     def seal(self, *, manifest: bytes, commit: bytes) -> None:
         self._records = (manifest, commit)
         self.sealed = True
+
+    def unseal(self) -> None:
+        assert self.sealed
+        self.sealed = False
 
     def manifest(self) -> bytes:
         return self._records[0]
@@ -155,6 +159,7 @@ class World:
         memory_images: int = 3,
         seed: int = 0,
         max_wait_s: float = 60.0,
+        when_full: WhenFull = WhenFull.WAIT,
         wrap: Callable[[str, Backend], Backend] = lambda name, inner: inner,
         codecs: Mapping[str, Codec] = NO_CODECS,
         run_bytes_min: int = 0,
@@ -174,6 +179,7 @@ class World:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.max_wait_s = max_wait_s
+        self.when_full = when_full
         self.handles: dict[CheckpointId, SaveHandle] = {}
         self.started_from: CheckpointId | None = None
         self.ordinal = 0
@@ -222,6 +228,7 @@ class World:
             policies=bundle,
             submit=self.tasks.append,
             max_wait_s=self.max_wait_s,
+            when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
         )
         self.coordinator.start()

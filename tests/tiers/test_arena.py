@@ -172,7 +172,7 @@ def test_region_goes_through_its_states_once(path: Path) -> None:
         region.seal(manifest=b"m", commit=b"c")
     region.release()
     region.release()
-    assert region.released
+    assert region.given_up
     assert not region.sealed
     for late in (
         region.manifest,
@@ -187,6 +187,34 @@ def test_region_goes_through_its_states_once(path: Path) -> None:
             late()
     assert arena.regions() == ()
     assert arena.free_bytes == arena.capacity_bytes
+    arena.close(keep=False)
+
+
+def test_what_is_unsealed_is_readable_here_and_nowhere_else(path: Path) -> None:
+    arena = create(path)
+    kept, region = add(arena, b"kept"), add(arena, b"given up")
+    region.add_mark(b"pin")
+    free_bytes = arena.free_bytes
+    region.unseal()
+    assert (region.sealed, region.given_up) == (False, True)
+    assert region.image == b"given up"
+    assert arena.free_bytes == free_bytes, "nobody else may write there yet"
+    for late in (
+        region.unseal,
+        region.manifest,
+        region.commit,
+        lambda: region.add_mark(b"pin"),
+        lambda: region.seal(manifest=b"m", commit=b""),
+    ):
+        with pytest.raises(ValueError, match=r"not sealed yet|sealed already"):
+            late()
+    other = Arena.attach(path, run=RUN, writable=False)
+    assert [bytes(r.image) for r in other.regions()] == [b"kept"]
+    assert other.damage == ()
+    other.close(keep=True)
+    region.release()
+    assert arena.regions() == (kept,)
+    assert arena.free_bytes > free_bytes
     arena.close(keep=False)
 
 

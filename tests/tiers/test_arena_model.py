@@ -59,9 +59,10 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         self.living[region] = {"pages": pages, "image": data, "room": records, "view": region.image}
 
     def some(self, data: Any, *, sealed: bool) -> Region:
-        return data.draw(st.sampled_from([r for r in self.living if r.sealed == sealed]))  # type: ignore[no-any-return]
+        fit = [r for r in self.living if r.sealed == sealed and not r.given_up]
+        return data.draw(st.sampled_from(fit))  # type: ignore[no-any-return]
 
-    @precondition(lambda self: any(not region.sealed for region in self.living))
+    @precondition(lambda self: any(not (r.sealed or r.given_up) for r in self.living))
     @rule(data=st.data(), share=st.floats(0, 1))
     def seal(self, data: Any, share: float) -> None:
         region = self.some(data, sealed=False)
@@ -77,6 +78,12 @@ class ArenaAgainstModel(RuleBasedStateMachine):
         region = self.some(data, sealed=True)
         region.add_mark(mark)
         self.living[region]["marks"].append(mark)
+
+    @precondition(lambda self: any(region.sealed for region in self.living))
+    @rule(data=st.data())
+    def unseal(self, data: Any) -> None:
+        """The room stays taken and the bytes stay as they are, for whoever reads them: ``agree`` looks."""
+        self.some(data, sealed=True).unseal()
 
     @precondition(lambda self: self.living)
     @rule(data=st.data())

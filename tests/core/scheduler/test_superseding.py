@@ -1,0 +1,405 @@
+"""Several snapshots in flight, and what a save does where memory is full: it waits, is skipped, or supersedes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.simulation.world import World, file_rules
+from tierfall.core.errors import AccessDeniedError, CapacityError, TierfallError
+from tierfall.core.scheduler.tasks import CopyRun, DropCopy, FinishCopy, Order, PersonsOrder, Task
+from tierfall.core.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
+
+FIRST = CheckpointId(1, 1)
+
+
+def superseding(*rules: Any, images: int = 2, **options: Any) -> World:
+    return World(
+        rules or [file_rules("nvme")],
+        memory_images=images,
+        max_wait_s=5.0,
+        when_full=WhenFull.SUPERSEDE,
+        **options,
+    )
+
+
+def carry_out(world: World, fits: Callable[[Task], bool]) -> Task:
+    """Carry out the first waiting task that fits."""
+    task = next(task for task in world.tasks if fits(task))
+    world.tasks.remove(task)
+    world.coordinator.post(world.runner.run(task))
+    world.step()
+    return task
+
+
+def until(world: World, kind: type, tier: str = "nvme") -> None:
+    """Carry out a tier's tasks until one of this kind waits."""
+    while not any(isinstance(t, kind) and t.tier == tier for t in world.tasks):
+        carry_out(world, lambda task: task.tier == tier)
+
+
+def give_way(world: World, step: int) -> Any:
+    """Ask for a region, and get it at once."""
+    region, error = world.ask_for_region(step)
+    assert error is None, error
+    return region
+
+
+def keeps_waiting(world: World, step: int) -> str:
+    """Ask for a region, and get none until ``max_wait``; return what is said then."""
+    answer = world.ask_for_region(step)
+    assert answer == []
+    world.now_s += 4.9
+    world.step()
+    assert answer == []
+    world.now_s += 0.1
+    world.step()
+    region, error = answer
+    assert region is None
+    assert isinstance(error, CapacityError)
+    return str(error)
+
+
+# Several in flight -----------------------------------------------------------------------------------
+
+
+def test_memory_for_four_has_four_on_their_way_and_each_tier_takes_them_in_order() -> None:
+    world = World([file_rules("nvme"), file_rules("store")], memory_images=4)
+    for step in (1, 2, 3, 4):
+        world.save(step)
+    assert len(world.memory.regions) == 4
+    until(world, FinishCopy, "store")
+    for step in (1, 2, 3):
+        while step not in world.steps_on("nvme"):
+            carry_out(world, lambda task: task.tier == "nvme")
+    active = {tier: lane.active for tier, lane in world.coordinator.lanes.items()}
+    assert active["nvme"] is not None
+    assert active["store"] is not None
+    assert (active["nvme"].entry.id.step, active["store"].entry.id.step) == (4, 1)
+    answer = world.ask_for_region(5)
+    assert answer[1] is None, "what a stored tier has makes room, though another is still owed it"
+    assert {e.id.step for e in world.coordinator.ledger.entries.values() if e.region} == {2, 3, 4}
+    world.settle()
+    assert world.steps_on("nvme") == world.steps_on("store") == [1, 2, 3, 4]
+    world.check("store")
+
+
+# Superseding -----------------------------------------------------------------------------------------
+
+
+def test_the_oldest_on_its_way_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    world = superseding(file_rules("nvme"), file_rules("store"))
+    first, second = world.save(1), world.save(2)
+    with caplog.at_level(logging.WARNING):
+        region = give_way(world, 3)
+    assert first.outcome is SaveOutcome.SUPERSEDED
+    error = first.exception()
+    assert isinstance(error, CapacityError)
+    for part in ("step 1 is superseded by step 3", "oldest on its way", "owed to nvme, store"):
+        assert part in str(error)
+    for wait in (
+        first.captured,
+        first.wait,
+        lambda: first.wait("nvme"),
+        lambda: first.wait("host"),
+    ):
+        with pytest.raises(CapacityError, match="superseded by step 3"):
+            wait()
+    assert not first.done("host")
+    assert [r.getMessage() for r in caplog.records] == [str(error)]
+    assert world.coordinator.superseder.superseded == 1
+    assert world.coordinator.errors == [], "nothing failed: it was asked for"
+    third = world.begin(3, region)
+    world.seal(third)
+    world.settle()
+    assert second.outcome is third.handle.outcome is SaveOutcome.SAVED
+    assert world.steps_on("nvme") == world.steps_on("store") == [2, 3]
+    assert FIRST not in world.coordinator.ledger.entries
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_its_copy_is_aborted_and_what_was_brought_is_collected(codec: Codec) -> None:
+    world = superseding(codecs={"nvme": codec})
+    world.save(1)
+    until(world, CopyRun)
+    carry_out(world, lambda task: isinstance(task, CopyRun))
+    world.save(2)
+    answer = world.ask_for_region(3)
+    world.settle(limit_s=0)
+    assert answer[1] is None
+    assert world.stores["nvme"].files(FIRST) == ()
+    assert world.disks["nvme"].discard_unfinished("") == 0
+    assert world.steps_on("nvme") == [2]
+    world.check("nvme")
+
+
+def test_one_whose_end_failed_is_looked_at_first_and_what_it_left_is_collected() -> None:
+    """Its commit may have come through: it is not given up before the tier was asked."""
+    world = superseding()
+    first = world.save(1)
+    until(world, FinishCopy)
+    store = world.stores["nvme"]
+
+    def refuse(*args: Any) -> None:
+        raise AccessDeniedError("on purpose")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), "commit", refuse)
+        patch.setattr(type(store), "discard", refuse)
+        carry_out(world, lambda task: isinstance(task, FinishCopy))
+        while world.run_one():
+            continue
+    assert store.files(FIRST) != ()
+    world.save(2)
+    answer = world.ask_for_region(3)
+    assert answer == []
+    assert first.outcome is SaveOutcome.PENDING
+    world.settle(limit_s=4.0)
+    assert answer[1] is None
+    assert first.outcome is SaveOutcome.SUPERSEDED
+    assert store.files(FIRST) == ()
+    assert world.steps_on("nvme") == [2]
+
+
+def test_what_lies_below_of_an_earlier_starts_try_is_collected_with_it() -> None:
+    world = superseding()
+    world.save(1)
+    until(world, FinishCopy)
+    store = world.stores["nvme"]
+    finish = next(task for task in world.tasks if isinstance(task, FinishCopy))
+    finish.writer.finish(finish.manifest)
+    store.write_manifest(FIRST, finish.shard, finish.manifest.encode())
+    world.save(2)
+    world.crash()
+    world.start()
+    assert store.files(FIRST) != ()
+    give_way(world, 3)
+    world.settle()
+    assert store.files(FIRST) == ()
+    assert world.steps_on("nvme") == [2]
+
+
+def test_a_region_is_not_used_again_while_a_worker_reads_it() -> None:
+    world = superseding()
+    first = world.save(1)
+    until(world, CopyRun)
+    region = world.coordinator.ledger.entries[FIRST].region
+    assert region is not None
+    reading = [task for task in world.tasks if isinstance(task, CopyRun)]
+    assert len(reading) == 2
+    world.save(2)
+    answer = world.ask_for_region(3)
+    assert answer == []
+    assert first.outcome is SaveOutcome.SUPERSEDED, "whoever waits is told at once"
+    assert not region.sealed
+    assert bytes(region.image) == world.image(FIRST)
+    carry_out(world, lambda task: task is reading[0])
+    assert answer == []
+    assert bytes(region.image) == world.image(FIRST)
+    carry_out(world, lambda task: task is reading[1])
+    assert answer[1] is None
+    assert len(world.memory.regions) == 2
+    assert world.coordinator.superseder.superseded == 1, "one was enough"
+
+
+def test_a_crash_after_the_seal_is_gone_leaves_nothing_of_it() -> None:
+    world = superseding()
+    world.save(1)
+    until(world, CopyRun)
+    carry_out(world, lambda task: isinstance(task, CopyRun))
+    world.save(2)
+    world.ask_for_region(3)
+    world.crash()
+    world.start()
+    assert [e.id.step for e in world.coordinator.ledger.entries.values()] == [2]
+    world.settle()
+    assert world.steps_on("nvme") == [2]
+    assert world.stores["nvme"].files(FIRST) == ()
+    assert world.disks["nvme"].discard_unfinished("") == 0
+
+
+def test_what_an_earlier_start_left_on_its_way_may_be_superseded_too() -> None:
+    world = superseding()
+    world.save(1)
+    world.save(2)
+    world.crash()
+    world.start()
+    give_way(world, 3)
+    assert world.coordinator.superseder.superseded == 1
+    world.settle()
+    assert world.steps_on("nvme") == [2]
+
+
+def test_what_a_stored_tier_has_only_leaves_memory() -> None:
+    world = superseding(file_rules("nvme"), file_rules("store"))
+    first = world.save(1)
+    until(world, CopyRun, "store")
+    while world.steps_on("nvme") != [1]:
+        carry_out(world, lambda task: task.tier == "nvme")
+    world.save(2)
+    answer = world.ask_for_region(3)
+    assert answer == [], "a worker reads it still"
+    carry_out(world, lambda task: isinstance(task, CopyRun) and task.tier == "store")
+    while not answer:
+        carry_out(world, lambda task: task.tier == "store")
+    assert answer[1] is None
+    assert world.coordinator.superseder.superseded == 0
+    world.settle()
+    assert first.outcome is SaveOutcome.SAVED
+    assert 1 in world.steps_on("store")
+
+
+# What is never superseded ----------------------------------------------------------------------------
+
+
+def test_the_newest_in_memory_stays_and_the_save_waits_as_wait_does() -> None:
+    world = superseding(images=1)
+    world.save(1)
+    said = keeps_waiting(world, 2)
+    assert "max_wait (5 s)" in said
+    assert "nothing was given up for it: 1@1: the newest in memory" in said
+    answer = world.ask_for_region(2)
+    world.settle(limit_s=0)
+    assert answer[1] is None
+    assert world.steps_on("nvme") == [1]
+
+
+def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
+    world = superseding(images=3)
+    handles = [world.save(step) for step in (1, 2, 3)]
+    pin = Order(kind=PersonsOrder.PIN, id=FIRST, wall_time_s=0.0, answer=lambda failed: None)
+    world.coordinator.post(pin)
+    give_way(world, 4)
+    outcomes = [handle.outcome for handle in handles]
+    assert outcomes == [SaveOutcome.PENDING, SaveOutcome.SUPERSEDED, SaveOutcome.PENDING]
+
+
+def test_nothing_goes_while_a_restore_reads() -> None:
+    world = superseding()
+    first, _ = world.save(1), world.save(2)
+    world.coordinator.dropper.paused = True
+    assert "1@1: a restore is reading" in keeps_waiting(world, 3)
+    world.coordinator.dropper.paused = False
+    give_way(world, 3)
+    assert first.outcome is SaveOutcome.SUPERSEDED
+
+
+def test_what_is_just_being_committed_stays() -> None:
+    world = superseding()
+    first = world.save(1)
+    until(world, FinishCopy)
+    world.save(2)
+    answer = world.ask_for_region(3)
+    assert answer == []
+    carry_out(world, lambda task: isinstance(task, FinishCopy))
+    assert answer[1] is None
+    assert first.outcome is SaveOutcome.SAVED
+    assert world.steps_on("nvme") == [1]
+
+
+def test_the_newest_on_its_way_to_a_sparing_tier_stays() -> None:
+    world = superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=2), images=3)
+    handles = [world.save(step) for step in (1, 2, 3)]
+    give_way_to = world.begin(4, give_way(world, 4))
+    assert handles[0].outcome is SaveOutcome.SUPERSEDED
+    world.seal(give_way_to)  # the fourth is owed to pfs too: the second may go now
+    world.step()
+    give_way(world, 5)
+    assert handles[1].outcome is SaveOutcome.SUPERSEDED
+    assert handles[2].outcome is SaveOutcome.PENDING
+
+
+def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
+    """Each save finds memory full, and yet what a sparing tier takes comes to it."""
+    world = superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=4), images=3)
+    for step in range(1, 21):
+        answer = world.ask_for_region(step)
+        while not answer:
+            assert world.run_one()
+        snapshot = world.begin(step, answer[0])
+        world.seal(snapshot)
+        for _ in range(2):  # a copy takes seven tasks
+            world.run_one()
+    assert world.coordinator.superseder.superseded > 5
+    assert world.steps_on("pfs"), "nothing would survive the loss of the node"
+
+
+# Skipping --------------------------------------------------------------------------------------------
+
+
+def test_a_save_is_skipped_at_once_and_each_cause_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World([file_rules("nvme")], memory_images=1, when_full=WhenFull.SKIP)
+    world.save(1)
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3):
+            region, error = world.ask_for_region(step)
+            assert region is None
+            assert isinstance(error, CapacityError)
+            assert f"step {step}" in str(error)
+            assert "when_full: skip" in str(error)
+            assert "owed to nvme" in str(error)
+    assert len(caplog.records) == 1
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+    assert give_way(world, 4) is not None
+
+
+def test_where_saves_are_skipped_a_copy_is_read_from_storage_so_that_memory_is_free() -> None:
+    world = World(
+        [file_rules("nvme"), file_rules("store")], memory_images=2, when_full=WhenFull.SKIP
+    )
+    world.save(1)
+    world.save(2)
+    assert world.ask_for_region(3)[0] is None
+    until(world, CopyRun, "store")
+    while world.steps_on("nvme") != [1]:
+        carry_out(world, lambda task: task.tier == "nvme")
+    while world.coordinator.ledger.entries[FIRST].leases.get("host"):
+        carry_out(world, lambda task: task.tier == "store")
+    until(world, CopyRun, "store")
+    assert give_way(world, 3) is not None
+    world.settle()
+    assert world.steps_on("store") == [1, 2]
+    world.check("store")
+
+
+def test_waiting_says_each_save_that_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    world = World([file_rules("nvme")], memory_images=1, max_wait_s=5.0)
+    world.save(1)
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3):
+            keeps_waiting(world, step)
+    assert len(caplog.records) == 2
+
+
+# The end ---------------------------------------------------------------------------------------------
+
+
+def test_whoever_is_superseded_is_not_told_another_reason_when_the_run_ends() -> None:
+    world = superseding()
+    first = world.save(1)
+    until(world, CopyRun)
+    world.save(2)
+    world.ask_for_region(3)
+    entry = world.coordinator.ledger.entries[FIRST]
+    assert entry.state("host") is CopyState.LEAVING
+    world.coordinator.stop(TierfallError("stopped on purpose"))
+    assert first.outcome is SaveOutcome.SUPERSEDED
+    with pytest.raises(CapacityError, match="superseded"):
+        first.wait()
+
+
+def test_a_superseded_one_is_neither_pinned_nor_dropped_a_second_time() -> None:
+    world = superseding()
+    world.save(1)
+    until(world, CopyRun)
+    world.save(2)
+    world.ask_for_region(3)
+    failed = world.order(PersonsOrder.PIN, FIRST)
+    assert "1@1" in str(failed["tierfall"])
+    assert not [t for t in world.tasks if isinstance(t, DropCopy)]
