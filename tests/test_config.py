@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tierfall.config import Config, FileTier, HostTier, load_config
 from tierfall.core.errors import ConfigError, NotSupportedError
-from tierfall.core.values import CaptureMode, OnError, TierKind
+from tierfall.core.values import CaptureMode, OnError, TierKind, WhenFull
 
 Load = Callable[..., Config]
 DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -310,6 +310,12 @@ def test_a_dict_has_places_and_no_lines() -> None:
             host_of(when_full="drop"),
             'when_full: "drop" does not fit; expected one of wait, skip, supersede',
         ),
+        (
+            host_of(when_full="supercede"),
+            r'tiers\[0\].when_full: "supercede" .*; did you mean "supersede"\?',
+        ),
+        (host_of(when_full=True), "when_full: true does not fit; expected one of wait, skip"),
+        (host_of(when_full=None), "when_full: nothing does not fit; expected one of wait, skip"),
         (tier_of(path=""), 'path: "" is not a path; expected a folder such as ./checkpoints'),
         (tier_of(path="a\0b"), "path: not a path as text"),
         (tier_of(path="\ud800"), "path: .* is no usable path"),
@@ -569,6 +575,12 @@ def test_a_reference_that_is_none_is_refused(text: str) -> None:
         load_config(config_of(tiers=text), environ={"A": "x"})
 
 
+@pytest.mark.parametrize("word", WhenFull)
+def test_what_a_full_host_does_is_one_of_three_words(word: WhenFull) -> None:
+    assert load_config(host_of(when_full=word.value)).host.when_full is word
+    assert load_config(host_of()).host.when_full is WhenFull.WAIT
+
+
 SECRET = "hunter2-!/\\\"' ü"
 PLACES: list[dict[str, Any]] = [
     config_of(run="${env:S}"),
@@ -630,8 +642,6 @@ LATER = [
     config_of(interval={"every": 10, "at_end": True}),
     config_of(capture={"mode": "auto"}),
     config_of(capture={"bandwidth": "1GB/s"}),
-    host_of(when_full="skip"),
-    host_of(when_full="supersede"),
     tier_of(flush={"order": "newest_first"}),
     tier_of(flush={"within": "10m"}),
     tier_of(retain={"every": 1000}),

@@ -276,3 +276,90 @@ def test_a_tier_full_of_pinned_checkpoints_takes_no_more_and_drops_none(
         wait_until(lambda: handle.done("small"), "room is made")
     assert steps_on(tmp_path / "small") == [2, 3]
     assert steps_on(tmp_path / "disk") == [1, 2, 3]
+
+
+@pytest.fixture
+def flow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No tier takes a byte of a step before this is set."""
+    event = threading.Event()
+    real = PosixWriter.write
+
+    def stalling(writer: PosixWriter, offset: int, view: memoryview) -> None:
+        if "/step-" in writer._key:
+            assert event.wait(60.0)
+        real(writer, offset, view)
+
+    monkeypatch.setattr(PosixWriter, "write", stalling)
+    return event
+
+
+def test_full_memory_skips_at_once_where_that_is_asked_for(
+    make_config: MakeConfig, tmp_path: Path, flow: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = {"capacity": "360KiB", "when_full": "skip"}
+    with tierfall.open(make_config(host=host, max_wait="1h")) as ckpt:
+        handles = [ckpt.save(step, state_of(step)) for step in (1, 2, 3, 4)]
+        assert [h.outcome for h in handles] == ["pending", "pending", "skipped", "skipped"]
+        for step, handle in enumerate(handles[2:], start=3):
+            with pytest.raises(CapacityError, match=rf"step {step}.*when_full: skip"):
+                handle.wait()
+        assert ckpt.statistics().skipped_saves == 2
+        assert sum("skipped" in r.getMessage() for r in caplog.records) == 1
+        flow.set()
+        ckpt.drain()
+        ckpt.save(5, state_of(5), block=True)
+    assert steps_on(tmp_path / "disk") == [1, 2, 5]
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_full_memory_gives_up_the_oldest_on_its_way_where_that_is_asked_for(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    flow: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    on_error: str,
+) -> None:
+    """Each tier is at work on the first: it goes, once they are done with the chunks at hand, and the rest is whole."""
+    host = {"capacity": "540KiB", "when_full": "supersede"}
+    config = make_config(host=host, disk={}, far={}, max_wait="1h", on_error=on_error)
+    with tierfall.open(config) as ckpt:
+        handles = [ckpt.save(step, state_of(step)) for step in (1, 2, 3)]
+        for handle in handles:
+            handle.captured()
+        first = handles[0]
+        told: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                first.wait(timeout=60.0)
+            except CapacityError as error:
+                told.append(error)
+            flow.set()  # only now do the workers let go of it
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        fourth = ckpt.save(4, state_of(4))
+        waiter.join()
+        assert [type(error) for error in told] == [CapacityError]
+        assert first.outcome == "superseded"
+        assert "step 1 is superseded by step 4" in str(first.exception())
+        with pytest.raises(CapacityError, match="superseded"):
+            first.captured()
+        ckpt.drain()
+        assert fourth.outcome == "saved"
+        last = ckpt.save(5, state_of(5), block=True)
+        figures = ckpt.statistics()
+        superseded = [h.step for h in (*handles, fourth, last) if h.outcome == "superseded"]
+        assert figures.superseded_saves == len(superseded) == 1
+        assert (figures.saves, figures.skipped_saves, figures.failed_saves) == (5, 0, 0)
+        assert [info.step for info in ckpt.checkpoints()] == [2, 3, 4, 5]
+        said = [r.getMessage() for r in caplog.records if "superseded" in r.getMessage()]
+        assert said == [str(first.exception())]
+    for tier in ("disk", "far"):
+        assert steps_on(tmp_path / tier) == [2, 3, 4, 5]
+        assert not list((tmp_path / tier).rglob("step-00000001*"))
+    state = state_of(0)
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state)
+        assert report is not None
+        assert report.step == 5

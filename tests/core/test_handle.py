@@ -244,6 +244,36 @@ def test_a_skipped_save_raises_why_it_was_skipped() -> None:
         handle.wait()
 
 
+def test_a_superseded_save_says_so_to_whoever_waits_and_is_nowhere_done() -> None:
+    handle = handle_for("nvme", "store")
+    handle.tell_captured()
+    handle.tell_tier_failed("nvme", FlushError("nvme is down"))
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            handle.wait("store", timeout=PATIENCE_S)
+        except CapacityError as error:
+            raised.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    original = CapacityError("superseded by step 500")
+    handle.tell_given_up(SaveOutcome.SUPERSEDED, original)
+    waiter.join(PATIENCE_S)
+    assert not waiter.is_alive()
+    assert [error.__cause__ for error in raised] == [original]
+    assert handle.outcome is SaveOutcome.SUPERSEDED
+    assert handle.exception() is original
+    for tier in ("host", "nvme", "store", None):
+        assert not handle.done(tier)
+        with pytest.raises(CapacityError, match="step 500"):
+            handle.wait(tier)
+    with pytest.raises(CapacityError, match="step 500"):
+        handle.captured()
+    assert handle.stats.captured_s is not None, "it was captured once"
+
+
 def test_a_handle_keeps_nothing_alive_but_the_exception() -> None:
     class Big:
         pass

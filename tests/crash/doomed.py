@@ -19,7 +19,9 @@ from tierfall.backends.posix import PosixBackend
 from tierfall.backends.posix_folders import Folders
 from tierfall.backends.posix_writer import PosixWriter
 from tierfall.core.capture.filling import Filling
+from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.superseding import Superseder
 from tierfall.session import Session
 from tierfall.tiers.arena import Arena
 from tierfall.tiers.arena_region import Region
@@ -38,19 +40,28 @@ _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
 }
 
 
-def config(folder: Path, memory: Path) -> dict[str, Any]:
-    """Three images in memory, a fast folder, and a slow one that packs, and takes every second."""
+def config(folder: Path, memory: Path, when_full: str) -> dict[str, Any]:
+    """Three images in memory, a fast folder, and a slow one that packs, and takes every second; with ``supersede`` the
+    fast one is too slow for a save every step, so that most are given up on their way."""
+    hurried = {"bandwidth": "25MB/s"} if when_full == "supersede" else {}
     return {
         "run": RUN,
         "chunk": CHUNK_BYTES,
         "max_wait": "20s",
         "tiers": [
-            {"name": "host", "kind": "host", "folder": str(memory), "capacity": "9MiB"},
+            {
+                "name": "host",
+                "kind": "host",
+                "folder": str(memory),
+                "capacity": "9MiB",
+                "when_full": when_full,
+            },
             {
                 "name": "nvme",
                 "kind": "file",
                 "path": str(folder / "nvme"),
                 "retain": {"last": KEEP},
+                **hurried,
             },
             {
                 "name": "slow",
@@ -130,6 +141,10 @@ def _writes(tier: str, ending: str) -> Callable[..., bool]:
 
 def _on(tier: str) -> Callable[..., bool]:
     return lambda store, *args, **more: store.name == tier
+
+
+def _was_unsealed(region: Region) -> bool:
+    return region.given_up
 
 
 def _deletes(tier: str, ending: str) -> Callable[..., bool]:
@@ -247,7 +262,21 @@ ADOPTION = {
     ),
     "adopt-commit": Point(owner=StoredTier, method="commit", after=True, fits=_on("slow")),
 }
-POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION}
+SUPERSEDE = {
+    "supersede-begin": Point(owner=Superseder, method="_give_up", calls=(1, 4)),
+    "supersede-sealed": Point(owner=Region, method="unseal", calls=(1, 4)),
+    "supersede-unsealed": Point(owner=Region, method="unseal", after=True, calls=(1, 4)),
+    "supersede-told": Point(owner=Superseder, method="_give_up", after=True, calls=(1, 4)),
+    "supersede-abort": Point(
+        owner=PosixWriter, method="abort", fits=_writes("nvme", _IMAGE), calls=(1, 3)
+    ),
+    "supersede-aborted": Point(
+        owner=PosixWriter, method="abort", after=True, fits=_writes("nvme", _IMAGE), calls=(1, 3)
+    ),
+    "supersede-release": Point(owner=Region, method="release", fits=_was_unsealed, calls=(1, 4)),
+    "supersede-free": Point(owner=Admissions, method="free", after=True, calls=(2, 5)),
+}
+POINTS = {**CAPTURE, **FLUSH, **COMMIT, **PRUNE, **ADOPTION, **SUPERSEDE}
 
 
 def stop_at(name: str, call: int, tell: Callable[[], None]) -> None:

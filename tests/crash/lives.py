@@ -145,8 +145,17 @@ def read_tier(root: Path) -> OnTier:
 class Life:
     """Starts one run, kills it, and checks. ``seed`` decides all that is left to chance but the clock."""
 
-    def __init__(self, trainers: Trainers, folder: Path, memory: Path, seed: int) -> None:
+    def __init__(
+        self,
+        trainers: Trainers,
+        folder: Path,
+        memory: Path,
+        seed: int,
+        *,
+        when_full: str = "wait",
+    ) -> None:
         self._trainers = trainers
+        self._when_full = when_full
         self.folder = folder
         self.memory = memory
         self.random = random.Random(seed)
@@ -154,6 +163,7 @@ class Life:
         self.starts = 0
         self.begun: set[Who] = set()
         self.told: dict[str, set[Who]] = {"host": set(), "nvme": set(), "slow": set()}
+        self.superseded: set[Who] = set()
         self._before: set[Who] = set()
         self._foreign: list[Path] = []
 
@@ -198,6 +208,7 @@ class Life:
             memory=str(self.memory),
             start=self.starts,
             steps=steps,
+            when_full=self._when_full,
             stop=stop,
         )
         try:
@@ -223,6 +234,8 @@ class Life:
                     self.begun.add((entry["step"], self.starts))
                 case "committed":
                     self.told[entry["tier"]].add((entry["step"], self.starts))
+                case "superseded":
+                    self.superseded.add((entry["step"], self.starts))
                 case "failed" | "died":
                     raise AssertionError(entry)
                 case "restored":
@@ -238,6 +251,7 @@ class Life:
         assert entry["extra"] == (-1 if who is None else entry["step"]), entry
         sure = max(set().union(*self.told.values(), self._before), default=None)
         assert who is None or who in self.begun, f"{who} was never saved"
+        assert who not in self.superseded, f"restored {who}, which was superseded"
         assert sure is None or (who is not None and who >= sure), (
             f"restored {who}, though {sure} was there"
         )
@@ -249,6 +263,8 @@ class Life:
             found = read_tier(self.folder / tier)
             self._before |= set(found.committed)
             assert set(found.committed) <= self.begun, f"{tier} holds what nobody saved"
+            back = set(found.committed) & self.superseded
+            assert not back, f"{tier} holds what was said to be superseded: {back}"
             for who in self.told[tier] - set(found.committed):
                 newer = [other for other in found.committed if other > who]
                 assert len(newer) >= doomed.KEEP, (
@@ -302,7 +318,12 @@ class Life:
 
     def _check_tidy(self, tier: str) -> None:
         found = read_tier(self.folder / tier)
-        newest = sorted(self.told[tier])[-doomed.KEEP :]
+        arrived = set(self.told[tier])
+        if (
+            self._when_full == "supersede"
+        ):  # few arrive: what nobody was told of may be among the last
+            arrived |= set(found.committed)
+        newest = sorted(arrived)[-doomed.KEEP :]
         assert sorted(found.committed) == newest, tier
         foreign = {path.parent for path in self._foreign}
         for path in found.uncommitted:

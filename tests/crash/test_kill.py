@@ -64,6 +64,16 @@ def test_a_kill_of_a_start_that_finishes_an_earlier_ones_flush(
     live(Life(trainers, tmp_path, memory, seed), stops=["flush-slow", point], random_kills=1)
 
 
+@pytest.mark.parametrize("point", doomed.SUPERSEDE)
+def test_a_kill_while_a_snapshot_is_superseded(
+    point: str, trainers: Trainers, tmp_path: Path, memory: Path, seed: int
+) -> None:
+    """Killed there, and again in a start that adopts what is left and supersedes that."""
+    life = Life(trainers, tmp_path, memory, seed, when_full="supersede")
+    live(life, stops=[point, point], random_kills=1)
+    assert life.superseded
+
+
 def test_latest_is_moved_on_by_whoever_drops_what_it_names(
     trainers: Trainers, tmp_path: Path, memory: Path, seed: int
 ) -> None:
@@ -80,7 +90,8 @@ def test_lives_of_many_deaths(
 ) -> None:
     """Every point in a shuffled order, each after the deaths before it, and as many random kills."""
     life = Life(trainers, tmp_path, memory, torture_seed)
-    points: list[str | None] = [*doomed.POINTS, *[None] * len(doomed.POINTS)]
+    ours = doomed.POINTS.keys() - doomed.SUPERSEDE.keys()
+    points: list[str | None] = [*sorted(ours), *[None] * len(ours)]
     life.random.shuffle(points)
     for point in points:
         if point is None:
@@ -89,3 +100,22 @@ def test_lives_of_many_deaths(
             life.stop_and_kill(point)
         life.check()
     life.end()
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("torture_seed", TORTURE_SEEDS)
+def test_lives_of_many_deaths_where_most_saves_are_superseded(
+    torture_seed: int, trainers: Trainers, tmp_path: Path, memory: Path
+) -> None:
+    life = Life(trainers, tmp_path, memory, torture_seed, when_full="supersede")
+    points = [*doomed.SUPERSEDE, *[None] * len(doomed.SUPERSEDE)]
+    life.random.shuffle(points)
+    for point in points:
+        if point is None:
+            life.kill_at_random()
+        else:
+            life.stop_and_kill(point)
+        life.check()
+    life.end()
+    assert life.superseded

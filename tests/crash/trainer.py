@@ -5,7 +5,7 @@ its journal (a pipe) what it is about to do and what was reported to it, and at 
 killed. Standard error goes to a file of the trainer's own.
 
     {"journal": PATH, "log": PATH, "folder": PATH, "memory": PATH, "start": N, "steps": N or null,
-     "stop": [POINT, CALL] or null}
+     "stop": [POINT, CALL] or null, "when_full": WORD}
     {"wait": PID}
 """
 
@@ -62,8 +62,10 @@ class Reporter:
         while (handle := self._handles.get()) is not None:
             try:
                 handle.wait(self._tier)
-            except tierfall.TierfallError as error:
-                self._journal.tell("failed", step=handle.step, tier=self._tier, error=str(error))
+            except tierfall.errors.TierfallError as error:
+                lost = handle.outcome == "superseded"
+                event = "superseded" if lost else "failed"
+                self._journal.tell(event, step=handle.step, tier=self._tier, error=str(error))
             else:
                 self._journal.tell("committed", step=handle.step, tier=self._tier)
 
@@ -106,7 +108,8 @@ def run(request: dict[str, Any], descriptor: int) -> NoReturn:
         if request["stop"]:
             name, call = request["stop"]
             doomed.stop_at(name, call, lambda: journal.tell("stopped", at=name))
-        config = doomed.config(Path(request["folder"]), Path(request["memory"]))
+        folder, memory = Path(request["folder"]), Path(request["memory"])
+        config = doomed.config(folder, memory, request["when_full"])
         train(journal, config, request["start"], request["steps"])
         code = 0
     except BaseException as error:

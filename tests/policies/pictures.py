@@ -1,13 +1,14 @@
 """Views as text: how golden files say what lies where, what is asked, and what is answered.
 
     ## title of the case
-    tier NAME KIND [shared] [last=N] [every=N]
+    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS]
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
-    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [owed=TIER,TIER]
+    restoring
+    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
         TIER=STATE[:leased] ...
-    ask retention TIER | eviction TIER need=N free=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
-        | save STEP every=N
+    ask retention TIER | eviction TIER need=N free=N | superseding TIER need=N free=N | guard TIER STEP@ATTEMPT
+        | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
     -> an answer, one line each, with its reason
 
 Every copy has 100 bytes.
@@ -25,6 +26,8 @@ from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import still_owed, tiers_owed
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.retention import plan_retention
+from tierfall.policies.staleness import owed_in_time
+from tierfall.policies.superseding import plan_superseding
 
 COPY_BYTES = 100
 
@@ -38,6 +41,7 @@ class Picture:
     failing: frozenset[str] = frozenset()
     restored_from: CheckpointId | None = None
     attempt: int | None = None
+    restoring: bool = False
 
     def view(self) -> View:
         return View(
@@ -46,6 +50,7 @@ class Picture:
             failing=self.failing,
             restored_from=self.restored_from,
             attempt=self.attempt,
+            restoring=self.restoring,
         )
 
     def checkpoint(self, id: CheckpointId) -> CheckpointView:
@@ -82,6 +87,8 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
         case "restored":
             picture.restored_from = _id(words[0])
             picture.attempt = int(_options(words[1:]).get("attempt", 0)) or None
+        case "restoring":
+            picture.restoring = True
         case "ask":
             return _ask(picture, words[0], words[1:]) or ["nothing"]
         case _:
@@ -104,6 +111,16 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
             )
             drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
             return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
+        case "superseding":
+            told = plan_superseding(
+                view,
+                words[0],
+                need_bytes=int(options["need"]),
+                free_bytes=int(options["free"]),
+            )
+            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
+        case "in-time":
+            return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
             tier, checkpoint = view.tier(words[0]), picture.checkpoint(_id(words[1]))
             return [reason_to_keep(view, checkpoint, tier, frozenset()) or "may go"]
@@ -127,6 +144,7 @@ def _tier(words: list[str]) -> TierRules:
         survives=survives(kind, shared="shared" in words),
         flush_every=int(options.get("every", 1)),
         retain_last=None if last is None else int(last),
+        within_s=float(options["within"]) if "within" in options else None,
     )
 
 
@@ -147,6 +165,7 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         abandoned="abandoned" in words,
         pinned="pinned" in words,
         tombstoned="tombstoned" in words,
+        settling="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
     )

@@ -15,7 +15,9 @@ from tests.policies.pictures import answered
 FOLDER = Path(__file__).parent / "golden"
 
 
-@pytest.mark.parametrize("name", ["retention", "eviction", "guard", "flush", "cadence"])
+@pytest.mark.parametrize(
+    "name", ["retention", "eviction", "superseding", "guard", "flush", "cadence"]
+)
 def test_decisions_and_reasons_are_as_written(name: str) -> None:
     path = FOLDER / f"{name}.txt"
     told = path.read_text()

@@ -22,6 +22,7 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, Vie
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import still_owed, tiers_owed
 from tierfall.policies.retention import plan_retention
+from tierfall.policies.superseding import plan_superseding
 
 RANK = [LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE]
 WHOLE = (CopyState.SEALED, CopyState.COMMITTED)
@@ -240,3 +241,55 @@ def test_what_is_still_owed_is_never_what_lies_there_or_was_passed(view: View) -
             assert checkpoint.state(name) not in WHOLE
             later = [c for c in view.checkpoints if c.live and c.id > checkpoint.id]
             assert not any(c.state(name) in WHOLE for c in later)
+
+
+@settings(max_examples=300, deadline=None)
+@given(views(), st.integers(1, 900), st.data())
+def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
+    view: View, need_bytes: int, data: st.DataObject
+) -> None:
+    view = replace(
+        view,
+        restoring=data.draw(st.integers(0, 7)) == 0,
+        checkpoints=tuple(
+            replace(c, settling=data.draw(st.integers(0, 7)) == 0) for c in view.checkpoints
+        ),
+    )
+    plan = plan_superseding(view, "host", need_bytes=need_bytes, free_bytes=0)
+    assert all(decision.reason for decision in plan)
+    drops = [d for d in plan if d.verdict is Verdict.DROP]
+    assert drops in ([], [plan[-1]] if plan else [])
+    for drop in drops:
+        gone, copy = of(view, ("host", drop.checkpoint))
+        assert copy.state is CopyState.SEALED
+        assert gone.owed
+        assert not view.restoring
+        assert not any((gone.pinned, gone.settling, gone.tombstoned))
+        assert [name for name in gone.copies if gone.readable_on(name)] == ["host"]
+        others = [c for c in view.checkpoints if c.live and c.id != gone.id]
+        if gone.live:
+            newer = [c for c in others if c.id > gone.id]
+            assert any(c.readable_on("host") for c in newer)
+            for rules in view.tiers[1:]:
+                assert rules.name not in gone.owed or any(
+                    c.state(t.name) is CopyState.COMMITTED or t.name in c.owed
+                    for c in newer
+                    for t in view.tiers
+                    if RANK.index(t.survives) >= RANK.index(rules.survives)
+                )
+        else:
+            assert {id for id in survivors(view, LossClass.PROCESS) if id.attempt > gone.id.attempt}
+
+
+def test_the_views_that_are_drawn_have_something_to_supersede() -> None:
+    """Else the test above would test nothing."""
+    found = []
+
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @given(views())
+    def look(view: View) -> None:
+        plan = plan_superseding(view, "host", need_bytes=1, free_bytes=0)
+        found.extend(d for d in plan if d.verdict is Verdict.DROP)
+
+    look()
+    assert found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -279,4 +280,24 @@ def test_images_in_order_of_step_though_they_lie_elsewhere(folder: Path) -> None
     put(host, 2)
     assert [c.id.step for c in host.list().copies] == [2, 5, 7]
     assert isinstance(host._arena, Arena)
+    host.close(keep=False)
+
+
+@pytest.mark.parametrize("go", [Region.unseal, Region.release])
+def test_an_image_that_is_given_up_while_it_is_looked_at_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, go: Callable[[Region], None]
+) -> None:
+    host = host_in(folder, capacity_bytes=MIB)
+    going = put(host, 5)
+    put(host, 6)
+    real = Region.commit
+
+    def commit(region: Region) -> bytes:
+        if region is going:
+            go(region)
+        return real(region)
+
+    monkeypatch.setattr(Region, "commit", commit)
+    assert [c.id.step for c in host.list().copies] == [6]
+    assert host.list().damaged == ()
     host.close(keep=False)
