@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.world import World, file_rules
 from tierfall.core.errors import AccessDeniedError, CapacityError, TierfallError
+from tierfall.core.handle import SaveHandle
 from tierfall.core.scheduler.tasks import CopyRun, DropCopy, FinishCopy, Order, PersonsOrder, Task
 from tierfall.core.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
 
@@ -183,7 +184,7 @@ def test_what_lies_below_of_an_earlier_starts_try_is_collected_with_it() -> None
 
 
 def test_a_region_is_not_used_again_while_a_worker_reads_it() -> None:
-    world = superseding()
+    world = superseding(images=3)
     first = world.save(1)
     until(world, CopyRun)
     region = world.coordinator.ledger.entries[FIRST].region
@@ -191,7 +192,8 @@ def test_a_region_is_not_used_again_while_a_worker_reads_it() -> None:
     reading = [task for task in world.tasks if isinstance(task, CopyRun)]
     assert len(reading) == 2
     world.save(2)
-    answer = world.ask_for_region(3)
+    world.save(3)
+    answer = world.ask_for_region(4)
     assert answer == []
     assert first.outcome is SaveOutcome.SUPERSEDED, "whoever waits is told at once"
     assert not region.sealed
@@ -201,7 +203,7 @@ def test_a_region_is_not_used_again_while_a_worker_reads_it() -> None:
     assert bytes(region.image) == world.image(FIRST)
     carry_out(world, lambda task: task is reading[1])
     assert answer[1] is None
-    assert len(world.memory.regions) == 2
+    assert len(world.memory.regions) == 3
     assert world.coordinator.superseder.superseded == 1, "one was enough"
 
 
@@ -300,16 +302,18 @@ def test_what_is_just_being_committed_stays() -> None:
     assert world.steps_on("nvme") == [1]
 
 
-def test_the_newest_on_its_way_to_a_sparing_tier_stays() -> None:
-    world = superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=2), images=3)
-    handles = [world.save(step) for step in (1, 2, 3)]
-    give_way_to = world.begin(4, give_way(world, 4))
-    assert handles[0].outcome is SaveOutcome.SUPERSEDED
-    world.seal(give_way_to)  # the fourth is owed to pfs too: the second may go now
-    world.step()
-    give_way(world, 5)
-    assert handles[1].outcome is SaveOutcome.SUPERSEDED
-    assert handles[2].outcome is SaveOutcome.PENDING
+def test_the_newest_on_its_way_to_a_sparing_tier_stays_until_there_is_a_newer_one() -> None:
+    world = superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=3), images=3)
+    handles: dict[int, SaveHandle] = {}
+
+    def given_up_for(step: int) -> set[int]:
+        before = {s for s, h in handles.items() if h.outcome is SaveOutcome.SUPERSEDED}
+        handles[step] = world.save(step)
+        return {s for s, h in handles.items() if h.outcome is SaveOutcome.SUPERSEDED} - before
+
+    assert [given_up_for(step) for step in (1, 2, 3, 4, 5)] == [set(), set(), set(), {1}, {2}]
+    assert given_up_for(6) == {4}, "3 is the newest that is owed to pfs"
+    assert given_up_for(7) == {3}, "6 is owed to it too"
 
 
 def test_with_a_tier_that_saves_outrun_the_one_it_waits_for_arrives() -> None:
@@ -361,7 +365,8 @@ def test_where_saves_are_skipped_a_copy_is_read_from_storage_so_that_memory_is_f
         carry_out(world, lambda task: task.tier == "nvme")
     while world.coordinator.ledger.entries[FIRST].leases.get("host"):
         carry_out(world, lambda task: task.tier == "store")
-    until(world, CopyRun, "store")
+    left = {t.source.tier for t in world.tasks if isinstance(t, CopyRun) and t.id == FIRST}
+    assert left == {"nvme"}, "the rest of it"
     assert give_way(world, 3) is not None
     world.settle()
     assert world.steps_on("store") == [1, 2]
