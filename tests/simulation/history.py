@@ -113,7 +113,7 @@ class History:
         stored = random.Random(f"stored {seed}")
         memory = random.Random(f"memory {seed}")
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
-        self.pace = 24 if self.when_full is WhenFull.WAIT else memory.choice((4, 8, 16))
+        self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
         rules = draw_rules(self.draw)
         self.world = World(
             rules,
@@ -149,9 +149,9 @@ class History:
 
     def go(self, events: int) -> None:
         actions: list[tuple[int, Callable[[], None]]] = [
-            (8, self.ask),
-            (12, self.capture_on),
-            (self.pace, self.work),
+            (8 * self.hurry, self.ask),
+            (12 * self.hurry, self.capture_on),
+            (24, self.work),
             (5, self.let_time_pass),
             (2, self.pin),
             (1, self.unpin),
