@@ -14,7 +14,7 @@ help:
 	@echo "make demo     train a small model through a chain of tiers, kill it, restore it"
 	@echo "make test     run the tests"
 	@echo "make check    lint, types and tests"
-	@echo "make bench    run the benchmarks"
+	@echo "make bench    run the benchmarks, beside other checkpointing systems"
 	@echo "make torture  kill and break saves until something gives (long)"
 	@echo "make clean    remove .venv and caches"
 
@@ -33,7 +33,7 @@ types: .venv/.installed-dev
 
 check: lint types test
 
-bench: .venv/.installed-dev
+bench: .venv/.installed-bench
 	$(BIN)/python -m benchmarks
 
 torture: .venv/.installed-dev
@@ -59,3 +59,8 @@ clean:
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-build-isolation -e .
 	@touch $@ .venv/.installed
+
+# For the benchmarks: what tierfall is compared with. Exactly the listed packages, so that none changes torch or the tests.
+.venv/.installed-bench: .venv/.installed-dev requirements-bench.txt
+	$(PIP) --no-deps -r requirements-bench.txt
+	@touch $@

@@ -15,14 +15,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, memory, objects, report
+from benchmarks import machine, memory, objects, plots, report, small, training
 from benchmarks.figures import Results, exit_code
+from benchmarks.peers import measure as peers
+from benchmarks.peers import registry
 from benchmarks.plan import Plan
 from benchmarks.suite import Suite
 from tierfall.tiers.arena_folder import SHARED_MEMORY
 
 FILE_PARTS = ("durable", "host", "cold")
-PARTS = (*FILE_PARTS, "memory", "objects", "throttled")
+PARTS = (*FILE_PARTS, "memory", "objects", "throttled", "peers", "training", "small")
+MORE_PARTS = {"peers": peers.measure, "training": training.measure, "small": small.measure}
 EPILOGUE = (
     "exit codes: 0: every target is met (or --report-only), 1: one is missed, "
     "2: the file tier ran buffered I/O where the reference ran direct"
@@ -37,6 +40,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size-gib", type=float, default=1.5, help="of the state (default: 1.5)")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=registry.KEYS,
+        default=registry.KEYS,
+        help="of the part peers",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order within each round")
     parser.add_argument("--device", default="cpu", help="where the state lies: cpu or cuda")
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
@@ -67,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         seed=options.seed,
         only=frozenset(options.only),
         device=options.device,
+        systems=frozenset(options.systems),
     )
     try:
         about = machine.describe(folder, host, options.device)
@@ -79,6 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report.as_json(results, about, command), indent=1) + "\n")
     print(f"all samples: {options.json}")
+    if plots.available():
+        for path in plots.write(results, options.json):
+            print(f"plot: {path}")
+    else:
+        print(plots.MISSING)
     return exit_code(results, report_only=options.report_only)
 
 
@@ -91,6 +107,10 @@ def run(plan: Plan) -> Results:
     if plan.only & {*FILE_PARTS, "memory"}:
         results = run_suite(plan)
     objects.measure(plan, say, results)
+    for part, measure in MORE_PARTS.items():
+        if part in plan.only:
+            gc.collect()
+            measure(plan, say, results)
     results.facts.update(load_before=before, load_after=machine.load())
     if "memory" in plan.only:
         say("memory: saves and restores in a process of their own")

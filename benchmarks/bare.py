@@ -111,14 +111,14 @@ def direct_works(folder: Path, file_system: str) -> bool:
         path.unlink()
 
 
-def write_file(path: Path, view: memoryview, *, direct: bool) -> None:
-    """Make a durable file: reserve, write with 2 threads, fsync, rename, fsync the folder."""
+def write_file(path: Path, view: memoryview, *, direct: bool, threads: int = WRITE_THREADS) -> None:
+    """Make a durable file: reserve, write with some threads, fsync, rename, fsync the folder."""
     partial = path.with_name(path.name + ".partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
     descriptor = os.open(partial, flags, 0o600)
     try:
         linux.fallocate(descriptor, view.nbytes)
-        _in_pieces(WRITE_THREADS, view, lambda part, at: _write(descriptor, part, at))
+        _in_pieces(threads, view, lambda part, at: _write(descriptor, part, at))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -18,3 +18,4 @@ class Plan:
     seed: int
     only: frozenset[str]
     device: str = "cpu"
+    systems: frozenset[str] = frozenset()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.figures import MEMORY_TARGET_BYTES, MIB, Ratio, Results, spread
+from benchmarks import side_by_side
+from benchmarks.figures import MEMORY_TARGET_BYTES, MIB, Finding, Ratio, Results, spread
 
 GIB = 1 << 30
 
@@ -19,6 +20,7 @@ def as_json(results: Results, machine: dict[str, Any], command: str) -> dict[str
         "facts": results.facts,
         "direct_io": results.direct,
         "ratios": [{**asdict(each), "met": each.met} for each in results.ratios],
+        "findings": [{**asdict(each), "met": each.met} for each in results.findings],
         "memory": results.memory and {**results.memory, "met": results.memory_met},
         "samples_s": results.samples,
     }
@@ -31,8 +33,12 @@ def table(results: Results, machine: dict[str, Any]) -> str:
     lines += [_ratio_line(each) for each in results.ratios]
     if results.memory is not None:
         lines.append(_memory_line(results))
+    lines += [_finding_line(each) for each in results.findings]
+    lines += [*side_by_side.systems(results), *side_by_side.training(results)]
     lines += ["", f"{'seconds':<34}{'median':>8}{'least to most':>17}{'GB/s':>9}"]
     for name, values in results.samples.items():
+        if side_by_side.is_told_here(name):
+            continue
         one = spread(values)
         moved = _bytes_moved(name, results.facts)
         rate = "" if "/" in name else f"{moved / one.median / 1e9:9.2f}"
@@ -61,6 +67,11 @@ def _heading(results: Results, machine: dict[str, Any]) -> list[str]:
         )
     if "throttled_state_bytes" in facts:
         lines.append(f"slow folder: {facts['throttled_state_bytes'] / MIB:.0f} MiB of bf16 weights")
+    if "training_state_bytes" in facts:
+        lines.append(
+            f"training: {facts['training_parameters'] / 1e6:.0f} M parameters, "
+            f"{facts['training_state_bytes'] / GIB:.2f} GiB of state"
+        )
     return lines
 
 
@@ -70,6 +81,7 @@ def _bytes_moved(series: str, facts: dict[str, Any]) -> int:
         "upload": "object_state_bytes",
         "download": "downloaded_state_bytes",
         "throttled": "throttled_state_bytes",
+        "small": "small_state_bytes",
     }
     return int(facts[kinds.get(series.partition(".")[0], "state_bytes")])
 
@@ -82,11 +94,20 @@ def _ratio_line(each: Ratio) -> str:
     )
 
 
+def _finding_line(each: Finding) -> str:
+    target = "" if each.target is None else f"<= {each.target:.2f}"
+    about = " ".join(word for word in (each.unit, _verdict(each.met)) if word)
+    return (
+        f"{each.name:<34}{each.value:8.3f}{each.low:9.3f} - {each.high:<5.3f}{target:>9}"
+        f"  {about} ({each.interval})"
+    )
+
+
 def _memory_line(results: Results) -> str:
     assert results.memory is not None
     extra = f"{results.memory['extra_bytes'] / MIB:.0f} MiB"
     target = f"<= {MEMORY_TARGET_BYTES / MIB:.0f}"
-    return f"{'peak RssAnon beyond the training':<34}{extra:>8}{'':>17}{target:>9}  {_verdict(results.memory_met)}"
+    return f"{'peak RssAnon beyond the import':<34}{extra:>8}{'':>17}{target:>9}  {_verdict(results.memory_met)}"
 
 
 def _verdict(met: bool | None) -> str:

@@ -18,12 +18,16 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """``timed`` is what counts, and may return further figures in seconds; ``before`` and ``after`` do not count."""
+    """``timed`` is what counts, and may return further figures in seconds; ``before`` and ``after`` do not count.
+
+    ``then`` are measured right after it, in this order: a load needs the save that it loads.
+    """
 
     name: str
     timed: Callable[[], Figures | None]
     before: Callable[[], None] = nothing
     after: Callable[[], None] = nothing
+    then: tuple[Contender, ...] = ()
 
 
 def quiet() -> None:
@@ -46,7 +50,7 @@ def run_rounds(
     for number in range(-1, rounds):
         order = list(contenders)
         shuffle.shuffle(order)
-        for contender in order:
+        for contender in (each for first in order for each in (first, *first.then)):
             for name, seconds in _measure(contender, settle).items():
                 if number >= 0:
                     samples.setdefault(name, []).append(seconds)

@@ -103,16 +103,20 @@ class Workload:
     def train(self, steps: int) -> None:
         """Take real steps on synthetic tokens; the gradients stay."""
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            shape = (BATCH, self.shape.context + 1)
-            tokens = torch.randint(self.shape.vocabulary, shape, device=self.device)
-            logits = self.model(tokens[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
+            self.backward()
+            self.update()
+
+    def backward(self) -> None:
+        """Compute the gradients of one batch of synthetic tokens."""
+        self.optimizer.zero_grad()
+        shape = (BATCH, self.shape.context + 1)
+        tokens = torch.randint(self.shape.vocabulary, shape, device=self.device)
+        logits = self.model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
-        """Step the optimizer once more on the gradients that are there: new values at little cost."""
+        """Step the optimizer on the gradients that are there; once more is new values at little cost."""
         self.optimizer.step()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -122,6 +126,15 @@ class Workload:
             entries = self.optimizer.state.get(parameter, {})
             found += [entries[name] for name in sorted(entries)]
         return sorted(found, key=lambda tensor: -tensor.element_size())
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The same tensors by name, as a program keeps them that saves one flat dict."""
+        named = {}
+        for name, parameter in self.model.named_parameters():
+            named[f"model.{name}"] = parameter.detach()
+            for entry, value in self.optimizer.state.get(parameter, {}).items():
+                named[f"optimizer.{name}.{entry}"] = value
+        return named
 
     def spoil(self) -> None:
         """Overwrite every value, so that a restore that does nothing is found out."""

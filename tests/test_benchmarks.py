@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def results(*, target: float = 2.0, extra_mib: int = 0, direct: tuple[bool, bool
     ("found", "report_only", "code"),
     [
         (results(direct=(True, True)), False, 0),
-        (results(direct=(True, True), extra_mib=200), False, 0),
-        (results(direct=(True, True), extra_mib=201), False, 1),
+        (results(direct=(True, True), extra_mib=100), False, 0),
+        (results(direct=(True, True), extra_mib=101), False, 1),
         (results(direct=(True, True), target=1.5), False, 1),
         (results(direct=(True, True), target=1.5), True, 0),
         (results(direct=(False, False)), False, 0),
@@ -80,7 +81,9 @@ def test_exit_code_says_what_was_missed(found: Results, report_only: bool, code:
 # Rounds ----------------------------------------------------------------------------------------------
 
 
-def run(calls: list[str], count: int = 4, seed: int = 0) -> dict[str, list[float]]:
+def run(
+    calls: list[str], count: int = 4, seed: int = 0, *, chained: bool = False
+) -> dict[str, list[float]]:
     def timed(name: str) -> dict[str, float]:
         calls.append(name)
         return {"part": 7.0}
@@ -93,7 +96,10 @@ def run(calls: list[str], count: int = 4, seed: int = 0) -> dict[str, list[float
             after=lambda: calls.append(f"after {name}"),
         )
 
+    then = rounds.Contender(name="then", timed=lambda: timed("then")) if chained else None
     contenders = [contender(name) for name in "abc"]
+    if then is not None:
+        contenders[0] = replace(contenders[0], then=(then,))
     return rounds.run_rounds(
         contenders, rounds=count, seed=seed, settle=lambda: calls.append("settle")
     )
@@ -110,6 +116,14 @@ def test_every_contender_runs_once_a_round_from_a_settled_state() -> None:
     assert {name: len(values) for name, values in samples.items()} == {
         name: 4 for name in ("a", "b", "c", "a/part", "b/part", "c/part")
     }
+
+
+def test_what_follows_a_contender_is_measured_right_after_it() -> None:
+    calls: list[str] = []
+    samples = run(calls, chained=True)
+    for at in [number for number, call in enumerate(calls) if call == "after a"]:
+        assert calls[at + 1 : at + 3] == ["settle", "then"]
+    assert len(samples["then"]) == len(samples["a"]) == 4
 
 
 def test_order_is_shuffled_and_repeats_with_its_seed() -> None:
@@ -240,15 +254,17 @@ def benchmark(folder: Path, *more: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads((folder / "found.json").read_text())
 
 
-def test_tiny_run_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
-    text, found = benchmark(tmp_path)
+def test_tiny_run_measures_the_chain_and_leaves_nothing(tmp_path: Path) -> None:
+    chain = ("durable", "host", "cold", "memory", "objects", "throttled")
+    text, found = benchmark(tmp_path, "--only", *chain)
     targets = {each["name"]: each["target"] for each in found["ratios"]}
     packed = {name for name in targets if name.startswith(("zstd (ratio", "planes (ratio"))}
     assert len(packed) == 2
     assert all(targets[name] < 1 for name in packed), "packing has to pay"
     others = {n: t for n, t in targets.items() if t is not None and n not in packed}
     assert others == {
-        "durable on the file tier": 1.25,
+        "durable on the file tier": 1.0,
+        "save() blocks, lazily": 0.02,
         "restore from the host tier": 1.3,
         "cold restore from the file tier": 1.25,
         "durable on the store, over the best put": pytest.approx(1 / 0.95),

@@ -1,0 +1,74 @@
+"""Many small tensors: what each of them costs a save, beyond its bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import tierfall
+from benchmarks import bare
+from benchmarks.figures import Results, over_rounds, ratio
+from benchmarks.peers.measure import place_of
+from benchmarks.peers.ours import FILE, TIER, configuration
+from benchmarks.plan import Plan
+from benchmarks.rounds import Contender, Figures, run_rounds
+
+COUNT = 10_000
+ITEMS = 2_560
+"""fp32: 10 KiB a tensor."""
+TARGET = 1.6
+
+
+def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
+    """Save 10,000 tensors of 10 KiB, beside one copy and one write of as many bytes."""
+    say(f"small: {COUNT} tensors of {ITEMS * 4 >> 10} KiB, and one buffer of as many bytes")
+    direct = bare.direct_works(plan.folder, plan.file_system)
+    place = place_of(plan, "small", direct=direct)
+    state = {"tensors": {f"t{number:05d}": torch.randn(ITEMS) for number in range(COUNT)}}
+    one = torch.randn(COUNT * ITEMS)
+    buffer = bare.Buffer([one], touched=True)
+    path = place.folder / "reference.bin"
+
+    def write_bare() -> None:
+        buffer.take([one])
+        bare.write_file(path, buffer.view, direct=direct)
+
+    with tierfall.open(configuration(place, TIER, "small")) as ckpt:
+        step = 0
+
+        def make_room() -> None:
+            nonlocal step
+            if step:
+                ckpt.delete(step)
+                ckpt.drain()
+            ckpt.wait_captured()  # the barrier of a loop without an optimizer
+            torch._foreach_add_(list(state["tensors"].values()), 1.0)
+            step += 1
+
+        def save() -> Figures:
+            began = time.perf_counter()
+            handle = ckpt.save(step, state)
+            blocked = time.perf_counter() - began
+            handle.wait(FILE)
+            return {"blocked": blocked}
+
+        contenders = [
+            Contender(name="small.tierfall", before=make_room, timed=save),
+            Contender(name="small.reference", timed=write_bare, after=path.unlink),
+        ]
+        found = run_rounds(contenders, rounds=plan.rounds, seed=plan.seed, say=say)
+    results.samples.update(found)
+    results.facts["small_state_bytes"] = one.nbytes
+    results.ratios.append(
+        ratio(
+            "10,000 tensors of 10 KiB, durable",
+            found,
+            subject="small.tierfall",
+            reference="small.reference",
+            target=TARGET,
+        )
+    )
+    each = [seconds / COUNT * 1e6 for seconds in found["small.tierfall/blocked"]]
+    results.findings.append(over_rounds("save() blocks for each of them", each, unit="us"))

@@ -1,0 +1,253 @@
+"""The benchmarks' other systems and longer parts: each is tried for what its figures rest on, and run tiny."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+from benchmarks import bare, figures, plots, side_by_side, stalls, training
+from benchmarks.figures import Results
+from benchmarks.peers import memory, registry, system
+from benchmarks.peers.dcp import Dcp, DcpThread
+from benchmarks.peers.files import Safetensors, TorchSave
+from benchmarks.peers.ours import Bare, Tierfall
+from benchmarks.workload import Workload, shape_for
+from tests.test_benchmarks import benchmark
+
+IN_PROCESS = [Tierfall, Bare, TorchSave, Safetensors, Dcp, DcpThread]
+alone = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+
+
+# Arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_paired_ratio_is_the_median_of_quotients_within_its_interval() -> None:
+    samples = {"a": [2.0, 9.0, 3.0, 8.0, 1.0], "b": [1.0, 9.0, 2.0, 8.0, 1.0]}
+    found = figures.paired("x", samples, subject="a", reference="b", target=1.0)
+    assert (found.value, found.met, found.interval) == (1.0, True, "95 %")
+    assert found.low == 1.0
+    assert found.high in (1.5, 2.0)
+    assert figures.paired("x", samples, subject="a", reference="b", target=0.99).met is False
+
+
+def test_bootstrap_interval_narrows_with_more_pairs() -> None:
+    few = figures.bootstrap([1.0, 1.1, 1.2])
+    many = figures.bootstrap([1.0, 1.1, 1.2] * 20)
+    assert few == (1.0, 1.2)
+    assert many[1] - many[0] < few[1] - few[0]
+
+
+def test_missed_finding_fails_the_run() -> None:
+    found = Results(findings=[figures.over_rounds("x", [11.0], unit="ms", target=10.0)])
+    assert figures.exit_code(found, report_only=False) == figures.MISSED
+    assert figures.exit_code(found, report_only=True) == figures.MET
+
+
+def test_percentile_is_a_value_that_was_seen() -> None:
+    values = [float(number) for number in range(200)]
+    assert stalls.percentile(values, 0.99) == 198.0
+    assert stalls.percentile([3.0], 0.99) == 3.0
+
+
+# Each system -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def work() -> Workload:
+    found = Workload(shape_for(4 << 20))
+    found.train(1)
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> system.Place:
+    found = system.Place(folder=tmp_path / "files", memory=tmp_path / "memory", direct=False)
+    found.folder.mkdir()
+    found.memory.mkdir()
+    return found
+
+
+@pytest.fixture(params=IN_PROCESS, ids=lambda each: each.key)
+def opened(
+    request: pytest.FixtureRequest, work: Workload, place: system.Place
+) -> Iterator[system.System]:
+    if not request.param.installed():
+        pytest.skip(f"{request.param.name} is not installed")
+    found: system.System = request.param(work, place)
+    yield found
+    found.close()
+
+
+@alone
+def test_what_is_loaded_is_what_was_saved_last(opened: system.System) -> None:
+    work = opened.work
+    for _ in range(2):
+        work.update()
+        opened.save()
+    opened.wait()
+    saved = bare.Buffer(work.tensors(), touched=True)
+    saved.take(work.tensors())
+    work.spoil()
+    opened.begin_cold()
+    opened.load_cold()
+    assert saved.holds(work.tensors())
+    work.spoil()
+    opened.load()
+    assert saved.holds(work.tensors())
+
+
+@alone
+def test_what_is_forgotten_cannot_be_loaded_cold(opened: system.System) -> None:
+    opened.work.update()
+    opened.save()
+    opened.wait()
+    opened.forget()
+    opened.begin_cold()
+    with pytest.raises((OSError, AssertionError, CheckpointException)):
+        opened.load_cold()
+
+
+def test_saved_state_is_all_of_it_by_name(work: Workload) -> None:
+    named = list(work.named_tensors().values())
+    assert {tensor.data_ptr() for tensor in named} == {t.data_ptr() for t in work.tensors()}
+    assert len(named) == len(work.tensors())
+
+
+def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = tmp_path / "checkpoint" / "below"
+    below.mkdir(parents=True)
+    (below / "file").write_bytes(b"1")
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    system.make_durable(tmp_path / "checkpoint")
+    wanted = [below / "file", below, below.parent, tmp_path]
+    assert flushed == [str(path) for path in wanted]
+
+
+def test_systems_that_are_missing_are_named_with_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(system, "find_spec", lambda name: None)
+    assert TorchSave in registry.chosen(registry.KEYS)
+    assert Safetensors not in registry.chosen(registry.KEYS)
+    line = registry.missing(["torch", "safetensors", "torchsnapshot"])
+    assert "safetensors; TorchSnapshot async_take" in line
+    assert "pip install safetensors torchsnapshot" in line
+    assert registry.missing(["torch"]) == ""
+
+
+# Memory of a system ----------------------------------------------------------------------------------
+
+
+def test_memory_of_children_counts() -> None:
+    script = "import os; held = os.urandom(48 << 20); print(1, flush=True); input()"
+    code = (
+        "import subprocess, sys; from benchmarks.peers.memory import ANONYMOUS, Peaks\n"
+        f"script = {script!r}\n"
+        "with Peaks() as without: pass\n"
+        "with Peaks() as peaks:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', script], stdin=-1, stdout=-1)\n"
+        "    child.stdout.readline(); peaks.sample(); child.communicate(b'\\n')\n"
+        "print(peaks.bytes[ANONYMOUS] - without.bytes[ANONYMOUS])"
+    )
+    root = Path(__file__).resolve().parent.parent
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=root, capture_output=True, check=True, start_new_session=True)
+    assert int(done.stdout) >= 48 << 20
+
+
+def test_process_that_is_gone_holds_nothing() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert memory._own_bytes(child.pid) == 0
+
+
+# Runs ------------------------------------------------------------------------------------------------
+
+
+class Recorder(Bare):
+    """Writes down what a training loop asks of it."""
+
+    calls: list[str]
+
+    def save(self) -> None:
+        self.calls.append("save")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+def test_run_saves_in_every_nth_step_and_ends_durable(work: Workload, place: system.Place) -> None:
+    found = Recorder(work, place)
+    steps = work.optimizer.state[next(work.model.parameters())]["step"].clone()
+    found.calls = []
+    training.train(work, found, 5)
+    assert found.calls == ["save", "save", "wait"]
+    found.saves_in_place = True  # type: ignore[misc]
+    found.calls = []
+    training.train(work, found, 1)
+    assert found.calls == ["save", "wait"] * training.STEPS + ["wait"]
+    taken = work.optimizer.state[next(work.model.parameters())]["step"] - steps
+    assert int(taken) == 2 * training.STEPS
+    found.close()
+
+
+def test_peers_are_measured_beside_each_other(tmp_path: Path) -> None:
+    keys = ["tierfall", "torch", "dcp-process"]
+    text, found = benchmark(tmp_path, "--only", "peers", "--rounds", "1", "--systems", *keys)
+    for key in keys:
+        for what in side_by_side.COLUMNS:
+            assert len(found["samples_s"][f"peers.{key}.{what}"]) == 1
+        samples = found["samples_s"]
+        assert samples[f"peers.{key}.save/blocked"] <= samples[f"peers.{key}.save"]
+        assert found["facts"]["systems"][key] in text
+    taken = found["facts"]["systems_memory"]
+    assert taken["tierfall"]["shared_bytes"] >= 10 << 20, "the arena"
+    assert taken["dcp-process"]["anonymous_bytes"] > 50 << 20, "a process of its own"
+    if find_spec("matplotlib") is not None:
+        picture = tmp_path / "found.systems.png"
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_and_small_tensors_are_measured(tmp_path: Path) -> None:
+    text, found = benchmark(tmp_path, "--only", "training", "small", "--rounds", "1")
+    rows = {each["name"]: each for each in found["findings"]}
+    assert {name: row["target"] for name, row in rows.items() if row["target"]} == {
+        "training, every step": 1.10,
+        "training, every 5th step": 1.05,
+        "p99 of stalls grows by": 10.0,
+    }
+    assert rows["training, every step"]["interval"] == "95 %"
+    runs = [name for name in found["samples_s"] if name.startswith("training.")]
+    assert len(runs) == 5
+    assert all(len(found["samples_s"][name]) == training.PAIRS_A_ROUND for name in runs)
+    assert [(each["name"], each["target"]) for each in found["ratios"]] == [
+        ("10,000 tensors of 10 KiB, durable", 1.6)
+    ]
+    assert rows["save() blocks for each of them"]["unit"] == "us"
+    assert all(name in text for name in rows)
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_without_matplotlib_there_is_a_line_and_no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    assert plots.available() is False
+    assert "tierfall[plot]" in plots.MISSING
+
+
+def test_tensor_that_is_there_already_is_not_copied() -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    system.fill(state, {"a": state["a"], "b": torch.zeros(2)})
+    assert [t.tolist() for t in state.values()] == [[1.0, 1.0], [0.0, 0.0]]
+    with pytest.raises(KeyError):
+        system.fill(state, {"a": torch.ones(2)})
