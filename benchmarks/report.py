@@ -43,7 +43,9 @@ def table(results: Results, machine: dict[str, Any]) -> str:
         moved = _bytes_moved(name, results.facts)
         rate = "" if "/" in name else f"{moved / one.median / 1e9:9.2f}"
         lines.append(f"{name:<34}{one.median:8.4f}{one.low:9.4f} - {one.high:<6.4f}{rate.rjust(8)}")
-    return "\n".join([*lines, "", _io_line(results)])
+    if results.direct:
+        lines += ["", _io_line(results)]
+    return "\n".join(lines)
 
 
 def _heading(results: Results, machine: dict[str, Any]) -> list[str]:

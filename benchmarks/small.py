@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 import tierfall
 from benchmarks import bare
@@ -26,7 +27,11 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     say(f"small: {COUNT} tensors of {ITEMS * 4 >> 10} KiB, and one buffer of as many bytes")
     direct = bare.direct_works(plan.folder, plan.file_system)
     place = place_of(plan, "small", direct=direct)
-    state = {"tensors": {f"t{number:05d}": torch.randn(ITEMS) for number in range(COUNT)}}
+    model = nn.ParameterList(torch.randn(ITEMS) for _ in range(COUNT))
+    for parameter in model:
+        parameter.grad = torch.ones(ITEMS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer}
     one = torch.randn(COUNT * ITEMS)
     buffer = bare.Buffer([one], touched=True)
     path = place.folder / "reference.bin"
@@ -43,8 +48,7 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
             if step:
                 ckpt.delete(step)
                 ckpt.drain()
-            ckpt.wait_captured()  # the barrier of a loop without an optimizer
-            torch._foreach_add_(list(state["tensors"].values()), 1.0)
+            optimizer.step()
             step += 1
 
         def save() -> Figures:
@@ -52,6 +56,8 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
             handle = ckpt.save(step, state)
             blocked = time.perf_counter() - began
             handle.wait(FILE)
+            if step > 1 and not handle.stats.lazy:
+                raise AssertionError("the save captured blocking; a lazy one was to be measured")
             return {"blocked": blocked}
 
         contenders = [

@@ -62,7 +62,7 @@ def while_flushing(system: Tierfall) -> list[float]:
     while loop.spent_s < WINDOW_S:
         system.work.update()
         system.save()
-        while not system.durable():
+        while system.under_way():
             loop.turn()
         system.wait()
     return loop.turns_ms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,8 +165,7 @@ def test_memory_of_children_counts() -> None:
 
 
 def test_process_that_is_gone_holds_nothing() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    child.send_signal(signal.SIGKILL)
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     assert memory._own_bytes(child.pid) == 0
 
@@ -199,6 +197,29 @@ def test_run_saves_in_every_nth_step_and_ends_durable(work: Workload, place: sys
     assert found.calls == ["save", "wait"] * training.STEPS + ["wait"]
     taken = work.optimizer.state[next(work.model.parameters())]["step"] - steps
     assert int(taken) == 2 * training.STEPS
+    found.close()
+
+
+class GivenUp:
+    """What a save's handle says of one that a tier did not get."""
+
+    def done(self, tier: str) -> bool:
+        return False
+
+    def exception(self) -> BaseException:
+        return OSError("the disk is gone")
+
+
+def test_flush_that_was_given_up_is_under_way_no_longer(
+    work: Workload, place: system.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "WINDOW_S", 0.05)
+    found = Tierfall(work, place)
+    found.save()
+    found.wait()
+    assert len(stalls.while_flushing(found)) > 1
+    monkeypatch.setattr(found, "_handles", [GivenUp()])
+    assert found.under_way() is False
     found.close()
 
 

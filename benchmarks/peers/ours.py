@@ -38,9 +38,10 @@ class Tierfall(System):
                 raise AssertionError("the save captured blocking; a lazy one was to be measured")
         self._handles.clear()
 
-    def durable(self) -> bool:
-        """Say whether the newest save is durable, without waiting."""
-        return self._handles[-1].done(FILE)
+    def under_way(self) -> bool:
+        """Say, without waiting, whether the newest save is neither durable nor given up; ``wait`` raises why it was."""
+        handle = self._handles[-1]
+        return not handle.done(FILE) and handle.exception() is None
 
     def load(self) -> None:
         """Warm: from host memory."""
