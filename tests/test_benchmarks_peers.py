@@ -6,24 +6,42 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from benchmarks import bare, figures, plots, side_by_side, stalls, training
+from benchmarks import (
+    bare,
+    figures,
+    machine,
+    plots,
+    report,
+    side_by_side,
+    small,
+    stalls,
+    training,
+)
 from benchmarks.figures import Results
-from benchmarks.peers import memory, registry, system
+from benchmarks.peers import measure, memory, registry, system
 from benchmarks.peers.dcp import Dcp, DcpThread
 from benchmarks.peers.files import Safetensors, TorchSave
 from benchmarks.peers.ours import Bare, Tierfall
+from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
-from tests.test_benchmarks import benchmark
 
 IN_PROCESS = [Tierfall, Bare, TorchSave, Safetensors, Dcp, DcpThread]
 alone = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """No figure is judged here, and other tests may run beside this one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # Arithmetic ------------------------------------------------------------------------------------------
@@ -185,7 +203,10 @@ class Recorder(Bare):
         self.calls.append("wait")
 
 
-def test_run_saves_in_every_nth_step_and_ends_durable(work: Workload, place: system.Place) -> None:
+def test_run_saves_in_every_nth_step_and_ends_durable(
+    work: Workload, place: system.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "backward", lambda: None)  # the gradients of the first step are there
     found = Recorder(work, place)
     steps = work.optimizer.state[next(work.model.parameters())]["step"].clone()
     found.calls = []
@@ -223,41 +244,81 @@ def test_flush_that_was_given_up_is_under_way_no_longer(
     found.close()
 
 
-def test_peers_are_measured_beside_each_other(tmp_path: Path) -> None:
-    keys = ["tierfall", "torch", "dcp-process"]
-    text, found = benchmark(tmp_path, "--only", "peers", "--rounds", "1", "--systems", *keys)
-    for key in keys:
+def plan(folder: Path, *keys: str) -> Plan:
+    """A tiny plan of one round, in folders that are there."""
+    for name in ("files", "memory"):
+        (folder / name).mkdir()
+    return Plan(
+        folder=folder / "files",
+        memory=folder / "memory",
+        file_system="tmpfs",
+        size_bytes=3 << 20,
+        rounds=1,
+        seed=0,
+        only=frozenset({"training", "peers"}),
+        systems=frozenset(keys),
+    )
+
+
+def tell(found: Results) -> str:
+    found.facts.update(load_before=0.0, load_after=0.0)
+    return report.table(found, machine.describe(Path.cwd(), Path.cwd(), "cpu"))
+
+
+def test_systems_are_measured_beside_each_other(tmp_path: Path) -> None:
+    found = Results()
+    measure.measure(plan(tmp_path, "tierfall", "torch"), lambda line: None, found)
+    text = tell(found)
+    for key in ("tierfall", "torch"):
         for what in side_by_side.COLUMNS:
-            assert len(found["samples_s"][f"peers.{key}.{what}"]) == 1
-        samples = found["samples_s"]
-        assert samples[f"peers.{key}.save/blocked"] <= samples[f"peers.{key}.save"]
-        assert found["facts"]["systems"][key] in text
-    taken = found["facts"]["systems_memory"]
-    assert taken["tierfall"]["shared_bytes"] >= 10 << 20, "the arena"
-    assert taken["dcp-process"]["anonymous_bytes"] > 50 << 20, "a process of its own"
-    if find_spec("matplotlib") is not None:
-        picture = tmp_path / "found.systems.png"
-        assert picture.read_bytes().startswith(b"\x89PNG")
+            assert len(found.samples[f"peers.{key}.{what}"]) == 1
+        save = f"peers.{key}.save"
+        assert found.samples[f"{save}/blocked"] <= found.samples[save]
+        assert found.facts["systems"][key] in text
+    taken = found.facts["systems_memory"]
+    assert {key: set(kinds) for key, kinds in taken.items()} == {
+        key: {memory.ANONYMOUS, memory.SHARED} for key in ("tierfall", "torch")
+    }
+    if plots.available():
+        drawn = plots.write(found, tmp_path / "found.json")
+        assert [path.name for path in drawn] == ["found.systems.png"]
+        assert drawn[0].read_bytes().startswith(b"\x89PNG")
 
 
-def test_training_and_small_tensors_are_measured(tmp_path: Path) -> None:
-    text, found = benchmark(tmp_path, "--only", "training", "small", "--rounds", "1")
-    rows = {each["name"]: each for each in found["findings"]}
-    assert {name: row["target"] for name, row in rows.items() if row["target"]} == {
+def test_training_runs_and_stalls_are_measured_in_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "STEPS", 2)
+    monkeypatch.setattr(stalls, "WINDOW_S", 0.02)
+    found = Results()
+    training.measure(plan(tmp_path, "tierfall", "torch"), lambda line: None, found)
+    rows = {each.name: each for each in found.findings}
+    assert {name: row.target for name, row in rows.items() if row.target} == {
         "training, every step": 1.10,
         "training, every 5th step": 1.05,
         "p99 of stalls grows by": 10.0,
     }
-    assert rows["training, every step"]["interval"] == "95 %"
-    runs = [name for name in found["samples_s"] if name.startswith("training.")]
-    assert len(runs) == 5
-    assert all(len(found["samples_s"][name]) == training.PAIRS_A_ROUND for name in runs)
-    assert [(each["name"], each["target"]) for each in found["ratios"]] == [
+    assert rows["training, every step"].interval == "95 %"
+    pairs = {name: len(values) for name, values in found.samples.items() if "torch" not in name}
+    assert len(pairs) == 5
+    assert set(pairs.values()) == {training.PAIRS_A_ROUND}
+    assert len(found.samples["training.torch.save, every step"]) == 1
+    text = tell(found)
+    assert all(name in text for name in rows)
+    assert all(name.partition(".")[2] in text for name in found.samples)
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_small_tensors_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "COUNT", 50)
+    found = Results()
+    small.measure(plan(tmp_path), lambda line: None, found)
+    assert [(each.name, each.target) for each in found.ratios] == [
         ("10,000 tensors of 10 KiB, durable", 1.6)
     ]
-    assert rows["save() blocks for each of them"]["unit"] == "us"
-    assert all(name in text for name in rows)
-    assert list((tmp_path / "files").iterdir()) == []
+    blocked = found.samples["small.tierfall/blocked"][0]
+    assert found.findings[0].value == pytest.approx(blocked / 50 * 1e6)
+    assert found.findings[0].unit == "us"
 
 
 def test_without_matplotlib_there_is_a_line_and_no_plot(monkeypatch: pytest.MonkeyPatch) -> None:
