@@ -1,4 +1,4 @@
-"""The few Linux calls that Python's ``os`` lacks: statx for direct I/O alignment, fallocate, renameat2.
+"""The few Linux calls that Python's ``os`` lacks: statx for direct I/O alignment, fallocate, renameat2, mincore.
 
 Each says when the kernel, the C library or the file system does not know it; none decides what that means.
 ``os.posix_fallocate`` is not used: where a file system cannot reserve, the C library emulates it by touching every
@@ -52,6 +52,16 @@ def fallocate(fd: int, length: int) -> bool:
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     return True
+
+
+def is_resident(address: int) -> bool:
+    """Say whether the page mapped at ``address``, the start of a page, is in memory; False where the kernel does not
+    say. Nothing is read, and the page is not touched."""
+    call = getattr(_LIBC, "mincore", None)
+    answer = ctypes.c_ubyte()
+    if call is None or call(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(answer)):
+        return False
+    return bool(answer.value & 1)
 
 
 def rename_if_absent(folder: int, source: str, target: str) -> bool:

@@ -17,7 +17,7 @@ from tierfall.backends.coverage import Extent
 from tierfall.backends.keys import check_key, check_prefix, is_key, is_part, is_unfinished
 from tierfall.backends.posix_errors import backend_error, translated
 from tierfall.backends.posix_folders import Entry, Folders, is_missing, make_root
-from tierfall.backends.posix_io import BOUNCE_BYTES, read_whole
+from tierfall.backends.posix_io import BOUNCE_BYTES, DIRECT_BYTES_MIN, is_cached, read_whole
 from tierfall.backends.posix_probe import UNPROBED, Exclusive, direct_block, probe
 from tierfall.backends.posix_writer import PosixWriter, Shop
 from tierfall.backends.views import BouncePool, flat
@@ -44,6 +44,8 @@ class PosixBackend:
     ``read_only``: nothing is made, probed or changed; a root that is not there is UnreachableError (it may not be
     mounted), and writing and deleting are AccessDeniedError. Direct I/O is used for a file where the kernel says that
     it takes it, so the traits promise none.
+
+    What lies in the page cache is read from there, unless it is ``read_only``: whoever only looks asks the medium.
 
     Raises AccessDeniedError or another BackendError, naming the folder, where it cannot be used.
     """
@@ -116,6 +118,8 @@ class PosixBackend:
             raise BackendError(f"read {key!r} in {self.place}: the offset {offset} is negative")
         with self._asking("read", key), self._opened(key) as (file, status):
             block_bytes = direct_block(file) if self._ask_kernel else self._medium.direct_bytes
+            if self._in_page_cache(file, status, offset, data.nbytes):
+                block_bytes = 0
             count = read_whole(file, data, offset, block_bytes=block_bytes)
         if count < data.nbytes:
             raise BackendError(
@@ -193,6 +197,15 @@ class PosixBackend:
                 self._folders.verify()
                 raise KeyNotFoundError(f"{what}: there is no such object") from error
             raise backend_error(error, what) from error
+
+    def _in_page_cache(
+        self, file: int, status: os.stat_result, offset: int, size_bytes: int
+    ) -> bool:
+        if self._read_only or size_bytes < DIRECT_BYTES_MIN:
+            return False
+        # The kernel tells nobody else: then all pages seem to be there.
+        is_own = os.geteuid() in (0, status.st_uid)
+        return is_own and is_cached(file, offset, size_bytes)
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, os.stat_result]]:

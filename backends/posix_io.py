@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from dataclasses import dataclass
 
+from tierfall.backends import linux
 from tierfall.backends.views import BouncePool, address_of, copy_bytes
 
 DIRECT_BYTES_MIN = 256 * 1024
 BOUNCE_BYTES = 2 * 1024 * 1024
+SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,25 @@ def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: i
     )
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return count + _read(descriptor, view[count:], offset + count)
+
+
+def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
+    """Say whether a range of a file of this user's own is in the page cache, as far as a few of its pages tell.
+
+    The range is mapped to be asked about, and never touched: a file that is cut short, or a disk that fails, would end
+    the process at the touch (docs/decisions/0011). Of other users' files the kernel does not say.
+    """
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = offset + size_bytes - start
+    try:
+        mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=start)
+    except (OSError, ValueError):  # not to be mapped, or shorter than the range
+        return False
+    with mapping, memoryview(mapping) as view:
+        address = address_of(view)
+        pages = -(-length // mmap.PAGESIZE)
+        wanted = {page * (pages - 1) // (SAMPLES - 1) for page in range(SAMPLES)}
+        return all(linux.is_resident(address + page * mmap.PAGESIZE) for page in sorted(wanted))
 
 
 def _read(descriptor: int, view: memoryview, offset: int) -> int:

@@ -23,7 +23,7 @@ from benchmarks.plan import Plan
 from benchmarks.suite import Suite
 from tierfall.tiers.arena_folder import SHARED_MEMORY
 
-FILE_PARTS = ("durable", "host", "cold")
+FILE_PARTS = ("durable", "host", "cold", "warm")
 PARTS = (*FILE_PARTS, "memory", "objects", "throttled", "peers", "training", "small")
 MORE_PARTS = {"peers": peers.measure, "training": training.measure, "small": small.measure}
 EPILOGUE = (

@@ -159,6 +159,14 @@ def drop_cached(path: Path) -> None:
         os.close(descriptor)
 
 
+def keep_cached(path: Path) -> None:
+    """Bring a whole file into the page cache, where there is room for it."""
+    block = bytearray(1 << 20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            continue
+
+
 def give_back_freed() -> None:
     """Return freed memory to the system, so that what is allocated next is fresh."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

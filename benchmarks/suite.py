@@ -25,8 +25,9 @@ from benchmarks.workload import Shape, Workload, bytes_of, shape_for
 HOST, FILE = "host", "disk"
 DURABLE_TARGET = 1.0
 BLOCKED_TARGET = 0.02
-COLD_TARGET = 1.25
-HOST_TARGET = 1.3
+COLD_TARGET = 1.1
+WARM_TARGET = 1.9
+HOST_TARGET = 1.1
 TRAINING_STEPS = 3
 
 
@@ -78,6 +79,8 @@ class Suite:
             self.results.direct = {"reference": self._direct, "tierfall": direct}
         if "cold" in only:
             self._cold()
+        if "warm" in only:
+            self._warm()
         return self.results
 
     def _first_save(self, ckpt: tierfall.Checkpointer) -> None:
@@ -191,9 +194,12 @@ class Suite:
             raise AssertionError(f"a restore from tier {tier} alone was to be measured: {report}")
         _synchronize(self._plan.device)
 
+    def _image(self) -> Path:
+        return next((self._plan.folder / "tier" / "bench").glob("step-*/*.safetensors"))
+
     def _cold(self) -> None:
-        image = next((self._plan.folder / "tier" / "bench").glob("step-*/*.safetensors"))
-        start = _Start(self._plan, image)
+        image = self._image()
+        start = _Start(self._plan, lambda: bare.drop_cached(image))
         into = Buffer(self._tensors, touched=True)
         into_huge = Buffer(self._tensors, touched=True, huge=True)
         fresh = _Fresh(self._shape, self._plan.device, self._buffer)
@@ -206,11 +212,54 @@ class Suite:
                 bare.read_file(image, held[0].whole, direct=self._direct)
                 return {}
 
-            return Contender(name=name, before=start.drop_cached, timed=timed, after=held.clear)
+            return Contender(name=name, before=start.prepare, timed=timed, after=held.clear)
 
-        def restore(work: Workload) -> Figures:
-            self._restore(start.ckpt, work, FILE)
-            return {"open": start.seconds}
+        fresh_restore = fresh.contender(
+            "cold.fresh.tierfall",
+            lambda: self._restore_start(start, fresh.work),
+            builds=True,
+            around=start,
+        )
+        self._rounds(
+            "cold: restore from the file tier, and a read",
+            [
+                read("cold.reference", lambda: into),
+                read("cold.reference.huge", lambda: into_huge),
+                self._start_contender("cold.tierfall", start),
+                read("cold.fresh.reference", lambda: Buffer(self._tensors, touched=False)),
+                fresh_restore,
+            ],
+        )
+        self._ratio("cold restore from the file tier", *_pair("cold"), COLD_TARGET)
+        self._ratio("the same, over huge pages", "cold.tierfall", "cold.reference.huge")
+        self._ratio("first start, from the file tier", *_pair("cold.fresh"))
+
+    def _warm(self) -> None:
+        image = self._image()
+        start = _Start(self._plan, lambda: bare.keep_cached(image))
+        into = Buffer(self._tensors, touched=True)
+
+        def copy() -> Figures:
+            self._buffer.give(self._tensors)
+            return {}
+
+        def read() -> Figures:
+            bare.read_file(image, into.whole, direct=False)
+            return {}
+
+        self._rounds(
+            "warm: restore from the file tier out of the page cache, and a copy",
+            [
+                self._contender("warm.reference", copy),
+                Contender(name="warm.reference.read", before=start.prepare, timed=read),
+                self._start_contender("warm.tierfall", start),
+            ],
+        )
+        self._ratio("warm restore from the file tier", *_pair("warm"), WARM_TARGET)
+        self._ratio("the same, over a cached read", "warm.tierfall", "warm.reference.read")
+
+    def _start_contender(self, name: str, start: _Start) -> Contender:
+        """A restore into the state that is there, by a start that finds no arena."""
 
         def begin() -> None:
             self._work.spoil()
@@ -220,41 +269,30 @@ class Suite:
             start.close()
             self._check(self._work)
 
-        fresh_restore = fresh.contender(
-            "cold.fresh.tierfall", lambda: restore(fresh.work), builds=True, around=start
+        return Contender(
+            name=name,
+            before=begin,
+            timed=lambda: self._restore_start(start, self._work),
+            after=end,
         )
-        self._rounds(
-            "cold: restore from the file tier, and a read",
-            [
-                read("cold.reference", lambda: into),
-                read("cold.reference.huge", lambda: into_huge),
-                Contender(
-                    name="cold.tierfall", before=begin, timed=lambda: restore(self._work), after=end
-                ),
-                read("cold.fresh.reference", lambda: Buffer(self._tensors, touched=False)),
-                fresh_restore,
-            ],
-        )
-        self._ratio("cold restore from the file tier", *_pair("cold"), COLD_TARGET)
-        self._ratio("the same, over huge pages", "cold.tierfall", "cold.reference.huge")
-        self._ratio("first start, from the file tier", *_pair("cold.fresh"))
+
+    def _restore_start(self, start: _Start, work: Workload) -> Figures:
+        self._restore(start.ckpt, work, FILE)
+        return {"open": start.seconds}
 
 
 class _Start:
-    """A start that finds the disk, and nothing in memory: neither an arena nor cached pages."""
+    """A start that finds the disk, and no arena; ``prepare`` puts the image into the page cache, or takes it out."""
 
-    def __init__(self, plan: Plan, image: Path) -> None:
+    def __init__(self, plan: Plan, prepare: Callable[[], None]) -> None:
         self._plan = plan
-        self._image = image
+        self.prepare = prepare
         self.seconds = 0.0
         self.ckpt: tierfall.Checkpointer
 
-    def drop_cached(self) -> None:
-        bare.drop_cached(self._image)
-
     def open(self) -> None:
         shutil.rmtree(self._plan.memory / "start", ignore_errors=True)
-        self.drop_cached()
+        self.prepare()
         began = time.perf_counter()
         self.ckpt = tierfall.open(configuration(self._plan, "start"))
         self.seconds = time.perf_counter() - began
