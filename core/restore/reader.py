@@ -27,7 +27,7 @@ from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
 
 MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
-# Source and target of one such copy lie in a core's own cache together; longer copies were measured to take a fifth more.
+# Source and target of one such copy lie in a core's own cache together; longer copies took a fifth more time.
 COPY_BYTES = 512 << 10
 
 

@@ -1,0 +1,142 @@
+"""Reads of what lies in the page cache: told apart from what does not, and taken from there without the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from backend_places import put
+
+from tierfall.backends import linux, posix_io
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix_io import is_cached
+from tierfall.backends.views import aligned_block
+from tierfall.core.errors import BackendError
+
+KEY = "run/key"
+BYTES = 4 << 20
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture
+def stored(direct_folder: Path, tmp_path: Path) -> Path:
+    """A folder on a disk that takes direct I/O, with one object of 4 MiB that is not in the page cache."""
+    folder = tmp_path / "tier"
+    backend = PosixBackend(folder)
+    put(backend, KEY, content())
+    backend.close()
+    drop(folder / KEY)
+    return folder
+
+
+def content() -> bytes:
+    return os.urandom(1 << 10) * (BYTES >> 10)
+
+
+def drop(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bytes_from_disk() -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    pytest.skip("this kernel does not count what is read")
+
+
+def disk_bytes_of_a_read(folder: Path, *, read_only: bool = False) -> int:
+    backend = PosixBackend(folder, read_only=read_only)
+    view = aligned_block(BYTES, 4096)
+    before = bytes_from_disk()
+    backend.read_into(KEY, 0, view)
+    taken = bytes_from_disk() - before
+    backend.close()
+    assert view == (folder / KEY).read_bytes()
+    return taken
+
+
+def test_cached_object_is_read_without_the_disk(stored: Path) -> None:
+    (stored / KEY).read_bytes()
+    assert disk_bytes_of_a_read(stored) < BYTES // 8
+
+
+def test_object_that_is_not_cached_is_read_from_the_disk_and_not_cached_then(stored: Path) -> None:
+    backend = PosixBackend(stored)
+    before = bytes_from_disk()
+    backend.read_into(KEY, 0, aligned_block(BYTES, 4096))
+    assert bytes_from_disk() - before >= BYTES
+    with (stored / KEY).open("rb") as file:
+        assert not is_cached(file.fileno(), 0, BYTES)
+    backend.close()
+
+
+def test_who_only_looks_reads_the_disk_though_the_object_is_cached(stored: Path) -> None:
+    with (stored / KEY).open("rb") as file:
+        if not linux.direct_alignment(file.fileno()):
+            pytest.skip("the kernel does not tell whether this file takes direct I/O")
+    (stored / KEY).read_bytes()
+    assert disk_bytes_of_a_read(stored, read_only=True) >= BYTES
+
+
+def test_what_the_kernel_says_of_a_foreign_file_is_not_believed(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stored / KEY).read_bytes()
+    owner = (stored / KEY).stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert disk_bytes_of_a_read(stored) >= BYTES
+
+
+def test_range_is_cached_only_where_its_last_page_is_too(stored: Path) -> None:
+    with (stored / KEY).open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
+        assert not is_cached(file.fileno(), 0, BYTES)
+        file.read(BYTES // 2)
+        assert is_cached(file.fileno(), 100, BYTES // 2 - 100)
+        assert not is_cached(file.fileno(), 0, BYTES)
+        file.seek(BYTES // 2)
+        file.read(BYTES // 2)
+        assert is_cached(file.fileno(), 0, BYTES)
+        assert is_cached(file.fileno(), PAGE + 1, 1)
+
+
+def test_range_beyond_the_end_is_not_cached_and_reading_it_is_an_error(stored: Path) -> None:
+    (stored / KEY).read_bytes()
+    os.truncate(stored / KEY, BYTES - 1)
+    with (stored / KEY).open("rb") as file:
+        assert not is_cached(file.fileno(), 0, BYTES)
+        assert not is_cached(file.fileno(), 2 * BYTES, BYTES)
+    backend = PosixBackend(stored)
+    with pytest.raises(BackendError, match=f"it ends at {BYTES - 1}"):
+        backend.read_into(KEY, 0, aligned_block(BYTES, 4096))
+    backend.close()
+
+
+def test_cached_object_that_is_cut_short_while_it_is_read_is_an_error(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping would end the process here: what is read was asked for by size, and what came is counted."""
+    (stored / KEY).read_bytes()
+    real = posix_io._read
+
+    def cut(descriptor: int, view: memoryview, offset: int) -> int:
+        os.truncate(stored / KEY, BYTES // 2)
+        return real(descriptor, view, offset)
+
+    monkeypatch.setattr(posix_io, "_read", cut)
+    backend = PosixBackend(stored)
+    with pytest.raises(BackendError, match="it was cut short"):
+        backend.read_into(KEY, 0, aligned_block(BYTES, 4096))
+    backend.close()
+
+
+def test_kernel_that_does_not_say_counts_as_not_cached(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (stored / KEY).read_bytes()
+    monkeypatch.setattr(linux, "_LIBC", object())
+    with (stored / KEY).open("rb") as file:
+        assert not is_cached(file.fileno(), 0, BYTES)

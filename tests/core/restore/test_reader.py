@@ -1,0 +1,72 @@
+"""How a restore's threads share the work, and how they copy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+import pytest
+
+from tierfall.core.restore.reader import COPY_BYTES, _copy, in_threads
+
+PATIENCE_S = 20.0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_number_is_done_once(threads: int) -> None:
+    done: list[int] = []
+    in_threads(threads, done.append, range(50))
+    assert sorted(done) == list(range(50))
+
+
+def test_one_thread_keeps_the_order() -> None:
+    done: list[int] = []
+    in_threads(1, done.append, [3, 1, 2])
+    assert done == [3, 1, 2]
+
+
+def test_threads_work_at_the_same_time() -> None:
+    together = threading.Barrier(3)
+    in_threads(3, lambda number: together.wait(PATIENCE_S) and None, range(3))
+    assert not together.broken
+
+
+def test_after_a_failure_nothing_more_is_begun() -> None:
+    begun: list[int] = []
+
+    def fail(number: int) -> None:
+        begun.append(number)
+        if number == 2:
+            raise KeyError(number)
+
+    with pytest.raises(KeyError, match="2"):
+        in_threads(1, fail, range(10))
+    assert begun == [0, 1, 2]
+
+
+def test_failure_is_raised_once_the_other_threads_have_stopped() -> None:
+    together = threading.Barrier(2)
+    ended: list[int] = []
+
+    def one(number: int) -> None:
+        together.wait(PATIENCE_S)
+        if number == 0:
+            raise MemoryError
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(MemoryError):
+        in_threads(2, one, range(9))
+    assert ended == [1]
+
+
+@pytest.mark.parametrize(
+    "count", [1, COPY_BYTES - 1, COPY_BYTES, COPY_BYTES + 1, 3 * COPY_BYTES + 17]
+)
+def test_copy_moves_just_these_bytes(count: int) -> None:
+    source = ctypes.create_string_buffer(os.urandom(count + 8), count + 8)
+    target = ctypes.create_string_buffer(b"\xee" * (count + 8), count + 8)
+    _copy(ctypes.addressof(target) + 3, ctypes.addressof(source) + 5, count)
+    assert target.raw == b"\xee" * 3 + source.raw[5 : 5 + count] + b"\xee" * 5
