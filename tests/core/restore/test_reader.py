@@ -48,9 +48,11 @@ def test_after_a_failure_nothing_more_is_begun() -> None:
 
 def test_failure_is_raised_once_the_other_threads_have_stopped() -> None:
     together = threading.Barrier(2)
+    begun: list[int] = []
     ended: list[int] = []
 
     def one(number: int) -> None:
+        begun.append(number)
         together.wait(PATIENCE_S)
         if number == 0:
             raise MemoryError
@@ -59,7 +61,7 @@ def test_failure_is_raised_once_the_other_threads_have_stopped() -> None:
 
     with pytest.raises(MemoryError):
         in_threads(2, one, range(9))
-    assert ended == [1]
+    assert (sorted(begun), ended) == ([0, 1], [1])
 
 
 @pytest.mark.parametrize(
