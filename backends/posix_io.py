@@ -81,7 +81,7 @@ def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
     """Say whether a range of a file of this user's own is in the page cache, as far as a few of its pages tell.
 
     The range is mapped to be asked about, and never touched: a file that is cut short, or a disk that fails, would end
-    the process at the touch (docs/decisions/0011). Of other users' files the kernel does not say.
+    the process at the touch (docs/decisions/0012). Of other users' files the kernel does not say.
     """
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     length = offset + size_bytes - start
