@@ -6,6 +6,7 @@ of the snapshot afterwards is the capture thread's and the coordinator's busines
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ from tierfall.policies.bundle import tiers_owed
 from tierfall.session import Session
 from tierfall.stores import SHARD
 from tierfall.tiers.device import DeviceSlab
+
+logger = logging.getLogger("tierfall")
 
 
 class Saver:
