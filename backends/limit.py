@@ -16,31 +16,10 @@ from dataclasses import replace
 from tierfall.backends.views import flat
 from tierfall.backends.wrapper import Wrapper, WriterWrapper
 from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.pace import Pace
 
 SLICE_S = 0.05
 SLICE_BYTES_MIN = 256 * 1024
-
-
-class Pace:
-    """Hands out the moments at which bytes may go, one after the other, for all threads together."""
-
-    def __init__(
-        self, bytes_per_second: int, clock: Callable[[], float], sleep: Callable[[float], None]
-    ) -> None:
-        self._bytes_per_second = bytes_per_second
-        self._clock = clock
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._free_at_s = clock()
-
-    def wait_turn(self, size_bytes: int) -> None:
-        """Return when the bytes may go: once those before them have had their time."""
-        with self._lock:
-            now_s = self._clock()
-            start_s = max(now_s, self._free_at_s)
-            self._free_at_s = start_s + size_bytes / self._bytes_per_second
-        if start_s > now_s:
-            self._sleep(start_s - now_s)
 
 
 class Limited(Wrapper):

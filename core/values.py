@@ -109,6 +109,7 @@ class CaptureMode(StrEnum):
 
     LAZY = "lazy"
     BLOCKING = "blocking"
+    AUTO = "auto"
 
 
 class WhenFull(StrEnum):

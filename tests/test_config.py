@@ -185,7 +185,7 @@ def test_a_model_cannot_be_built_past_its_rules() -> None:
     with pytest.raises(ValueError, match="host tier"):
         Config.model_validate({"run": "x", "tiers": [{"name": "a", "kind": "file", "path": "."}]})
     with pytest.raises(ValueError, match="not supported yet"):
-        Config.model_validate(config_of(capture={"mode": "auto"}))
+        Config.model_validate(config_of(interval={"mtbf": "4h"}))
 
 
 def test_a_merge_key_fills_a_tier(load: Load) -> None:
@@ -640,8 +640,6 @@ LATER = [
     config_of(interval={"mtbf": "4h"}),
     config_of(interval={"every": 10, "on_signal": ["SIGTERM"]}),
     config_of(interval={"every": 10, "at_end": True}),
-    config_of(capture={"mode": "auto"}),
-    config_of(capture={"bandwidth": "1GB/s"}),
     tier_of(flush={"order": "newest_first"}),
     tier_of(flush={"within": "10m"}),
     tier_of(retain={"every": 1000}),

@@ -100,7 +100,8 @@ class Statistics:
     counts too.
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
-    survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs.
+    survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs. ``capture``
+    says, in mode auto, what the last save that had the choice was captured by, and why.
     """
 
     saves: int
@@ -120,3 +121,4 @@ class Statistics:
     host_capacity_bytes: int
     newest: Mapping[LossClass, int | None]
     compression: Mapping[str, Compression] = field(default_factory=dict)
+    capture: str = ""

@@ -28,18 +28,21 @@ from tierfall.core.device import cuda_available
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout, Recall, StateView, describe, plan_layout
+from tierfall.core.pace import Pace
 from tierfall.core.records import Line
 from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
 from tierfall.core.units import format_size
 from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
 from tierfall.line import SavingLine
-from tierfall.policies.bundle import tiers_owed
+from tierfall.policies.bundle import Trial, choose_lazy, tiers_owed
 from tierfall.session import Session
 from tierfall.stores import SHARD
 from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
+
+TRIALS_REMEMBERED = 300
 
 
 class Saver:
@@ -59,6 +62,8 @@ class Saver:
         self._cutting: Cutting | None = None
         self._targets = TargetCache()
         self._places = Places(Streams(), _open_slab(config))
+        self._pace = Pace(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
+        self._mode = _Mode(config.capture.mode)
         self.counts = telling.SaveCounts()
 
     def save(
@@ -156,6 +161,7 @@ class Saver:
             view=view,
             streams=self._places.streams if places else None,
             slab=self._places.slab if places else None,
+            pace=self._pace,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -229,12 +235,9 @@ class Saver:
         reason = self._capturer.why_blocking(
             view.parameters, elsewhere=self._places.elsewhere, first=self.counts.begun == 0
         )
-        lazy = reason is None and self._config.capture.mode is CaptureMode.LAZY
-        if (
-            reason is not None
-            and self.counts.begun
-            and self._config.capture.mode is CaptureMode.LAZY
-        ):
+        lazy = self._mode.is_lazy(snapshot.id.step, began, may_be=reason is None)
+        self.counts.capture = self._mode.reason
+        if reason is not None and self.counts.begun and self._mode.wants_lazy:
             self._capturer.say_once(reason)
         self.counts.note(snapshot.handle, lazy=lazy)
         verify = self._config.capture.verify
@@ -251,6 +254,35 @@ class Saver:
                 lazy=lazy,
                 blocked_s=time.monotonic() - began,
             )
+
+
+class _Mode:
+    """Decides for each save whether it is to be lazy; in mode auto by what the saves before have cost."""
+
+    def __init__(self, mode: CaptureMode) -> None:
+        self._mode = mode
+        self._trials: list[Trial] = []
+        self._last: tuple[bool, int, float] | None = None
+        self.reason = ""
+
+    @property
+    def wants_lazy(self) -> bool:
+        return self._mode is not CaptureMode.BLOCKING
+
+    def is_lazy(self, step: int, began_s: float, *, may_be: bool) -> bool:
+        """``may_be`` says that this save can be captured lazily; else it tells nothing about what a choice costs."""
+        if self._mode is not CaptureMode.AUTO:
+            return may_be and self.wants_lazy
+        if self._last is not None and step > self._last[1]:
+            lazy, last_step, last_s = self._last
+            self._trials.append(Trial(lazy, step - last_step, began_s - last_s))
+            del self._trials[:-TRIALS_REMEMBERED]
+        self._last = None
+        if not may_be:
+            return False
+        lazy, self.reason = choose_lazy(self._trials)
+        self._last = (lazy, step, began_s)
+        return lazy
 
 
 def _open_slab(config: Config) -> Slab | None:

@@ -37,6 +37,7 @@ class SaveCounts:
     begun: int = 0
     lazy: int = 0
     skipped: int = 0
+    capture: str = ""
     handles: list[SaveHandle] = field(default_factory=list)
 
     def note(self, handle: SaveHandle, *, lazy: bool) -> None:
@@ -199,6 +200,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
         newest=newest,
+        capture=counts.capture,
         compression={
             name: Compression(
                 raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds

@@ -26,6 +26,7 @@ from tierfall.core.capture.streams import CopyStream
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
 from tierfall.core.image import StateView, as_bytes, copy_whole, naming
+from tierfall.core.pace import Pace
 from tierfall.core.records import DIGEST_PREFIX
 
 logger = logging.getLogger("tierfall")
@@ -56,10 +57,12 @@ class Filling:
         on_progress: Callable[[int], None],
         streams: Mapping[int, CopyStream] | None = None,
         slab: tuple[int, Slab] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """Take the sources, and fix what may change at any time. ``targets`` and ``memory`` are the same region.
 
         ``streams`` copy what lies on devices, by the places of ``cutting``; ``slab`` is spare memory at one of them.
+        The capture thread keeps to ``pace``; whoever waits does not.
         """
         self._targets = targets
         self._memory = memory
@@ -72,6 +75,7 @@ class Filling:
         self._segments = deque(cutting.segments)
         self._flights = Flights(streams or {})
         self._slab = slab
+        self._pace = pace
         self._lock = threading.Lock()
         self._copying: set[int] = set()
         self._bells: list[Bell] = []
@@ -375,6 +379,7 @@ class Filling:
 
     def _advance(self) -> bool:
         """Do one thing; what keeps the bus to a device busy comes first."""
+        self._keep_pace()
         claimed = not self._flights.is_full and self.copy_next()
         while (flight := self._flights.first) is not None and flight.mark.is_done():
             self._land(flight)
@@ -384,6 +389,14 @@ class Filling:
         if flight is not None:
             self._land(flight)
         return flight is not None
+
+    def _keep_pace(self) -> None:
+        if self._pace is None or self._flights.is_full:
+            return
+        with self._lock:
+            segment = self._segments[0] if self._segments else None
+        if segment is not None:
+            self._pace.wait_turn(size_of(segment))
 
     def verify(self) -> None:
         """Compare every lazily captured source with the image; raises CaptureError naming the first that differs."""

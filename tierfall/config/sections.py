@@ -101,12 +101,13 @@ class Capture(Section):
 
     mode: Annotated[
         CaptureMode,
-        choice(CaptureMode, later={"auto": "choosing the mode by itself is"}),
-        any_word(CaptureMode, "auto"),
+        choice(CaptureMode),
+        any_word(CaptureMode),
     ] = Field(
         default=CaptureMode.LAZY,
         description="lazy: save returns at once, and the state is copied until the optimizer's next "
-        "step. blocking: save returns when the state is copied. auto is not supported yet.",
+        "step. blocking: save returns when the state is copied. auto: whichever costs this run less, "
+        "found out by trying both.",
         examples=["blocking"],
     )
     verify: Flag = Field(
@@ -115,12 +116,11 @@ class Capture(Section):
         "tensors outside of the optimizer's step.",
         examples=[True],
     )
-    bandwidth_bytes_per_s: Annotated[
-        Rate | None, not_yet("a limit to the bandwidth of capture is")
-    ] = Field(
+    bandwidth_bytes_per_s: Rate | None = Field(
         default=None,
         alias="bandwidth",
-        description="The most that a capture may take of the bus to the device. Not supported yet.",
+        description="The most that a lazy capture may take of the bus to the device, or of memory, until the "
+        "optimizer's step waits for it.",
         examples=["10GB/s"],
     )
 
