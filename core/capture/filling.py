@@ -13,8 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Mapping
 
 import torch
 import xxhash
@@ -22,10 +21,11 @@ import xxhash
 from tierfall.core.bell import Bell
 from tierfall.core.capture.cutting import HOST, Cutting, Piece, Segment
 from tierfall.core.capture.flights import Block, Flight, Flights, Slab, size_of
+from tierfall.core.capture.sources import Sources, pieces_in
 from tierfall.core.capture.streams import CopyStream
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
-from tierfall.core.image import StateView, as_bytes, copy_whole, naming
+from tierfall.core.image import StateView
 from tierfall.core.pace import Pace
 from tierfall.core.records import DIGEST_PREFIX
 
@@ -33,8 +33,6 @@ logger = logging.getLogger("tierfall")
 
 LOOK_AGAIN_S = 0.2
 LANDED_POLL_S = 0.0005
-_NO_VERSION = -1
-_VERSION = attrgetter("_version")
 
 
 def chunk_digest(view: memoryview) -> str:
@@ -67,11 +65,8 @@ class Filling:
         self._targets = targets
         self._memory = memory
         self._cutting = cutting
-        self._tensors: list[torch.Tensor] = view.sources.copy()
-        self._trails = view.trails
-        self._plain = view.plain
+        self._sources = Sources(view)
         self._on_progress = on_progress
-        self._versions = _versions(view.sources)
         self._segments = deque(cutting.segments)
         self._flights = Flights(streams or {})
         self._slab = slab
@@ -106,13 +101,12 @@ class Filling:
 
     def _fix_there(self, piece: Piece) -> bool:
         """Take a copy on the device, to be captured later; False where it has no room."""
-        source, copies = self._tensors[piece.index], []
+        source, copies = self._sources.tensor(piece), []
         try:
             self._flights.streams[piece.place].for_caller(lambda: copies.append(source.clone()))
         except torch.OutOfMemoryError:
             return False
-        self._tensors[piece.index] = copies[0]
-        self._versions[piece.index] = _NO_VERSION
+        self._sources.replace(piece, copies[0])
         self._segments.appendleft((piece,))
         self.copied = False
         return True
@@ -170,45 +164,10 @@ class Filling:
                 bell.wait(min(left, LOOK_AGAIN_S))
         return True
 
-    def _copy(self, pieces: Segment) -> None:
-        self._move(pieces)
-        self._check_versions(pieces)
-        self._count(pieces)
-
-    def _move(self, pieces: Segment, *, non_blocking: bool = False) -> None:
-        targets, sources = [], []
-        with torch.no_grad():
-            for piece in pieces:
-                source = self._tensors[piece.index]
-                if not self._plain[piece.index]:
-                    place = self._targets.flat(piece.start, piece.end)
-                    copy_whole(place, source, non_blocking=non_blocking)
-                elif piece.whole:
-                    if source.dtype is torch.bool:
-                        source = source.view(torch.uint8)  # any byte survives
-                    targets.append(self._targets.like(piece.slot, source))
-                    sources.append(source)
-                else:
-                    targets.append(self._targets.flat(piece.start, piece.end))
-                    sources.append(_part(source, piece))
-            if len(targets) == 1:
-                targets[0].copy_(sources[0], non_blocking=non_blocking)
-            elif targets:
-                torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
-
-    def _check_versions(self, pieces: Iterable[Piece]) -> None:
-        """The tripwire: a tensor that was written to before its copy had ended."""
-        for piece in pieces:
-            before = self._versions[piece.index]
-            if before != _NO_VERSION and _version(self._tensors[piece.index]) != before:
-                raise CaptureError(
-                    f"save: {self._path(piece)} was changed while it was being captured; nothing of this step is kept. "
-                    "Change it only inside optimizer.step(), or wrap it in tierfall.item(..., changes='anytime'), or "
-                    "call wait_captured() before the change, or set capture.mode to blocking"
-                )
-
-    def _path(self, piece: Piece) -> str:
-        return naming.path(self._trails[piece.index])
+    def _copy(self, segment: Segment) -> None:
+        self._sources.copy(segment, self._targets)
+        self._sources.check_versions(segment)
+        self._count(segment)
 
     def _count(self, pieces: Segment) -> None:
         chunk_bytes = self._cutting.chunk_bytes
@@ -226,7 +185,9 @@ class Filling:
     # Devices ---------------------------------------------------------------------------------------
 
     def _launch(self, segment: Segment) -> None:
-        mark = self._flights.enqueue(segment, lambda: self._move(segment, non_blocking=True))
+        mark = self._flights.enqueue(
+            segment, lambda: self._sources.copy(segment, self._targets, non_blocking=True)
+        )
         with self._lock:
             self._flights.add(Flight(segment, mark, None))
 
@@ -268,24 +229,15 @@ class Filling:
 
         def copy_all() -> None:
             for segment, block in sheltered:
-                self._copy_into(block, segment)
+                self._sources.copy_into(block.tensor, segment)
 
         self._flights.streams[place].for_caller(copy_all)
         for segment, _ in sheltered:
-            self._check_versions(segment)
-
-    def _copy_into(self, block: Block, segment: Segment) -> None:
-        with torch.no_grad():
-            for piece, target in _pieces_in(block, segment):
-                source = self._tensors[piece.index]
-                if self._plain[piece.index]:
-                    target.copy_(_part(source, piece))
-                else:
-                    copy_whole(target, source)
+            self._sources.check_versions(segment)
 
     def _launch_from(self, segment: Segment, block: Block) -> None:
         def move() -> None:
-            for piece, source in _pieces_in(block, segment):
+            for piece, source in pieces_in(block.tensor, segment):
                 self._targets.flat(piece.start, piece.end).copy_(source, non_blocking=True)
 
         mark = self._flights.enqueue(segment, move)
@@ -296,7 +248,7 @@ class Filling:
         with self._lock:
             try:
                 for segment in self._flights.segments:
-                    self._check_versions(segment)
+                    self._sources.check_versions(segment)
             except CaptureError as error:
                 self.failure = self.failure or error
             self._passed = True
@@ -327,7 +279,7 @@ class Filling:
             with self._lock:
                 is_mine = self._flights.landed(flight)
                 if is_mine and not self._passed and flight.block is None:
-                    self._check_versions(flight.segment)
+                    self._sources.check_versions(flight.segment)
         if is_mine:
             self._count(flight.segment)
 
@@ -401,48 +353,14 @@ class Filling:
     def verify(self) -> None:
         """Compare every lazily captured source with the image; raises CaptureError naming the first that differs."""
         for piece in (piece for segment in self._cutting.segments for piece in segment):
-            source = self._tensors[piece.index]
-            target = self._targets.flat(piece.start, piece.end)
-            if self._plain[piece.index]:
-                flat = _part(source, piece)
-            else:
-                flat = torch.empty_like(target)
-                copy_whole(flat, source)
-            if not torch.equal(flat.to(target.device), target):
+            if not self._sources.are_in(piece, self._targets.flat(piece.start, piece.end)):
                 raise CaptureError(
-                    f"save: capture.verify found that {self._path(piece)} differs from its captured bytes: it was "
-                    "changed between save() and the barrier; nothing of this step is kept. Wrap it in "
+                    f"save: capture.verify found that {self._sources.path(piece)} differs from its captured bytes: it "
+                    "was changed between save() and the barrier; nothing of this step is kept. Wrap it in "
                     "tierfall.item(..., changes='anytime'), or call wait_captured() before the change"
                 )
 
     def release_sources(self) -> None:
         """Let go of the state's tensors once they were read, so that a freed model is freed."""
         if not self._flights:
-            self._tensors = []
-
-
-def _pieces_in(block: Block, segment: Segment) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Each piece of a segment, and where it lies in a block."""
-    at = 0
-    for piece in segment:
-        end = at + piece.end - piece.start
-        yield piece, block.tensor[at:end]
-        at = end
-
-
-def _part(source: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The bytes of a plain tensor that are a piece."""
-    flat = as_bytes(source)
-    assert flat is not None, "a plain tensor has bytes"
-    return flat[piece.source_start : piece.source_start + piece.end - piece.start]
-
-
-def _versions(sources: Sequence[torch.Tensor]) -> list[int]:
-    try:
-        return [*map(_VERSION, sources)]
-    except RuntimeError:  # an inference tensor is among them
-        return [*map(_version, sources)]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return _NO_VERSION if tensor.is_inference() else tensor._version
+            self._sources.release()

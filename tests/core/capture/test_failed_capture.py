@@ -392,7 +392,7 @@ def test_a_failed_capture_keeps_no_tensor_alive(
     copy = Filling.copy_next
 
     def broken(filling: Filling) -> bool:
-        sources = list(filling._tensors)
+        sources = list(filling._sources._tensors)
         copy(filling)
         raise RuntimeError(f"broken after {len(sources)} tensors")
 
