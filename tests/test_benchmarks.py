@@ -258,7 +258,7 @@ def benchmark(folder: Path, *more: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_tiny_run_measures_the_chain_and_leaves_nothing(tmp_path: Path) -> None:
-    chain = ("durable", "host", "cold", "memory", "objects", "throttled")
+    chain = ("durable", "host", "cold", "warm", "memory", "objects", "throttled")
     text, found = benchmark(tmp_path, "--only", *chain)
     targets = {each["name"]: each["target"] for each in found["ratios"]}
     packed = {name for name in targets if name.startswith(("zstd (ratio", "planes (ratio"))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,6 +268,23 @@ def test_trainer_that_ends_badly_is_quoted(tmp_path: Path) -> None:
         pytest.raises(DemoError, match=r"(?s)'it' ended with code 2.*--steps is -1"),
     ):
         list(it.follow())
+
+
+def test_an_interrupt_while_a_trainer_is_started_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_what_a_killed_trainer_wrote_is_told_to_the_last_line(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from tierfall.demo.events import Event, EventReader
 
@@ -24,6 +24,25 @@ STDERR_LINES = 20
 
 class DemoError(Exception):
     """The demo did not show what it was to show; the message says what was expected and what to do."""
+
+
+def _start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a process; an interrupt meanwhile leaves none behind."""
+    process: subprocess.Popen[bytes] | None = None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # an interrupt comes here
+        return process
+    except BaseException:
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
 
 
 class Trainer:
@@ -52,9 +71,7 @@ class Trainer:
         self._read: deque[Event] = deque()
         self.began_s = time.monotonic()
         with self._stderr.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr
-            )
+            self._process = _start(command, stderr)
 
     @property
     def pid(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -52,6 +53,9 @@ def main() -> None:
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}; expected 1 or more")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # blocked while this process was started
     make_deterministic()
     training = Training(SMALL if options.small else NORMAL, english_text(), steps=options.steps)
     opened = tierfall.open(options.config) if options.config else nullcontext()
