@@ -54,7 +54,7 @@ class DeviceSlab:
 
     def take(self, size_bytes: int) -> SlabBlock | None:
         """Take so many bytes, at the first place that has them; None where none has."""
-        needed = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        needed = max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
             start = 0
             for taken, length in sorted(self._taken.items()):

@@ -61,6 +61,11 @@ def from_name(name: object) -> torch.dtype | None:
     return _BY_NAME.get(name) if isinstance(name, str) else None
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """Say whether several elements share a byte."""
+    return name_of(dtype) in _ELEMENTS_PER_BYTE
+
+
 def byte_count(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Return how many bytes the elements of a contiguous tensor take."""
     packed = _ELEMENTS_PER_BYTE.get(name_of(dtype))

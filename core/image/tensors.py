@@ -26,9 +26,19 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return "a nested tensor cannot be saved; save its components instead"
     if tensor.is_meta:
         return "a meta tensor has no data; materialise it first (for a module: to_empty)"
-    if not tensor.data_ptr() and tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "the storage of this tensor has been freed"
+    if _is_cut_off(tensor):
+        return "the storage of this tensor has been freed, or is shorter than the tensor"
     return None
+
+
+def _is_cut_off(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or dtypes.is_packed(tensor.dtype):
+        return False
+    last = tensor.storage_offset() + sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _refuse_subclass(kind: type[torch.Tensor]) -> str:
