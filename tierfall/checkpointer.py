@@ -101,7 +101,7 @@ class Checkpointer:
         self._raise_failures()
         step = as_step(step)
         self._line.check(step)
-        self._finish_capture()
+        self._finish_capture(in_order=True)
         handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
         if block:
             handle.wait()
@@ -148,10 +148,14 @@ class Checkpointer:
         self.wait_captured()
         yield
 
-    def _finish_capture(self, timeout_s: float | None = None) -> None:
-        """Let the capture that is under way end, so that the next may begin; its failure is the handle's to tell."""
+    def _finish_capture(self, timeout_s: float | None = None, *, in_order: bool = False) -> None:
+        """Let the capture that is under way end, so that the next may begin; its failure is the handle's to tell.
+
+        ``in_order``: what lies on a device need not be read yet, if only the caller's next work there comes after.
+        """
+        bound = self._config.max_wait_s if timeout_s is None else timeout_s
         try:
-            self._capturer.wait_copied(self._config.max_wait_s if timeout_s is None else timeout_s)
+            self._capturer.wait_copied(bound, in_order=in_order)
         except TierfallError:
             logger.debug("the previous capture failed", exc_info=True)
 

@@ -106,7 +106,8 @@ class Region:
         import torch
 
         self._shared.require_writable("making a tensor")
-        return torch.frombuffer(self.image, dtype=torch.uint8)
+        with torch.inference_mode(False):  # whoever writes there later may be in no such mode
+            return torch.frombuffer(self.image, dtype=torch.uint8)
 
     @property
     def records_bytes(self) -> int:

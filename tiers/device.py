@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 
 import torch
 
+from tierfall.core.capture.flights import ALIGNMENT_BYTES
 from tierfall.core.units import format_size
 
 logger = logging.getLogger("tierfall")
-
-ALIGNMENT_BYTES = 512
-"""What device kernels copy at full speed from."""
 
 
 class DeviceSlab:
@@ -56,15 +55,26 @@ class DeviceSlab:
         """Take so many bytes, at the first place that has them; None where none has."""
         needed = max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
         with self._lock:
-            start = 0
-            for taken, length in sorted(self._taken.items()):
-                if taken - start >= needed:
-                    break
-                start = taken + length
-            if start + needed > self._memory.numel():
+            start = next((at for at, length in self._gaps() if length >= needed), None)
+            if start is None:
                 return None
             self._taken[start] = needed
         return SlabBlock(self, start, self._memory[start : start + size_bytes])
+
+    @property
+    def room_bytes(self) -> int:
+        """What may be taken in one piece."""
+        with self._lock:
+            most = max((length for _, length in self._gaps()), default=0)
+        return most // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """Where nothing is taken: start and length."""
+        start = 0
+        for taken, length in sorted(self._taken.items()):
+            yield start, taken - start
+            start = taken + length
+        yield start, self._memory.numel() - start
 
     def give_back(self, start: int) -> None:
         with self._lock:

@@ -22,19 +22,21 @@ logger = logging.getLogger("tierfall")
 class Barrier:
     """Calls ``reached`` before every optimizer step of this process, and remembers whose it was.
 
-    A step that is recorded into a CUDA graph changes nothing yet, and its replays come by no hook: it is no evidence,
-    and ``recorded`` is called for it.
+    A step that is recorded into a CUDA graph changes nothing yet, and its replays come by no hook: an optimizer with
+    such a step is no evidence from then on, however often it steps without, and ``recorded`` is called.
     """
 
     def __init__(self, reached: Callable[[], None], *, recorded: Callable[[], None]) -> None:
         self._reached = reached
         self._recorded = recorded
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._in_graphs: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._bracketed = False
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if is_recording():
+            self._in_graphs.add(optimizer)
             self._recorded()
             return
         self._stepped.add(optimizer)
@@ -54,6 +56,7 @@ class Barrier:
         covered = {
             id(parameter)
             for optimizer in self._stepped
+            if optimizer not in self._in_graphs
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
@@ -61,7 +64,7 @@ class Barrier:
 
     @property
     def seen(self) -> bool:
-        return self._bracketed or len(self._stepped) > 0
+        return self._bracketed or any(each not in self._in_graphs for each in self._stepped)
 
     def forget(self) -> None:
         """Begin to gather evidence anew, as each save does."""

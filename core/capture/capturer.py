@@ -168,13 +168,14 @@ class Capturer:
         said as the reason, unless that is None."""
         filling = snapshot.filling
         try:
-            if in_order and snapshot.verified:
-                idle = filling.pass_barrier(_left_s(deadline))
-            else:
-                idle = filling.finish(deadline)
+            passes = in_order and snapshot.verified
+            idle = filling.pass_barrier(deadline) if passes else filling.finish(deadline)
         except BaseException as error:  # noqa: BLE001 - raised again below
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
-            filling.fail(_interrupted(snapshot, error))
+            failed = isinstance(error, Exception)
+            filling.fail(
+                as_capture_error(snapshot.id, error) if failed else _interrupted(snapshot, error)
+            )
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure = as_capture_error(snapshot.id, error)
             raise failure from failure.__cause__
@@ -186,7 +187,8 @@ class Capturer:
             if filling.failure is None and not snapshot.verified:
                 self._verify(snapshot)
         finally:
-            if self._current is snapshot:
+            # who passes next, on another stream say, is held too while the state is still read
+            if self._current is snapshot and (filling.is_read or filling.failure is not None):
                 self._current = None
         if idle:
             filling.release_sources()
@@ -285,10 +287,6 @@ class Capturer:
         seal(snapshot)
         snapshot.handle.tell_captured()
         self._post(CaptureSealed(id=snapshot.id))
-
-
-def _left_s(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:

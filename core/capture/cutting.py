@@ -71,25 +71,24 @@ class Cutting:
         return chunk_range(index, layout.image_bytes, layout.data_start, self.chunk_bytes)
 
     def _cut(self, view: StateView) -> None:
-        batch: list[Piece] = []
-        batched = 0
-        for slot, place in enumerate(self._layout.slots):
-            index, start, end = place.index, place.start, place.end
+        batches: dict[int, list[Piece]] = {}
+        batched: dict[int, int] = {}
+        for number, slot in enumerate(self._layout.slots):
+            index, start, end = slot.index, slot.start, slot.end
             if start == end:
                 continue
             if view.changes[index] is Changes.ANYTIME:
-                self.at_once.append(Piece(slot, index, start, end, 0, True, self._place(index)))
+                self.at_once.append(Piece(number, index, start, end, 0, True, self._place(index)))
                 continue
-            for piece in self._pieces(slot, index, start, end, plain=view.plain[index]):
-                size = piece.end - piece.start
-                other = batch and batch[0].place != piece.place
-                if batch and (other or batched + size > BATCH_BYTES):
-                    self.segments.append(tuple(batch))
-                    batch, batched = [], 0
-                batch.append(piece)
-                batched += size
-        if batch:
-            self.segments.append(tuple(batch))
+            for piece in self._pieces(number, index, start, end, plain=view.plain[index]):
+                size, place = piece.end - piece.start, piece.place
+                if batched.get(place, 0) + size > BATCH_BYTES and place in batches:
+                    self.segments.append(tuple(batches.pop(place)))
+                    batched[place] = 0
+                batches.setdefault(place, []).append(piece)
+                batched[place] = batched.get(place, 0) + size
+        self.segments += map(tuple, batches.values())
+        self.segments.sort(key=lambda segment: segment[0].start)
 
     def _pieces(self, slot: int, index: int, start: int, end: int, *, plain: bool) -> list[Piece]:
         if not plain:

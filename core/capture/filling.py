@@ -20,7 +20,7 @@ import xxhash
 
 from tierfall.core.bell import Bell
 from tierfall.core.capture.cutting import HOST, Cutting, Piece, Segment
-from tierfall.core.capture.flights import Block, Flight, Flights, Slab, size_of
+from tierfall.core.capture.flights import Flight, Flights, Shelter, Slab, size_of
 from tierfall.core.capture.sources import Sources, pieces_in
 from tierfall.core.capture.streams import CopyStream
 from tierfall.core.capture.targets import Targets
@@ -167,99 +167,120 @@ class Filling:
     def _copy(self, segment: Segment) -> None:
         self._sources.copy(segment, self._targets)
         self._sources.check_versions(segment)
-        self._count(segment)
-
-    def _count(self, pieces: Segment) -> None:
-        chunk_bytes = self._cutting.chunk_bytes
         with self._lock:
-            for piece in pieces:
-                at = piece.start
-                while at < piece.end:
-                    index = at // chunk_bytes + 1
-                    stop = min(piece.end, index * chunk_bytes)
-                    self._missing[index] -= stop - at
-                    if self._missing[index] == 0:
-                        self._ready.add(index)
-                    at = stop
+            self._count(segment)
+
+    def _count(self, segment: Segment) -> None:
+        """Count bytes that are in place; the caller holds the lock."""
+        chunk_bytes = self._cutting.chunk_bytes
+        for piece in segment:
+            at = piece.start
+            while at < piece.end:
+                index = at // chunk_bytes + 1
+                stop = min(piece.end, index * chunk_bytes)
+                self._missing[index] -= stop - at
+                if self._missing[index] == 0:
+                    self._ready.add(index)
+                at = stop
 
     # Devices ---------------------------------------------------------------------------------------
 
     def _launch(self, segment: Segment) -> None:
-        mark = self._flights.enqueue(
-            segment, lambda: self._sources.copy(segment, self._targets, non_blocking=True)
+        self._flights.launch(
+            segment,
+            lambda: self._sources.copy(segment, self._targets, non_blocking=True),
+            shelter=None,
+            lock=self._lock,
         )
-        with self._lock:
-            self._flights.add(Flight(segment, mark, None))
 
-    def pass_barrier(self, timeout: float | None) -> bool:
+    def pass_barrier(self, deadline: float | None) -> bool:
         """Bring it about that the caller's next work on its devices may change the sources, though this returns before
-        they are read there: that work waits, the host does not. False where a copy on the host took too long."""
-        self._settled.clear()
-        sheltered: list[tuple[Segment, Block]] = []
+        they are read there: that work waits, the host does not. False where a copy on the host took too long.
+
+        Whoever passes later, by another thread or stream, is held likewise, as long as sources are still read.
+        """
+        shelter: Shelter | None = None
+        waiting: list[tuple[Segment, torch.Tensor]] = []
         try:
-            self._shelter(sheltered)
+            self._settled.clear()
+            shelter = self._take_shelter()
+            waiting = list(shelter.rooms) if shelter is not None else []
+            self._copy_to(waiting)
             while self.copy_next():
                 continue
-            if not self.wait_idle(timeout):
+            if not self.wait_idle(_left_s(deadline)):
                 return False
             self._let_pass()
-            self._flights.follow_callers()
-            while sheltered and self.failure is None:
-                self._launch_from(*sheltered.pop())
+            if shelter is not None:
+                self._flights.follow_callers()
+                self._launch_from(shelter, waiting)
             return True
         finally:
-            for _, block in sheltered:
-                block.release()
             self._settled.set()
+            if shelter is not None and waiting:
+                shelter.leave(len(waiting))
 
-    def _shelter(self, sheltered: list[tuple[Segment, Block]]) -> None:
-        """Copy what has not been claimed into spare memory of its device, as far as there is any, in the caller's
-        order: it is captured from there, and need not be waited for."""
+    def _take_shelter(self) -> Shelter | None:
+        """Take spare memory of a device for what has not been claimed there, as far as there is any: it is captured
+        from there, and need not be waited for."""
         if self._slab is None:
-            return
+            return None
         place, slab = self._slab
         with self._lock:
-            waiting = [segment for segment in self._segments if segment[0].place == place]
-            for segment in reversed(waiting):  # the last would be waited for longest
-                block = slab.take(size_of(segment))
-                if block is None:
-                    break
-                sheltered.append((segment, block))
-                self._segments.remove(segment)
+            unclaimed = [segment for segment in self._segments if segment[0].place == place]
+            shelter = Shelter.for_last(slab, unclaimed)
+            if shelter is not None:
+                moved = {id(segment) for segment, _ in shelter.rooms}
+                self._segments = deque(s for s in self._segments if id(s) not in moved)
+        return shelter
+
+    def _copy_to(self, rooms: list[tuple[Segment, torch.Tensor]]) -> None:
+        """Copy sources to where they are sheltered, in the caller's order."""
+        if not rooms:
+            return
 
         def copy_all() -> None:
-            for segment, block in sheltered:
-                self._sources.copy_into(block.tensor, segment)
+            for segment, room in rooms:
+                self._sources.copy_into(room, segment)
 
-        self._flights.streams[place].for_caller(copy_all)
-        for segment, _ in sheltered:
+        self._flights.streams[rooms[0][0][0].place].for_caller(copy_all)
+        for segment, _ in rooms:
             self._sources.check_versions(segment)
 
-    def _launch_from(self, segment: Segment, block: Block) -> None:
-        def move() -> None:
-            for piece, source in pieces_in(block.tensor, segment):
-                self._targets.flat(piece.start, piece.end).copy_(source, non_blocking=True)
+    def _launch_from(self, shelter: Shelter, waiting: list[tuple[Segment, torch.Tensor]]) -> None:
+        """Launch what is sheltered; what was launched is taken off ``waiting``."""
+        while waiting and self.failure is None:
+            segment, room = waiting[0]
 
-        mark = self._flights.enqueue(segment, move)
-        with self._lock:
-            self._flights.add(Flight(segment, mark, block))
+            def move(segment: Segment = segment, room: torch.Tensor = room) -> None:
+                for piece, source in pieces_in(room, segment):
+                    self._targets.flat(piece.start, piece.end).copy_(source, non_blocking=True)
+
+            self._flights.launch(segment, move, shelter=shelter, lock=self._lock)
+            del waiting[0]
 
     def _let_pass(self) -> None:
         with self._lock:
-            try:
-                for segment in self._flights.segments:
-                    self._sources.check_versions(segment)
-            except CaptureError as error:
-                self.failure = self.failure or error
+            if not self._passed:
+                try:
+                    for segment in self._flights.segments:
+                        self._sources.check_versions(segment)
+                except CaptureError as error:
+                    self.failure = self.failure or error
             self._passed = True
         self._flights.hold_callers()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing reads the state itself any more, nor will."""
+        with self._lock:
+            return not (self._segments or self._flights.segments)
 
     def finish(self, deadline: float | None) -> bool:
         """Help copying until every source was read, on devices too; False at ``deadline`` on the monotonic clock."""
         while self.copy_next():
             continue
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return self.wait_idle(left) and self._wait_landed(deadline)
+        return self.wait_idle(_left_s(deadline)) and self._wait_landed(deadline)
 
     def _wait_landed(self, deadline: float | None) -> bool:
         while (flight := self._flights.first) is not None:
@@ -273,15 +294,22 @@ class Filling:
 
     def _land(self, flight: Flight) -> None:
         """Wait for a flight, and take it for done. Raises what the device reports; the flight is over all the same."""
+        failure: BaseException | None = None
         try:
             flight.mark.wait()
-        finally:
-            with self._lock:
-                is_mine = self._flights.landed(flight)
-                if is_mine and not self._passed and flight.block is None:
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failure = error
+        with self._lock:
+            if not self._flights.has(flight):
+                return  # another thread waited for it too
+            try:
+                if failure is not None:
+                    raise failure
+                if not self._passed and flight.shelter is None:
                     self._sources.check_versions(flight.segment)
-        if is_mine:
-            self._count(flight.segment)
+                self._count(flight.segment)
+            finally:
+                self._flights.landed(flight)
 
     def abandon(self) -> None:
         """After a failure: return when nothing writes into the memory any more."""
@@ -364,3 +392,7 @@ class Filling:
         """Let go of the state's tensors once they were read, so that a freed model is freed."""
         if not self._flights:
             self._sources.release()
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

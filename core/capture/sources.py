@@ -44,7 +44,7 @@ class Sources:
     def copy(self, segment: Segment, targets: Targets, *, non_blocking: bool = False) -> None:
         """Copy a segment into its place."""
         to, of = [], []
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for piece in segment:
                 source = self._tensors[piece.index]
                 if not self._plain[piece.index]:
@@ -65,7 +65,7 @@ class Sources:
 
     def copy_into(self, memory: torch.Tensor, segment: Segment) -> None:
         """Copy a segment into flat memory, one piece after the other."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for piece, target in pieces_in(memory, segment):
                 self._read(piece, target)
 

@@ -40,6 +40,10 @@ class CopyStream(Protocol):
         """Run ``work`` in the caller's own order on the device."""
         ...
 
+    def finish(self) -> None:
+        """Block this thread until all that was enqueued is done."""
+        ...
+
     def hold_caller(self) -> None:
         """Let what the caller enqueues from now on run after all that was enqueued here. The host does not wait."""
         ...
@@ -60,27 +64,34 @@ class CudaStream:
         # The device is set as well: a worker thread starts on device 0 and would open a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
-            return _CudaMark(self._stream)
+            return _CudaMark(self._device, self._stream)
 
     def for_caller(self, work: Work) -> None:
         with torch.cuda.device(self._device):
             work()
+
+    def finish(self) -> None:
+        with torch.cuda.device(self._device):
+            self._stream.synchronize()
 
     def hold_caller(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class _CudaMark:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
         # blocking: a thread that waits sleeps, and takes no core from training
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
 
     def is_done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class Streams:

@@ -81,6 +81,8 @@ class TensorTable:
         first_at = {at: self._first_at[at] for at in looks[0] if at in self._first_at}
         if None in picked or min(first_at.values(), default=first) < first:
             return None
+        if not self._more_at.keys().isdisjoint(first_at):  # several begin at one address
+            return None
         return Part(
             first=first,
             about=about,

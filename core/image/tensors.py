@@ -35,8 +35,7 @@ def _is_cut_off(tensor: torch.Tensor) -> bool:
     if not tensor.numel() or dtypes.is_packed(tensor.dtype):
         return False
     last = tensor.storage_offset() + sum(
-        (length - 1) * stride
-        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 

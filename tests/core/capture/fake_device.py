@@ -38,8 +38,8 @@ class FakeMark:
 
 
 class FakeStream:
-    """See ``CopyStream``. ``free`` lets copies run; ``fails`` is what the next of them reports; ``blocks`` says whether
-    the caller waits for real."""
+    """See ``CopyStream``. ``free`` lets copies run; ``fails`` is what the next of them reports, ``refuses`` what
+    comes of launching one; ``blocks`` says whether the caller waits for real."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
@@ -47,6 +47,7 @@ class FakeStream:
         self.blocks = True
         self.fails: BaseException | None = None
         self.no_room = False
+        self.refuses: BaseException | None = None
         self.holds = 0
         self.enqueued: list[FakeMark] = []
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], FakeMark] | None] = (
@@ -69,6 +70,8 @@ class FakeStream:
         """The caller's work is done when it was called."""
 
     def enqueue(self, work: Callable[[], None]) -> FakeMark:
+        if self.refuses is not None:
+            raise self.refuses
         mark = FakeMark()
         self.enqueued.append(mark)
         self._queue.put((work, mark))
@@ -78,6 +81,10 @@ class FakeStream:
         if self.no_room:
             raise torch.OutOfMemoryError("no room")
         work()
+
+    def finish(self) -> None:
+        if self.enqueued:
+            assert self.enqueued[-1].done.wait(PATIENCE_S)
 
     def hold_caller(self) -> None:
         self.holds += 1

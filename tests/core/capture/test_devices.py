@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.core.capture.lazy_help import (
 from tests.steps import wait_until
 from tierfall import saving
 from tierfall.core.capture import barrier, flights
+from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CaptureError
 from tierfall.core.values import SaveOutcome
 from tierfall.tiers.device import DeviceSlab
@@ -96,7 +98,7 @@ def test_save_and_hook_return_while_the_device_has_copied_nothing(
         ckpt._capturer._at_barrier()
         assert stream.holds == held + 1
         assert not any(mark.is_done() for mark in stream.enqueued[-1:])
-        assert ckpt._capturer._current is None, "the barrier is behind"
+        assert ckpt._capturer._current.filling._passed  # type: ignore[union-attr]
         assert not handle.done("host")
         stream.free.set()
         handle.wait(timeout=PATIENCE_S)
@@ -316,6 +318,131 @@ def test_a_step_that_is_recorded_into_a_graph_is_no_barrier(
         assert not ckpt.save(3, trainer.state, block=True).stats.lazy
 
 
+def test_whoever_steps_next_is_held_too_as_long_as_the_state_is_read(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    """The first to step may be an optimizer on another stream, which the second does not wait for."""
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        stream.blocks = False
+        before, holds = trainer.now(), stream.holds
+        handle = lazy_save(ckpt, trainer, 2)
+        probe = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        thread = threading.Thread(target=probe.step)
+        thread.start()
+        thread.join(PATIENCE_S)
+        assert stream.holds == holds + 1
+        stream.blocks = True
+        trainer.backward()
+        step = threading.Thread(target=trainer.optimizer.step)
+        step.start()
+        wait_until(lambda: stream.holds == holds + 2, "it is held too")
+        assert_same(trainer.now(), before)
+        stream.free.set()
+        step.join(PATIENCE_S)
+        handle.wait(timeout=PATIENCE_S)
+        holds = stream.holds
+        probe.step()
+        probe.step()
+        assert stream.holds <= holds + 1, "nothing reads the state any more"
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_wait_captured_behind_a_step_waits_for_what_is_still_read(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces
+) -> None:
+    stream, trainer = places.stream, Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        stream.free.clear()
+        stream.blocks = False
+        before = trainer.now()
+        lazy_save(ckpt, trainer, 2)
+        ckpt._capturer._at_barrier()
+        threading.Timer(0.2, stream.free.set).start()
+        ckpt.wait_captured()
+        assert all(mark.is_done() for mark in stream.enqueued)
+        trainer.model[0].weight.data.zero_()
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_a_copy_counts_before_it_is_taken_for_landed(
+    make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread and the capture thread wait for the last copy together."""
+    trainer, count = Trainer(), Filling._count
+
+    def slow(filling: Filling, segment: Any) -> None:
+        time.sleep(0.005)
+        count(filling, segment)
+
+    monkeypatch.setattr(Filling, "_count", slow)
+    with tierfall.open({**make_config(chunk="4KiB"), "capture": {"mode": "blocking"}}) as ckpt:
+        for step in range(1, 8):
+            ckpt.save(step, trainer.state).captured(timeout=PATIENCE_S)
+
+
+@pytest.mark.usefixtures("slab")
+def test_an_interrupt_at_the_barrier_leaves_captures_going(
+    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+
+    def interrupted(filling: Filling) -> None:
+        raise KeyboardInterrupt
+
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "_take_shelter", interrupted)
+            handle = lazy_save(ckpt, trainer, 2)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step()
+        with pytest.raises(CaptureError, match="interrupted"):
+            handle.wait(timeout=PATIENCE_S)
+        trainer.step()
+        before = trainer.now()
+        ckpt.save(3, trainer.state, block=True)
+    assert_same(saved(tmp_path / "disk", 3), before)
+
+
+def test_a_launch_that_is_refused_is_told_as_it_was(
+    make_config: MakeConfig, places: FakePlaces, held: Held
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        places.stream.refuses = RuntimeError("CUDA error: launch")
+        trainer.step()
+        places.stream.refuses = None
+        held.free.set()
+        with pytest.raises(CaptureError, match="CUDA error: launch") as caught:
+            handle.wait(timeout=PATIENCE_S)
+        assert "interrupted" not in str(caught.value)
+        assert isinstance(caught.value.__cause__, RuntimeError | CaptureError)
+
+
+def test_an_optimizer_whose_step_was_recorded_is_no_evidence_any_more(
+    make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The usual recipe: steps to warm up, then one that is recorded, then replays, which no hook sees."""
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(barrier, "is_recording", lambda: True)
+            trainer.step()
+        assert not ckpt.save(2, trainer.state, block=True).stats.lazy
+        trainer.step()
+        assert not ckpt.save(3, trainer.state, block=True).stats.lazy
+        ckpt.wait_captured()
+        assert ckpt.save(4, trainer.state).stats.lazy, "bracketed by hand it is"
+
+
 # With a slab -----------------------------------------------------------------------------------------
 
 
@@ -396,6 +523,23 @@ def test_a_slab_is_free_again_after_a_capture_that_failed(
         with pytest.raises(CaptureError):
             handle.wait(timeout=PATIENCE_S)
         wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
+
+
+def test_a_slab_is_free_again_where_a_launch_from_it_is_refused(
+    make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        places.stream.refuses = RuntimeError("CUDA error: launch")
+        trainer.step()
+        places.stream.refuses = None
+        held.free.set()
+        with pytest.raises(CaptureError):
+            handle.wait(timeout=PATIENCE_S)
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "it is free again")
 
 
 def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierfall
+from tierfall.core.capture import cutting
 from tierfall.core.capture import cutting as module
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CaptureError
+from tierfall.core.image import describe, plan_layout
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -311,3 +313,15 @@ def test_sources_are_let_go_of_when_asked() -> None:
     del tensor
     gc.collect()
     assert alive() is None
+
+
+def test_scalars_on_the_host_do_not_cut_a_devices_tensors_into_many_segments() -> None:
+    """As Adam's state has it: beside each parameter's moments stands a step counter, which lies on the host."""
+    state = {f"p{n}": {"a": noise(8, seed=n), "step": torch.tensor(1.0)} for n in range(500)}
+    view = describe(lazily(**state))
+    places = tuple(0 if source.dim() else cutting.HOST for source in view.sources)
+    cut = cutting.Cutting(plan_layout(view), view, 4 * KIB, places)
+    assert len(cut.segments) <= 2 * (-(-cut.missing[-1] // 4096) + len(cut.missing))
+    assert all(len({piece.place for piece in segment}) == 1 for segment in cut.segments)
+    pieces = sorted((p.start, p.end) for segment in cut.segments for p in segment)
+    assert sum(end - start for start, end in pieces) == 500 * (32 + 4)

@@ -426,3 +426,19 @@ def test_a_lazy_capture_keeps_to_its_bandwidth_until_it_is_waited_for(
         handle.captured(timeout=PATIENCE_S)
         assert time.monotonic() - began < 3
     assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_a_save_in_inference_mode_spoils_none_after_it(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = Trainer()
+    wanted = {}
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        for step in range(2, 12):
+            wanted[step] = trainer.now()
+            with torch.inference_mode(4 <= step < 7):
+                ckpt.save(step, trainer.state, block=True)
+            trainer.step()
+    for step, before in wanted.items():
+        assert_same(saved(tmp_path / "disk", step), before)

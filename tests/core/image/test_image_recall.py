@@ -267,6 +267,16 @@ def test_what_did_not_move_is_recalled(
     assert not [name for name in met if name.startswith(("model", "optimizer"))]
 
 
+def test_an_alias_of_the_second_of_two_at_one_address_stays_one() -> None:
+    module, recall = nn.Module(), Recall()
+    memory = torch.arange(12.0)
+    module.register_buffer("row", memory[:4])
+    module.register_buffer("square", memory[:4].view(2, 2))
+    state = {"module": module, "again": module.square, "rng": None}
+    for _ in range(3):
+        assert seen(describe(state, recall)) == seen(describe(state))
+
+
 def test_state_dict_is_asked_each_time() -> None:
     run, recall, asked = Run(), Recall(), []
     run.model.register_state_dict_pre_hook(lambda *more: asked.append(1))
