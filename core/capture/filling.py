@@ -94,9 +94,8 @@ class Filling:
 
     def _fix(self) -> None:
         """Copy what may change at any time: into the image, or on its own device in the order of the caller's work."""
-        for piece in self._cutting.at_once:
-            if piece.place == HOST or not self._fix_there(piece):
-                self._copy((piece,))
+        at_once = self._cutting.at_once
+        self._copy(tuple(p for p in at_once if p.place == HOST or not self._fix_there(p)))
         self._flights.follow_callers()
 
     def _fix_there(self, piece: Piece) -> bool:

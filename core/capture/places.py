@@ -23,6 +23,7 @@ class Places:
 
     def __init__(self, streams: Streams, slab: Slab | None = None) -> None:
         self._makes = streams
+        self._has_devices = torch.accelerator.is_available()
         self._slab = slab
         self._numbers: dict[torch.device, int] = {}
         self.streams: dict[int, CopyStream] = {}
@@ -31,7 +32,7 @@ class Places:
     def of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Return the place of each tensor; nothing where all lie in host memory."""
         self.elsewhere.clear()
-        if all(map(_IS_CPU, sources)):
+        if not self._has_devices or all(map(_IS_CPU, sources)):
             return ()
         return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 from tierfall.core.image import codec
@@ -36,6 +37,7 @@ def part(key: object) -> str:
     return "%k" + _UNSAFE.sub(_percent, json.dumps(codec.encode_atom(key), separators=(",", ":")))
 
 
+@lru_cache(maxsize=1 << 16)
 def module_part(key: str) -> str:
     """Name a key of a module's state_dict; its dots stay."""
     if key.isascii() and "%" not in key and "/" not in key and key and key != _METADATA:
