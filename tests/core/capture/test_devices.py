@@ -386,7 +386,7 @@ def test_a_copy_counts_before_it_is_taken_for_landed(
 
 @pytest.mark.usefixtures("slab")
 def test_an_interrupt_at_the_barrier_leaves_captures_going(
-    make_config: MakeConfig, tmp_path: Path, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer()
 
@@ -395,11 +395,13 @@ def test_an_interrupt_at_the_barrier_leaves_captures_going(
 
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
+        held.hold()
         with monkeypatch.context() as patch:
             patch.setattr(Filling, "_take_shelter", interrupted)
             handle = lazy_save(ckpt, trainer, 2)
             with pytest.raises(KeyboardInterrupt):
                 trainer.step()
+        held.free.set()
         with pytest.raises(CaptureError, match="interrupted"):
             handle.wait(timeout=PATIENCE_S)
         trainer.step()
