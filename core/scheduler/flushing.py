@@ -186,7 +186,8 @@ class Flusher:
         if isinstance(error, FencedError):
             self._fence(error)
         if lane.tier not in entry.owed:
-            lane.forget_stall()
+            if entry.tombstoned:
+                lane.forget_stall()
             self._ledger.forget_if_gone(entry)
             return
         if isinstance(error, StorageFullError):

@@ -398,8 +398,8 @@ class Lane:
         return True
 
     def goes_on(self) -> bool:
-        """Say, once, that the copy advances again after it had stalled, and the tier has no other trouble."""
-        if self.active is None or not self.active.stalls:
+        """Say, once, that copies advance again after one had stalled, and the tier has no other trouble."""
+        if self.active is None or self.failing_since_s is None:
             return False
         self.active.stalls = 0
         if self.tries:  # copies that are begun again and again do fail, however far each comes
@@ -408,7 +408,7 @@ class Lane:
         return True
 
     def forget_stall(self) -> None:
-        """The copy that stalled is given up, for no fault of the tier: the next one need not wait."""
+        """The copy that stalled is deleted by a person: the next one need not wait."""
         if not self.tries:
             self.failing_since_s = None
             self.not_before_s = 0.0

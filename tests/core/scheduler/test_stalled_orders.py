@@ -136,6 +136,30 @@ def test_the_copy_after_one_that_was_deleted_while_it_stalled_does_not_wait() ->
     assert world.now_s - began_s < LONGEST_RETRY_S
 
 
+def test_a_stalled_copy_that_memory_gives_up_leaves_the_tier_in_trouble_until_the_next_advances() -> (
+    None
+):
+    world, faulty = world_with(failing(Operation.WRITE, times=None))
+    for step in (1, 2, 3):
+        world.save(step)
+    world.settle(limit_s=200)
+    coordinator, lane = world.coordinator, world.coordinator.lanes["nvme"]
+    assert "nvme" in coordinator.ledger.failing
+    since_s, not_before_s = lane.failing_since_s, lane.not_before_s
+    assert not_before_s > world.now_s
+    world.save(4)
+    while world.run_one():
+        continue
+    assert FIRST not in coordinator.ledger.entries, "memory was full"
+    assert (lane.failing_since_s, lane.not_before_s) == (since_s, not_before_s)
+    faulty.heal()
+    while not (lane.active is not None and lane.active.done):
+        world.now_s = max(world.now_s, world.step() or 0.0)
+        world.run_one()
+    assert "nvme" not in coordinator.ledger.failing
+    assert lane.failing_since_s is None
+
+
 @pytest.mark.parametrize("keys", ["*/marks/pin", "*/commit.json", "*/attempts/*"])
 def test_a_lost_answer_to_a_small_object_does_not_send_the_image_again(keys: str) -> None:
     lost = Fault(kind=FaultKind.FAIL_AFTER, operation=Operation.PUBLISH, keys=keys)
