@@ -152,8 +152,15 @@ class SaveHandle:
             self._ring()
 
     def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
-        """The image will never be complete, skipped or failed; or, superseded, it lies in memory no more."""
+        """The image will never be complete, skipped or failed; or, superseded, it lies in memory no more.
+
+        What was saved once stays saved: only who waits for a tier that did not get it yet is told.
+        """
         with self._lock:
+            if self._outcome is SaveOutcome.SAVED:
+                self._failed.update((t, error) for t in self._tiers if t not in self._done)
+                self._ring()
+                return
             self._outcome = outcome
             self._failure = error
             if outcome is SaveOutcome.SUPERSEDED:

@@ -72,7 +72,9 @@ def _why_not_on_its_way(view: View, checkpoint: CheckpointView, tier: TierRules)
     if checkpoint.tombstoned:
         return "deleted by a person already"
     if checkpoint.settling:
-        return "a commit of it, or an order about it, is under way"
+        return "a copy of it, or an order about it, is under way"
+    if leaving := [t.name for t in view.tiers if t != tier and _is_leaving(checkpoint, t)]:
+        return f"{', '.join(leaving)} has it until it is dropped there, and a pin may keep it"
     if below := [t.name for t in view.tiers if t != tier and checkpoint.readable_on(t.name)]:
         return f"not lost by leaving memory: {', '.join(below)} has it"
     return None if checkpoint.owed else "on its way to no tier"
@@ -90,12 +92,16 @@ def _why_it_would_be_missed(view: View, checkpoint: CheckpointView, tier: TierRu
     return None
 
 
+def _is_leaving(checkpoint: CheckpointView, tier: TierRules) -> bool:
+    return checkpoint.state(tier.name) is CopyState.LEAVING
+
+
 def _leaving_bytes(view: View, tier: TierRules) -> int:
     """Bytes in memory that are free as soon as nobody reads them any more."""
     held = view.on(tier.name)
     return sum(
         c.copies[tier.name].bytes
         for c in view.checkpoints
-        if c.state(tier.name) is CopyState.LEAVING
+        if _is_leaving(c, tier)
         or (c in held and reason_to_leave_memory(view, c, tier, held) is not None)
     )

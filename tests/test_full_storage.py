@@ -319,32 +319,32 @@ def test_full_memory_gives_up_the_oldest_on_its_way_where_that_is_asked_for(
     caplog: pytest.LogCaptureFixture,
     on_error: str,
 ) -> None:
-    """Each tier is at work on the first: it goes, once they are done with the chunks at hand, and the rest is whole."""
+    """Each tier is at work on the first, which stays: the second goes at once, and the rest is whole."""
     host = {"capacity": "540KiB", "when_full": "supersede"}
     config = make_config(host=host, disk={}, far={}, max_wait="1h", on_error=on_error)
     with tierfall.open(config) as ckpt:
         handles = [ckpt.save(step, state_of(step)) for step in (1, 2, 3)]
         for handle in handles:
             handle.captured()
-        first = handles[0]
+        second = handles[1]
         told: list[BaseException] = []
 
         def wait() -> None:
             try:
-                first.wait(timeout=60.0)
+                second.wait(timeout=60.0)
             except CapacityError as error:
                 told.append(error)
-            flow.set()  # only now do the workers let go of it
 
         waiter = threading.Thread(target=wait)
         waiter.start()
         fourth = ckpt.save(4, state_of(4))
         waiter.join()
+        flow.set()
         assert [type(error) for error in told] == [CapacityError]
-        assert first.outcome == "superseded"
-        assert "step 1 is superseded by step 4" in str(first.exception())
+        assert second.outcome == "superseded"
+        assert "step 2 is superseded by step 4" in str(second.exception())
         with pytest.raises(CapacityError, match="superseded"):
-            first.captured()
+            second.captured()
         ckpt.drain()
         assert fourth.outcome == "saved"
         last = ckpt.save(5, state_of(5), block=True)
@@ -352,12 +352,12 @@ def test_full_memory_gives_up_the_oldest_on_its_way_where_that_is_asked_for(
         superseded = [h.step for h in (*handles, fourth, last) if h.outcome == "superseded"]
         assert figures.superseded_saves == len(superseded) == 1
         assert (figures.saves, figures.skipped_saves, figures.failed_saves) == (5, 0, 0)
-        assert [info.step for info in ckpt.checkpoints()] == [2, 3, 4, 5]
+        assert [info.step for info in ckpt.checkpoints()] == [1, 3, 4, 5]
         said = [r.getMessage() for r in caplog.records if "superseded" in r.getMessage()]
-        assert said == [str(first.exception())]
+        assert said == [str(second.exception())]
     for tier in ("disk", "far"):
-        assert steps_on(tmp_path / tier) == [2, 3, 4, 5]
-        assert not list((tmp_path / tier).rglob("step-00000001*"))
+        assert steps_on(tmp_path / tier) == [1, 3, 4, 5]
+        assert not list((tmp_path / tier).rglob("step-00000002*"))
     state = state_of(0)
     with tierfall.open(config) as ckpt:
         report = ckpt.restore(state)

@@ -1,8 +1,8 @@
 """Superseding: a snapshot on its way is given up, where memory is full, for the one that is to be saved now.
 
 Which one is the policy's to say. What follows is done here, in an order that a crash cannot break: the image's seal is
-taken away first, by one store, so that no later start knows of it; then every lane aborts its copy; its region is free
-once nobody reads it any more. No I/O.
+taken away first, by one store, so that no later start knows of it; then whoever waits is told; its region is free once
+nobody reads it any more. What a lane is at work on is never given up, so no copy has to be aborted. No I/O.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ class Superseder:
         return False
 
     def _settling(self) -> set[CheckpointId]:
-        """Name what may be committed before it could be given up, or is a person's to decide about."""
-        ending = {e.id for e in self._ledger.entries.values() if e.in_doubt}
-        active = {lane: lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        ending |= {id for lane, id in active.items() if lane.is_ending(id)}
-        return ending | self._dropper.reserved | self._dropper.awaited
+        """Name what a lane is at work on, what may be committed already, and what is a person's to decide about.
+
+        A tier that is slower than the saves gets one copy after the other only because what it copies is held.
+        """
+        doubted = {e.id for e in self._ledger.entries.values() if e.in_doubt}
+        copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
+        return doubted | copied | self._dropper.reserved | self._dropper.awaited
 
     def _give_up(self, entry: Entry, reason: str, saved: CheckpointId) -> None:
         host = self._ledger.host
@@ -78,9 +80,6 @@ class Superseder:
         entry.region.unseal()
         entry.owed.clear()
         entry.set_state(host, CopyState.LEAVING)
-        for lane in self._lanes.values():
-            if lane.is_at(entry.id):
-                lane.give_up(error)
         if entry.handle is not None:
             entry.handle.tell_given_up(SaveOutcome.SUPERSEDED, error)
         logger.warning("%s", error)

@@ -267,12 +267,6 @@ SUPERSEDE = {
     "supersede-sealed": Point(owner=Region, method="unseal", calls=(1, 4)),
     "supersede-unsealed": Point(owner=Region, method="unseal", after=True, calls=(1, 4)),
     "supersede-told": Point(owner=Superseder, method="_give_up", after=True, calls=(1, 4)),
-    "supersede-abort": Point(
-        owner=PosixWriter, method="abort", fits=_writes("nvme", _IMAGE), calls=(1, 3)
-    ),
-    "supersede-aborted": Point(
-        owner=PosixWriter, method="abort", after=True, fits=_writes("nvme", _IMAGE), calls=(1, 3)
-    ),
     "supersede-release": Point(owner=Region, method="release", fits=_was_unsealed, calls=(1, 4)),
     "supersede-free": Point(owner=Admissions, method="free", after=True, calls=(2, 5)),
 }

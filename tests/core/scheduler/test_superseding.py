@@ -9,12 +9,31 @@ from typing import Any
 import pytest
 
 from tests.simulation.world import World, file_rules
-from tierfall.core.errors import AccessDeniedError, CapacityError, TierfallError
+from tierfall.backends.memory import MemoryWriter
+from tierfall.core import names
+from tierfall.core.errors import AccessDeniedError, CapacityError, TierfallError, UnreachableError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.scheduler.tasks import CopyRun, DropCopy, FinishCopy, Order, PersonsOrder, Task
-from tierfall.core.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
+from tierfall.core.records import Mark
+from tierfall.core.scheduler.tasks import (
+    CopyRun,
+    DropCopy,
+    FinishCopy,
+    Order,
+    Outcome,
+    PersonsOrder,
+    Task,
+)
+from tierfall.core.values import CheckpointId, Codec, SaveOutcome, WhenFull
 
-FIRST = CheckpointId(1, 1)
+FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
+
+
+def refuse(*args: Any) -> None:
+    raise AccessDeniedError("on purpose")
+
+
+def silent(*args: Any) -> None:
+    raise UnreachableError("on purpose")
 
 
 def superseding(*rules: Any, images: int = 2, **options: Any) -> World:
@@ -40,6 +59,13 @@ def until(world: World, kind: type, tier: str = "nvme") -> None:
     """Carry out a tier's tasks until one of this kind waits."""
     while not any(isinstance(t, kind) and t.tier == tier for t in world.tasks):
         carry_out(world, lambda task: task.tier == tier)
+
+
+def rest(world: World, seconds: float = 1.0) -> World:
+    """Let no lane begin a copy for a while, as after a failure: all that is saved meanwhile only waits."""
+    for lane in world.coordinator.lanes.values():
+        lane.not_before_s = world.now_s + seconds
+    return world
 
 
 def give_way(world: World, step: int) -> Any:
@@ -91,62 +117,98 @@ def test_memory_for_four_has_four_on_their_way_and_each_tier_takes_them_in_order
 # Superseding -----------------------------------------------------------------------------------------
 
 
-def test_the_oldest_on_its_way_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    world = superseding(file_rules("nvme"), file_rules("store"))
-    first, second = world.save(1), world.save(2)
+def test_the_oldest_that_waits_is_given_up_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    world = superseding(file_rules("nvme"), file_rules("store"), images=3)
+    first, second, third = (world.save(step) for step in (1, 2, 3))
     with caplog.at_level(logging.WARNING):
-        region = give_way(world, 3)
-    assert first.outcome is SaveOutcome.SUPERSEDED
-    error = first.exception()
+        region = give_way(world, 4)
+    assert second.outcome is SaveOutcome.SUPERSEDED
+    error = second.exception()
     assert isinstance(error, CapacityError)
-    for part in ("step 1 is superseded by step 3", "oldest on its way", "owed to nvme, store"):
+    for part in ("step 2 is superseded by step 4", "oldest on its way", "owed to nvme, store"):
         assert part in str(error)
     for wait in (
-        first.captured,
-        first.wait,
-        lambda: first.wait("nvme"),
-        lambda: first.wait("host"),
+        second.captured,
+        second.wait,
+        lambda: second.wait("nvme"),
+        lambda: second.wait("host"),
     ):
-        with pytest.raises(CapacityError, match="superseded by step 3"):
+        with pytest.raises(CapacityError, match="superseded by step 4"):
             wait()
-    assert not first.done("host")
+    assert not second.done("host")
     assert [r.getMessage() for r in caplog.records] == [str(error)]
     assert world.coordinator.superseder.superseded == 1
     assert world.coordinator.errors == [], "nothing failed: it was asked for"
-    third = world.begin(3, region)
-    world.seal(third)
+    fourth = world.begin(4, region)
+    world.seal(fourth)
     world.settle()
-    assert second.outcome is third.handle.outcome is SaveOutcome.SAVED
-    assert world.steps_on("nvme") == world.steps_on("store") == [2, 3]
-    assert FIRST not in world.coordinator.ledger.entries
+    assert [h.outcome for h in (first, third, fourth.handle)] == [SaveOutcome.SAVED] * 3
+    assert world.steps_on("nvme") == world.steps_on("store") == [1, 3, 4]
+    assert SECOND not in world.coordinator.ledger.entries
+
+
+@pytest.mark.parametrize("images", [2, 3, 4])
+def test_a_tier_that_is_slower_than_the_saves_gets_one_copy_after_the_other(images: int) -> None:
+    """A copy takes seven tasks, and a save comes after every five."""
+    world = superseding(images=images)
+    for step in range(1, 101):
+        answer = world.ask_for_region(step)
+        while not answer:
+            assert world.run_one()
+        world.seal(world.begin(step, answer[0]))
+        world.step()
+        for _ in range(5):
+            world.run_one()
+    brought = world.steps_on("nvme")
+    assert len(brought) > 60
+    assert brought[-1] > 100 - 2 * images
+    given_up = world.coordinator.superseder.superseded
+    assert (given_up > 20) == (images > 2), "two images are one that is copied, and the newest"
 
 
 @pytest.mark.parametrize("codec", Codec)
-def test_its_copy_is_aborted_and_what_was_brought_is_collected(codec: Codec) -> None:
+def test_one_whose_copy_failed_in_its_middle_is_given_up_and_the_tier_stays_in_trouble(
+    codec: Codec,
+) -> None:
     world = superseding(codecs={"nvme": codec})
-    world.save(1)
+    first = world.save(1)
     until(world, CopyRun)
-    carry_out(world, lambda task: isinstance(task, CopyRun))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryWriter, "write", refuse)
+        while world.run_one():
+            continue
+    lane = world.coordinator.lanes["nvme"]
+    tries, not_before_s = lane.tries, lane.not_before_s
+    assert tries == 1
     world.save(2)
-    answer = world.ask_for_region(3)
-    world.settle(limit_s=0)
-    assert answer[1] is None
+    give_way(world, 3)
+    assert first.outcome is SaveOutcome.SUPERSEDED
+    assert (lane.tries, lane.not_before_s, lane.failing_since_s) == (1, not_before_s, 0.0)
+    world.settle(limit_s=2.0)
     assert world.stores["nvme"].files(FIRST) == ()
     assert world.disks["nvme"].discard_unfinished("") == 0
     assert world.steps_on("nvme") == [2]
     world.check("nvme")
 
 
-def test_one_whose_end_failed_is_looked_at_first_and_what_it_left_is_collected() -> None:
-    """Its commit may have come through: it is not given up before the tier was asked."""
+def test_a_tier_that_refuses_writes_is_reported_however_fast_the_saves_are() -> None:
+    world = superseding(images=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryWriter, "write", silent)
+        for step in range(1, 13):
+            region, _ = world.ask_for_region(step)
+            world.seal(world.begin(step, region))
+            world.settle(limit_s=1.0)
+            world.now_s += 1.0
+    assert "nvme" in world.coordinator.ledger.failing
+    assert "flush of 1@1 to nvme failed" in str(world.coordinator.errors[0])
+
+
+def test_one_whose_end_failed_is_not_given_up_for_its_commit_may_be_there() -> None:
     world = superseding()
     first = world.save(1)
     until(world, FinishCopy)
     store = world.stores["nvme"]
-
-    def refuse(*args: Any) -> None:
-        raise AccessDeniedError("on purpose")
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(store), "commit", refuse)
         patch.setattr(type(store), "discard", refuse)
@@ -154,15 +216,14 @@ def test_one_whose_end_failed_is_looked_at_first_and_what_it_left_is_collected()
         while world.run_one():
             continue
     assert store.files(FIRST) != ()
+    assert world.coordinator.lanes["nvme"].active is None
     world.save(2)
     answer = world.ask_for_region(3)
     assert answer == []
-    assert first.outcome is SaveOutcome.PENDING
     world.settle(limit_s=4.0)
     assert answer[1] is None
-    assert first.outcome is SaveOutcome.SUPERSEDED
-    assert store.files(FIRST) == ()
-    assert world.steps_on("nvme") == [2]
+    assert first.outcome is SaveOutcome.SAVED
+    assert world.steps_on("nvme") == [1, 2]
 
 
 def test_what_lies_below_of_an_earlier_starts_try_is_collected_with_it() -> None:
@@ -176,6 +237,7 @@ def test_what_lies_below_of_an_earlier_starts_try_is_collected_with_it() -> None
     world.save(2)
     world.crash()
     world.start()
+    rest(world)
     assert store.files(FIRST) != ()
     give_way(world, 3)
     world.settle()
@@ -183,56 +245,93 @@ def test_what_lies_below_of_an_earlier_starts_try_is_collected_with_it() -> None
     assert world.steps_on("nvme") == [2]
 
 
-def test_a_region_is_not_used_again_while_a_worker_reads_it() -> None:
+def test_what_a_worker_reads_stays_and_the_next_oldest_goes() -> None:
     world = superseding(images=3)
     first = world.save(1)
     until(world, CopyRun)
     region = world.coordinator.ledger.entries[FIRST].region
     assert region is not None
-    reading = [task for task in world.tasks if isinstance(task, CopyRun)]
-    assert len(reading) == 2
-    world.save(2)
+    second = world.save(2)
     world.save(3)
-    answer = world.ask_for_region(4)
-    assert answer == []
-    assert first.outcome is SaveOutcome.SUPERSEDED, "whoever waits is told at once"
-    assert not region.sealed
+    give_way(world, 4)
+    assert (first.outcome, second.outcome) == (SaveOutcome.PENDING, SaveOutcome.SUPERSEDED)
+    assert region.sealed
     assert bytes(region.image) == world.image(FIRST)
-    carry_out(world, lambda task: task is reading[0])
-    assert answer == []
-    assert bytes(region.image) == world.image(FIRST)
-    carry_out(world, lambda task: task is reading[1])
-    assert answer[1] is None
     assert len(world.memory.regions) == 3
     assert world.coordinator.superseder.superseded == 1, "one was enough"
 
 
 def test_a_crash_after_the_seal_is_gone_leaves_nothing_of_it() -> None:
-    world = superseding()
-    world.save(1)
-    until(world, CopyRun)
-    carry_out(world, lambda task: isinstance(task, CopyRun))
-    world.save(2)
-    world.ask_for_region(3)
+    world = superseding(images=3)
+    for step in (1, 2, 3):
+        world.save(step)
+    give_way(world, 4)
     world.crash()
     world.start()
-    assert [e.id.step for e in world.coordinator.ledger.entries.values()] == [2]
+    assert [e.id.step for e in world.coordinator.ledger.ordered()] == [1, 3]
     world.settle()
-    assert world.steps_on("nvme") == [2]
-    assert world.stores["nvme"].files(FIRST) == ()
-    assert world.disks["nvme"].discard_unfinished("") == 0
+    assert world.steps_on("nvme") == [1, 3]
+    assert world.stores["nvme"].files(SECOND) == ()
 
 
 def test_what_an_earlier_start_left_on_its_way_may_be_superseded_too() -> None:
-    world = superseding()
-    world.save(1)
-    world.save(2)
+    world = superseding(images=3)
+    for step in (1, 2, 3):
+        world.save(step)
     world.crash()
     world.start()
-    give_way(world, 3)
+    give_way(world, 4)
     assert world.coordinator.superseder.superseded == 1
     world.settle()
-    assert world.steps_on("nvme") == [2]
+    assert world.steps_on("nvme") == [1, 3]
+
+
+def store_alone(world: World, until: Callable[[], bool]) -> None:
+    """Carry out the tasks of tier store, and no others, until that holds."""
+    while not until():
+        carry_out(world, lambda task: task.tier == "store")
+
+
+def test_what_is_saved_stays_saved_and_who_waits_for_another_tier_is_told() -> None:
+    """The last tier had it, and dropped it; it was still owed to another."""
+    world = superseding(file_rules("nvme"), file_rules("store", retain_last=1), images=3)
+    first, second = world.save(1), world.save(2)
+    store_alone(world, lambda: world.steps_on("store") == [2] and second.done("store"))
+    store_alone(world, lambda: not any(task.tier == "store" for task in world.tasks))
+    assert first.outcome is SaveOutcome.SAVED
+    for task in [task for task in world.tasks if task.tier == "nvme"]:
+        world.tasks.remove(
+            task
+        )  # the copy to nvme fails before it is opened, and is tried again later
+        world.coordinator.post(Outcome(task=task, error=AccessDeniedError("on purpose")))
+    world.step()
+    world.save(3)
+    world.save(4)
+    give_way(world, 5)
+    assert FIRST not in world.coordinator.ledger.entries
+    assert first.outcome is SaveOutcome.SAVED
+    first.wait(timeout=0)
+    first.captured(timeout=0)
+    with pytest.raises(CapacityError, match="step 1 is superseded by step 5"):
+        first.wait("nvme", timeout=0)
+
+
+def test_what_a_tier_is_about_to_drop_is_not_said_to_be_superseded() -> None:
+    """A pin that another process sets meanwhile keeps it there."""
+    world = superseding(file_rules("nvme"), file_rules("store", retain_last=1), images=3)
+    world.coordinator.lanes["nvme"].not_before_s = 10.0
+    first, _ = world.save(1), world.save(2)
+    store_alone(world, lambda: any(isinstance(t, DropCopy) for t in world.tasks))
+    mark = Mark(name=names.PIN_MARK, checkpoint=FIRST, wall_time_s=0.0)
+    world.stores["store"].add_mark(mark)
+    world.save(3)
+    world.save(4)
+    world.ask_for_region(5)
+    world.settle(limit_s=0)
+    assert FIRST in world.coordinator.ledger.entries
+    assert 1 in world.steps_on("store")
+    assert first.outcome is SaveOutcome.SAVED
+    assert FIRST.step not in [h.step for h in world.handles.values() if h.exception()]
 
 
 def test_what_a_stored_tier_has_only_leaves_memory() -> None:
@@ -258,19 +357,19 @@ def test_what_a_stored_tier_has_only_leaves_memory() -> None:
 
 
 def test_the_newest_in_memory_stays_and_the_save_waits_as_wait_does() -> None:
-    world = superseding(images=1)
+    world = rest(superseding(images=1), 6.0)
     world.save(1)
     said = keeps_waiting(world, 2)
     assert "max_wait (5 s)" in said
     assert "nothing was given up for it: 1@1: the newest in memory" in said
     answer = world.ask_for_region(2)
-    world.settle(limit_s=0)
+    world.settle(limit_s=2.0)
     assert answer[1] is None
     assert world.steps_on("nvme") == [1]
 
 
 def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
-    world = superseding(images=3)
+    world = rest(superseding(images=3))
     handles = [world.save(step) for step in (1, 2, 3)]
     pin = Order(kind=PersonsOrder.PIN, id=FIRST, wall_time_s=0.0, answer=lambda failed: None)
     world.coordinator.post(pin)
@@ -280,10 +379,11 @@ def test_a_pinned_one_stays_and_the_next_oldest_goes() -> None:
 
 
 def test_nothing_goes_while_a_restore_reads() -> None:
-    world = superseding()
+    world = rest(superseding())
     first, _ = world.save(1), world.save(2)
     world.coordinator.dropper.paused = True
     assert "1@1: a restore is reading" in keeps_waiting(world, 3)
+    rest(world)
     world.coordinator.dropper.paused = False
     give_way(world, 3)
     assert first.outcome is SaveOutcome.SUPERSEDED
@@ -303,7 +403,9 @@ def test_what_is_just_being_committed_stays() -> None:
 
 
 def test_the_newest_on_its_way_to_a_sparing_tier_stays_until_there_is_a_newer_one() -> None:
-    world = superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=3), images=3)
+    world = rest(
+        superseding(file_rules("nvme"), file_rules("pfs", shared=True, flush_every=3), images=3)
+    )
     handles: dict[int, SaveHandle] = {}
 
     def given_up_for(step: int) -> set[int]:
@@ -386,25 +488,20 @@ def test_waiting_says_each_save_that_is_skipped(caplog: pytest.LogCaptureFixture
 
 
 def test_whoever_is_superseded_is_not_told_another_reason_when_the_run_ends() -> None:
-    world = superseding()
-    first = world.save(1)
-    until(world, CopyRun)
-    world.save(2)
-    world.ask_for_region(3)
-    entry = world.coordinator.ledger.entries[FIRST]
-    assert entry.state("host") is CopyState.LEAVING
+    world = superseding(images=3)
+    _, second, _ = (world.save(step) for step in (1, 2, 3))
+    give_way(world, 4)
     world.coordinator.stop(TierfallError("stopped on purpose"))
-    assert first.outcome is SaveOutcome.SUPERSEDED
+    assert second.outcome is SaveOutcome.SUPERSEDED
     with pytest.raises(CapacityError, match="superseded"):
-        first.wait()
+        second.wait()
 
 
 def test_a_superseded_one_is_neither_pinned_nor_dropped_a_second_time() -> None:
-    world = superseding()
-    world.save(1)
-    until(world, CopyRun)
-    world.save(2)
-    world.ask_for_region(3)
-    failed = world.order(PersonsOrder.PIN, FIRST)
-    assert "1@1" in str(failed["tierfall"])
+    world = superseding(images=3)
+    for step in (1, 2, 3):
+        world.save(step)
+    give_way(world, 4)
+    failed = world.order(PersonsOrder.PIN, SECOND)
+    assert "2@1" in str(failed["tierfall"])
     assert not [t for t in world.tasks if isinstance(t, DropCopy)]
