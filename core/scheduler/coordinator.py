@@ -64,7 +64,7 @@ class Policies(Protocol):
     ) -> Eviction: ...
 
     def plan_superseding(
-        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+        self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
     ) -> tuple[Decision, ...]: ...
 
 
@@ -253,6 +253,8 @@ class Coordinator:
             for lane in self.lanes.values():
                 self._flusher.drive(lane, now_s, begin=not self._tending)
             self._admissions.admit(now_s, self.fenced)
+        for lane in self.lanes.values():  # what was given up for a save just now is aborted now
+            self._flusher.drive(lane, now_s, begin=False)
         if self.fenced is None:
             self.dropper.retry(now_s)
             self._collect_unfinished()
