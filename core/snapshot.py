@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +47,12 @@ class HostMemory(Protocol):
     """The host tier as the coordinator uses it: it hands out regions at once, or says that there is no room."""
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> HostRegion | None: ...
+
+    def would_fit(
+        self, *, image_bytes: int, records_bytes: int, without: Collection[HostRegion]
+    ) -> bool:
+        """Say whether ``allocate`` would find room if those regions were released."""
+        ...
 
     @property
     def capacity_bytes(self) -> int: ...

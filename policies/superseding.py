@@ -1,13 +1,15 @@
 """Superseding: which snapshot in memory is given up, where memory is full, for the one that is to be saved now.
 
-Pure: (view, tier, need_bytes, free_bytes) -> decisions, oldest first, each with its reason. Only what lies in memory
-alone is given up, and only where nothing that was promised hangs on it; what a stored tier holds leaves memory by
-eviction, and is not lost by that.
+Pure: (view, tier, what would fit) -> decisions, oldest first, each with its reason. Only what lies in memory alone is
+given up, and only where nothing that was promised hangs on it; what a stored tier holds leaves memory by eviction, and
+is not lost by that.
 """
 
 from __future__ import annotations
 
-from tierfall.core.values import CopyState
+from collections.abc import Callable
+
+from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import CheckpointView, Decision, TierRules, Verdict, View
 from tierfall.policies.eviction import reason_to_leave_memory
 from tierfall.policies.guard import (
@@ -17,27 +19,27 @@ from tierfall.policies.guard import (
 )
 from tierfall.policies.staleness import owed_in_time
 
+Fits = Callable[[frozenset[CheckpointId]], bool]
 
-def plan_superseding(
-    view: View, tier_name: str, *, need_bytes: int, free_bytes: int
-) -> tuple[Decision, ...]:
+
+def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decision, ...]:
     """Decide on the images of a host tier, oldest first, up to the first that is given up: no other one is.
 
-    None is where room is about to come by itself, nor where giving up all that may go would not make enough.
+    None is where room is about to come by itself, nor where giving up all that may go would not make enough. ``fits``
+    says whether the save would have room if those images were gone.
     """
     tier = view.tier(tier_name)
     held = tuple(sorted(view.on(tier_name), key=lambda c: (c.live, c.id)))
     reasons = {c.id: reason_to_hold(view, c, tier) for c in held}
-    coming_bytes = free_bytes + _leaving_bytes(view, tier)
-    bound_bytes = coming_bytes + sum(
-        c.copies[tier_name].bytes for c in held if reasons[c.id] is None
-    )
+    leaving = _leaving(view, tier)
+    room_comes = fits(leaving)
+    in_vain = not fits(leaving | {id for id, reason in reasons.items() if reason is None})
     decisions = []
     for checkpoint in held:
         reason = reasons[checkpoint.id]
-        if reason is None and coming_bytes >= need_bytes:
+        if reason is None and room_comes:
             reason = "what is just leaving memory makes room enough"
-        if reason is None and bound_bytes < need_bytes:
+        if reason is None and in_vain:
             reason = "to give up all that may go would not make room enough"
         verdict = Verdict.DROP if reason is None else Verdict.KEEP
         decisions.append(
@@ -96,11 +98,11 @@ def _is_leaving(checkpoint: CheckpointView, tier: TierRules) -> bool:
     return checkpoint.state(tier.name) is CopyState.LEAVING
 
 
-def _leaving_bytes(view: View, tier: TierRules) -> int:
-    """Bytes in memory that are free as soon as nobody reads them any more."""
+def _leaving(view: View, tier: TierRules) -> frozenset[CheckpointId]:
+    """Name the images that leave memory as soon as nobody reads them any more."""
     held = view.on(tier.name)
-    return sum(
-        c.copies[tier.name].bytes
+    return frozenset(
+        c.id
         for c in view.checkpoints
         if _is_leaving(c, tier)
         or (c in held and reason_to_leave_memory(view, c, tier, held) is not None)

@@ -18,6 +18,7 @@ from tests.media import Medium
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix_writer import PosixWriter
 from tierfall.core.errors import CapacityError
+from tierfall.session import Session
 
 MakeConfig = Callable[..., dict[str, Any]]
 BIG = 80_000  # 320 KB of tensors
@@ -309,6 +310,32 @@ def test_full_memory_skips_at_once_where_that_is_asked_for(
         ckpt.drain()
         ckpt.save(5, state_of(5), block=True)
     assert steps_on(tmp_path / "disk") == [1, 2, 5]
+
+
+def test_a_save_that_is_interrupted_while_memory_is_full_asks_for_nothing_any_more(
+    make_config: MakeConfig, flow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = {"capacity": "360KiB", "when_full": "supersede"}
+
+    def interrupted(*words: Any) -> None:
+        raise KeyboardInterrupt
+
+    with tierfall.open(make_config(host=host, max_wait="1h")) as ckpt:
+        handles = [ckpt.save(step, state_of(step)) for step in (1, 2)]
+        for handle in handles:
+            handle.captured()
+        session = ckpt._session
+        admissions = session.coordinator._admissions
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(3, state_of(3))
+        session.ask(lambda: None)
+        waits = session.ask(admissions.busy)
+        flow.set()
+        ckpt.drain()
+        assert not waits
+        assert [handle.outcome for handle in handles] == ["saved", "saved"]
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])

@@ -204,18 +204,20 @@ class Saver:
                     region.release()
             done.ring()
 
-        self._session.coordinator.post(
-            Admission(
-                id=id,
-                image_bytes=image_bytes,
-                records_bytes=records_bytes,
-                deadline_s=time.monotonic() + self._config.max_wait_s,
-                answer=tell,
-            )
+        request = Admission(
+            id=id,
+            image_bytes=image_bytes,
+            records_bytes=records_bytes,
+            deadline_s=time.monotonic() + self._config.max_wait_s,
+            answer=tell,
         )
         try:
+            self._session.coordinator.post(request)
             self._session.wait(done)
-        except BaseException:  # Ctrl-C, say: nobody will take the region
+        except (
+            BaseException
+        ):  # Ctrl-C, say: nobody will take the region, nor may another image go for it
+            request.cancelled.set()
             with lock:
                 given_up = True
                 if answer and answer[0] is not None:

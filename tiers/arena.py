@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from tierfall.core.errors import ConfigError, IntegrityError
@@ -148,12 +149,12 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        return sum(gap.length for gap in self._gaps())
+        return sum(gap.length for gap in self._gaps(self.regions()))
 
     @property
     def largest_free_bytes(self) -> int:
         """The largest extent that could be allocated now."""
-        return max((gap.length for gap in self._gaps()), default=0)
+        return max((gap.length for gap in self._gaps(self.regions())), default=0)
 
     @property
     def free_slots(self) -> int:
@@ -187,7 +188,7 @@ class Arena:
         with self._shared.guard:
             self._shared.require_writable("allocating")
             length = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
-            start = _first_fit(self._gaps(), length)
+            start = _first_fit(self._gaps(self.regions()), length)
             slot = next(
                 (slot for slot in range(SLOT_COUNT) if slot not in self._shared.living), None
             )
@@ -203,6 +204,16 @@ class Arena:
             )
             self._shared.living[slot] = region
             return region
+
+    def would_fit(
+        self, *, image_bytes: int, records_bytes: int, without: Collection[object]
+    ) -> bool:
+        """Say whether ``allocate`` would find an extent if the regions ``without`` were released."""
+        length = extent_bytes(image_bytes=image_bytes, records_bytes=records_bytes)
+        gone = {id(region) for region in without}
+        with self._shared.guard:
+            left = tuple(region for region in self.regions() if id(region) not in gone)
+            return len(left) < SLOT_COUNT and _first_fit(self._gaps(left), length) is not None
 
     def grow(self, capacity_bytes: int, progress: Progress | None = None) -> None:
         """Raise the capacity. Living regions stay where they are, and views of them stay valid.
@@ -264,11 +275,12 @@ class Arena:
         if self._shared.file.writable:
             self._shared.block(slot).clear()
 
-    def _gaps(self) -> list[ByteRange]:
+    def _gaps(self, regions: tuple[Region, ...]) -> list[ByteRange]:
+        """Return what lies between those regions, and behind the last."""
         with self._shared.guard:
             start = EXTENTS_START
             gaps = []
-            for region in self.regions():
+            for region in regions:
                 gaps.append(ByteRange(start=start, end=region.extent.start))
                 start = region.extent.end
             gaps.append(ByteRange(start=start, end=EXTENTS_START + self.capacity_bytes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -235,6 +235,14 @@ class HostTier:
                 return None
             return self._arena.allocate(
                 image_bytes=image_bytes, records_bytes=records_bytes, shard=self._shard
+            )
+
+    def would_fit(
+        self, *, image_bytes: int, records_bytes: int, without: Collection[object]
+    ) -> bool:
+        with self._guard:
+            return self._arena is not None and self._arena.would_fit(
+                image_bytes=image_bytes, records_bytes=records_bytes, without=without
             )
 
     # The end -----------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from tierfall.core.errors import CapacityError, FlushError
@@ -51,20 +52,18 @@ class Admissions:
         self._when_full = when_full
         self._max_wait_s = max_wait_s
         self._waiting: deque[Admission] = deque()
-        self._last_bytes = 0
+        self._found_no_room = False
         self._said: set[str] = set()
 
     def ask(self, request: Admission) -> None:
         self._waiting.append(request)
-        self._last_bytes = request.image_bytes
 
     def busy(self) -> bool:
         return bool(self._waiting)
 
     def is_short(self) -> bool:
-        """Say whether a save wants room that is not there; one that would be skipped at once will want it next time."""
-        would_skip = self._when_full is WhenFull.SKIP and self._host.free_bytes < self._last_bytes
-        return self.busy() or would_skip
+        """Say whether the last save that was tried found no room: it waits, or the next one will want it too."""
+        return self._found_no_room
 
     def answer_all(self, error: BaseException) -> None:
         """No region is handed out any more."""
@@ -79,10 +78,14 @@ class Admissions:
         self._release_given_up()
         while self._waiting:
             request = self._waiting[0]
+            if request.cancelled.is_set():
+                self._waiting.popleft()
+                continue
             region: HostRegion | None = None
             error = refusal
             if error is None:
                 region = self._allocate(request)
+                self._found_no_room = region is None
                 waits = self._when_full is not WhenFull.SKIP and now_s < request.deadline_s
                 if region is None and waits:
                     return
@@ -112,13 +115,22 @@ class Admissions:
         if plan.drops:
             self._evict(plan.drops[0])
             return True
-        # images are counted without their records here, as the ledger does
-        if self._when_full is not WhenFull.SUPERSEDE or not self._superseder.make_room(
-            request.id, need_bytes=max(request.image_bytes, free + 1), free_bytes=free
-        ):
+        if self._when_full is not WhenFull.SUPERSEDE:
+            return False
+        would_fit = partial(
+            self._would_fit, image_bytes=request.image_bytes, records_bytes=request.records_bytes
+        )
+        if not self._superseder.make_room(request.id, would_fit):
             return False
         self._release_given_up()
         return True
+
+    def _would_fit(
+        self, gone: Collection[HostRegion], *, image_bytes: int, records_bytes: int
+    ) -> bool:
+        return self._host.would_fit(
+            image_bytes=image_bytes, records_bytes=records_bytes, without=gone
+        )
 
     def _no_room(self, request: Admission) -> CapacityError:
         """Say that a save is skipped, and why: always to whoever saves, and in the log, but for ``skip``, where each

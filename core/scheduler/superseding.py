@@ -8,13 +8,14 @@ nobody reads it any more. What a lane is at work on is never given up, so no cop
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from tierfall.core.errors import CapacityError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
 from tierfall.core.view import Decision, Verdict, View
 
@@ -23,7 +24,7 @@ logger = logging.getLogger("tierfall")
 
 class PlanSuperseding(Protocol):
     def __call__(
-        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
+        self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
     ) -> tuple[Decision, ...]: ...
 
 
@@ -45,16 +46,25 @@ class Superseder:
         self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
-    def make_room(self, saved: CheckpointId, *, need_bytes: int, free_bytes: int) -> bool:
-        """Give up one snapshot for ``saved``; False where none may go, and ``kept`` says why, image by image."""
+    def make_room(
+        self, saved: CheckpointId, would_fit: Callable[[Collection[HostRegion]], bool]
+    ) -> bool:
+        """Give up one snapshot for ``saved``; False where none may go, and ``kept`` says why, image by image.
+
+        ``would_fit`` says whether ``saved`` had room if those regions were free.
+        """
         view = self._ledger.view(settling=self._settling(), restoring=self._dropper.paused)
         host = self._ledger.host
-        decisions = self._plan(view, host, need_bytes=need_bytes, free_bytes=free_bytes)
+        entries = self._ledger.entries
+        decisions = self._plan(
+            view,
+            host,
+            fits=lambda gone: would_fit([r for id in gone if (r := entries[id].region)]),
+        )
         self.kept = tuple(f"{d.checkpoint}: {d.reason}" for d in decisions)
         for decision in decisions:
             if decision.verdict is Verdict.DROP:
-                entry = self._ledger.entries[decision.checkpoint]
-                self._give_up(entry, decision.reason, saved)
+                self._give_up(entries[decision.checkpoint], decision.reason, saved)
                 return True
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -162,13 +163,15 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
-    """A save asks for a region; ``answer`` is called once, with the region or the error."""
+    """A save asks for a region; ``answer`` is called once, with the region or the error. Once ``cancelled`` is set, by
+    any thread, nothing is done for it any more, and it may never be called."""
 
     id: CheckpointId
     image_bytes: int
     records_bytes: int
     deadline_s: float
     answer: Callable[[HostRegion | None, BaseException | None], None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from tierfall.policies.flush import still_owed, tiers_owed
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.staleness import owed_in_time
-from tierfall.policies.superseding import plan_superseding
+from tierfall.policies.superseding import Fits, plan_superseding
 
 COPY_BYTES = 100
 
@@ -96,6 +96,12 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
     return []
 
 
+def by_bytes(view: View, tier_name: str, need: int, *, free: int) -> Fits:
+    """Count bytes: what is gone leaves no gap that is too small."""
+    held = {c.id: c.copies[tier_name].bytes for c in view.checkpoints if tier_name in c.copies}
+    return lambda gone: free + sum(held[id] for id in gone) >= need
+
+
 def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
     view, options = picture.view(), _options(words)
     match what:
@@ -115,8 +121,7 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
             told = plan_superseding(
                 view,
                 words[0],
-                need_bytes=int(options["need"]),
-                free_bytes=int(options["free"]),
+                fits=by_bytes(view, words[0], int(options["need"]), free=int(options["free"])),
             )
             return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
         case "in-time":

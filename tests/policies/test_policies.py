@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.policies.pictures import COPY_BYTES, survivors, without
+from tests.policies.pictures import COPY_BYTES, by_bytes, survivors, without
 from tierfall.core.lines import abandoned
 from tierfall.core.values import (
     LOSS_CLASSES,
@@ -255,7 +255,7 @@ def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
             replace(c, settling=data.draw(st.integers(0, 7)) == 0) for c in view.checkpoints
         ),
     )
-    plan = plan_superseding(view, "host", need_bytes=need_bytes, free_bytes=0)
+    plan = plan_superseding(view, "host", fits=by_bytes(view, "host", need_bytes, free=0))
     assert all(decision.reason for decision in plan)
     drops = [d for d in plan if d.verdict is Verdict.DROP]
     assert drops in ([], [plan[-1]] if plan else [])
@@ -266,6 +266,7 @@ def test_superseding_takes_one_that_lies_in_memory_alone_and_leaves_a_newer_one(
         assert not view.restoring
         assert not any((gone.pinned, gone.settling, gone.tombstoned))
         assert [name for name in gone.copies if gone.readable_on(name)] == ["host"]
+        assert CopyState.LEAVING not in [copy.state for copy in gone.copies.values()]
         others = [c for c in view.checkpoints if c.live and c.id != gone.id]
         if gone.live:
             newer = [c for c in others if c.id > gone.id]
@@ -288,7 +289,7 @@ def test_the_views_that_are_drawn_have_something_to_supersede() -> None:
     @settings(max_examples=300, deadline=None, database=None, derandomize=True)
     @given(views())
     def look(view: View) -> None:
-        plan = plan_superseding(view, "host", need_bytes=1, free_bytes=0)
+        plan = plan_superseding(view, "host", fits=by_bytes(view, "host", 1, free=0))
         found.extend(d for d in plan if d.verdict is Verdict.DROP)
 
     look()

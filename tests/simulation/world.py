@@ -5,7 +5,7 @@ by a virtual clock on one thread. Tasks are carried out when the test says so, i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,8 +75,9 @@ def read_image(store: StoredTier, commit: Commit) -> bytes:
 class FakeRegion:
     """Host memory for one image, without a file behind it."""
 
-    def __init__(self, memory: FakeMemory, image_bytes: int) -> None:
+    def __init__(self, memory: FakeMemory, image_bytes: int, records_bytes: int) -> None:
         self._memory = memory
+        self.bytes = image_bytes + records_bytes
         self.image = memoryview(bytearray(image_bytes))
         self.sealed = False
         self._records: tuple[bytes, bytes] = (b"", b"")
@@ -122,12 +123,18 @@ class FakeMemory:
 
     @property
     def free_bytes(self) -> int:
-        return self.capacity_bytes - sum(len(r.image) for r in self.regions)
+        return self.capacity_bytes - sum(region.bytes for region in self.regions)
+
+    def would_fit(
+        self, *, image_bytes: int, records_bytes: int, without: Collection[object]
+    ) -> bool:
+        gone = sum(region.bytes for region in self.regions if region in without)
+        return image_bytes + records_bytes <= self.free_bytes + gone
 
     def allocate(self, *, image_bytes: int, records_bytes: int) -> FakeRegion | None:
-        if image_bytes > self.free_bytes:
+        if image_bytes + records_bytes > self.free_bytes:
             return None
-        region = FakeRegion(self, image_bytes)
+        region = FakeRegion(self, image_bytes, records_bytes)
         self.regions.append(region)
         return region
 
@@ -289,14 +296,16 @@ class World:
         """The bytes that checkpoint ``id`` has: a function of its identity alone."""
         return random.Random(f"{id}").randbytes(IMAGE)
 
-    def ask_for_region(self, step: int) -> list[Any]:
+    def ask_for_region(
+        self, step: int, *, image_bytes: int = IMAGE, records_bytes: int = 0
+    ) -> list[Any]:
         """Ask to be admitted; the answer (region, error) is appended once there is one."""
         answer: list[Any] = []
         self.coordinator.post(
             Admission(
                 id=CheckpointId(step, self.attempt.number),
-                image_bytes=IMAGE,
-                records_bytes=0,
+                image_bytes=image_bytes,
+                records_bytes=records_bytes,
                 deadline_s=self.now_s + self.max_wait_s,
                 answer=lambda region, error: answer.extend((region, error)),
             )

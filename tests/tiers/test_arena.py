@@ -131,6 +131,35 @@ def test_first_gap_that_fits_is_taken(path: Path) -> None:
     arena.close(keep=False)
 
 
+@pytest.mark.parametrize("gone", [(), (0,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("pages", [1, 2, 3, 4, 5, 6, 7])
+def test_what_would_fit_is_what_fits_once_those_are_gone(
+    path: Path, gone: tuple[int, ...], pages: int
+) -> None:
+    arena = create(path, 6 * PAGE)
+    regions = []
+    for _ in range(3):
+        region = arena.allocate(image_bytes=PAGE, records_bytes=1)
+        assert region is not None
+        regions.append(region)
+    asked = {"image_bytes": pages * PAGE - PAGE + 1, "records_bytes": 0}
+    said = arena.would_fit(**asked, without=[regions[index] for index in gone])
+    assert len(arena.regions()) == 3
+    for index in gone:
+        regions[index].release()
+    assert said == (arena.allocate(**asked) is not None)
+    arena.close(keep=False)
+
+
+def test_nothing_would_fit_without_a_slot(path: Path) -> None:
+    arena = create(path, 100 * PAGE)
+    while region := arena.allocate(image_bytes=1, records_bytes=0):
+        last = region
+    assert not arena.would_fit(image_bytes=1, records_bytes=0, without=())
+    assert arena.would_fit(image_bytes=1, records_bytes=0, without=(last,))
+    arena.close(keep=False)
+
+
 def test_table_of_slots_has_an_end(path: Path) -> None:
     arena = create(path, 100 * PAGE)
     regions = []

@@ -72,6 +72,19 @@ def test_nothing_is_taken_before_the_first_save(folder: Path) -> None:
     host.close(keep=False)
 
 
+def test_what_would_fit_counts_records(folder: Path) -> None:
+    host = host_in(folder)
+    asked = {"image_bytes": IMAGE_BYTES, "records_bytes": RECORDS_BYTES}
+    assert not host.would_fit(**asked, without=())
+    first = put(host, 1)
+    put(host, 2)
+    assert not host.would_fit(**asked, without=())
+    assert host.would_fit(**asked, without=(first,))
+    more = {"image_bytes": IMAGE_BYTES, "records_bytes": host.capacity_bytes - IMAGE_BYTES}
+    assert not host.would_fit(**more, without=(first,))
+    host.close(keep=False)
+
+
 def test_left_to_itself_it_takes_room_for_two_images(folder: Path) -> None:
     host = host_in(folder)
     host.ensure_capacity(image_bytes=IMAGE_BYTES, records_bytes=RECORDS_BYTES)
