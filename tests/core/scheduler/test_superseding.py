@@ -600,6 +600,7 @@ def test_a_skipped_save_that_lacks_room_for_its_records_alone_makes_copies_spare
     assert world.ask_for_region(2, records_bytes=100)[0] is None
     while world.coordinator.ledger.entries[FIRST].leases.get("host"):
         carry_out(world, lambda task: task.tier == "store")
+    assert {t.source.tier for t in world.tasks if isinstance(t, CopyRun)} == {"nvme"}, "the rest"
     region, _ = world.ask_for_region(2, records_bytes=100)
     assert region is not None
     world.seal(world.begin(2, region))
