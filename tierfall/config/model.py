@@ -77,8 +77,8 @@ class HostTier(_Tier):
     when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] = Field(
         default=WhenFull.WAIT,
         description="What a save does when there is no room. wait: it waits, up to max_wait, and is skipped then. "
-        "skip: it is skipped at once. supersede: the oldest snapshot that no stored tier has, or copies just now, is given "
-        "up for it, where nothing hangs on that one; else it waits.",
+        "skip: it is skipped at once. supersede: the oldest snapshot that no stored tier has, or copies just now, is "
+        "given up for it, where nothing hangs on that one; else it waits.",
         examples=["supersede"],
     )
     folder: Folder | None = Field(
