@@ -88,12 +88,12 @@ class Saver:
         if region is None:
             return handle
         try:
-            snapshot = self._snapshot(region, place, layout, header, view, handle)
+            snapshot = self._snapshot(region, place, layout, header, view, handle, metrics)
         except BaseException as error:  # noqa: BLE001 - raised again below
             region.release()
             failure = as_capture_error(place.checkpoint, error)
             raise failure from failure.__cause__
-        snapshot.metrics, snapshot.tags = metrics, tags
+        snapshot.tags = tags
         line.advance(place)
         try:
             self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
@@ -145,6 +145,7 @@ class Saver:
         header: bytes,
         view: StateView,
         handle: SaveHandle,
+        metrics: Mapping[str, Any],
     ) -> Snapshot:
         """Begin to fill a region: what may change at any time is copied here."""
         post = self._session.coordinator.post
@@ -153,6 +154,10 @@ class Saver:
         places = self._places.of(view.sources)
         if self._cutting is None or not self._cutting.serves(layout, view, places):
             self._cutting = Cutting(layout, view, chunk, places)
+        fixed = {
+            name: self._places.fixed(value, places) if isinstance(value, torch.Tensor) else value
+            for name, value in metrics.items()
+        }
         filling = Filling(
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
@@ -176,6 +181,7 @@ class Saver:
             handle=handle,
             filling=filling,
             wall_time_s=time.time(),
+            metrics=fixed,
             node=self._session.node,
         )
 

@@ -73,10 +73,8 @@ def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
 
 
 def _at_rest(value: Any) -> Any:
-    """Take a metric out of its graph; one on a GPU is read here, in the order of the caller's stream."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach() if value.is_cpu else float(value)
+    """Take a metric out of its graph."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def records_bytes(

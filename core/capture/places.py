@@ -36,6 +36,13 @@ class Places:
             return ()
         return tuple([HOST if source.is_cpu else self._number(source.device) for source in sources])
 
+    def fixed(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
+        """Take a number as it is now. The host waits for it only where nothing of the state, whose tensors are at
+        ``places``, is captured from the device that it is on: what is captured there comes after it."""
+        if value.is_cpu:
+            return value
+        return value.clone() if self._numbers.get(value.device) in places else float(value)
+
     @property
     def slab(self) -> tuple[int, Slab] | None:
         """Spare memory, and the place that it is at; None where nothing of the state was met there."""

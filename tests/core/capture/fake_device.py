@@ -109,6 +109,9 @@ class FakePlaces:
     def of(self, sources: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return tuple(THERE if s.numel() > LEAST_ELEMENTS else HOST for s in sources)
 
+    def fixed(self, value: torch.Tensor, places: Sequence[int]) -> torch.Tensor | float:
+        return value.clone()
+
     @property
     def slab(self) -> tuple[int, Slab] | None:
         return None if self.memory is None else (THERE, self.memory)

@@ -27,6 +27,8 @@ from tests.core.capture.lazy_help import (
 from tests.steps import wait_until
 from tierfall import saving
 from tierfall.core.capture import barrier, flights
+from tierfall.core.capture import places as module_places
+from tierfall.core.capture.cutting import HOST
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CaptureError
 from tierfall.core.values import SaveOutcome
@@ -608,3 +610,44 @@ def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
     between = slab.take(2048)
     assert between is not None
     assert between.tensor.storage_offset() == 1024
+
+
+# Where things are ------------------------------------------------------------------------------------
+
+
+def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -> None:
+    """A device that is none stands in: what counts is which device a number is on, and what of the state is there."""
+
+    class Number:
+        is_cpu = False
+
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+            self.read = False
+
+        def clone(self) -> str:
+            return "a copy in the caller's order"
+
+        def __float__(self) -> float:
+            self.read = True
+            return 2.5
+
+    class Streams:
+        def of(self, device: torch.device) -> FakeStream | None:
+            return None if device.type == "mps" else FakeStream()
+
+    places: Any = module_places.Places(Streams())  # type: ignore[arg-type]
+    places._has_devices = True
+    here, there, other = (Number(name) for name in ("cuda:0", "cuda:1", "mps"))
+    at = places.of([here, torch.ones(1), here])
+    assert at == (0, HOST, 0)
+    assert places.fixed(here, at) == "a copy in the caller's order"
+    assert places.fixed(there, at) == 2.5
+    assert places.fixed(other, at) == 2.5
+    assert (here.read, there.read, other.read) == (False, True, True)
+    assert places.fixed(torch.ones(1), at) == 1
+    assert places.of([other]) == (HOST,)
+    assert places.elsewhere == {"mps"}
+    assert places.of([torch.ones(1)]) == ()
+    for stream in places.streams.values():
+        stream.close()
