@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from pathlib import Path
 
@@ -124,19 +125,23 @@ def test_distributed_data_parallel_is_stripped(tmp_path: Path) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(net(0))
+        inner = net(0)
+        wrapped = nn.parallel.DistributedDataParallel(inner)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
         wrapped(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         image, _ = make_image({"model": wrapped, "optimizer": optimizer, "rng": None})
+        # Its reducer holds the process group, and may hang where it is the last to let it go.
+        del wrapped
+        gc.collect()
     finally:
         dist.destroy_process_group()
     model = net(1)
     target = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     restore({"model": model, "optimizer": target, "rng": None}, image)
-    assert equal(model, wrapped.module)
+    assert equal(model, inner)
     moments = target.state[model[0].weight]["momentum_buffer"]
-    assert torch.equal(moments, optimizer.state[wrapped.module[0].weight]["momentum_buffer"])
+    assert torch.equal(moments, optimizer.state[inner[0].weight]["momentum_buffer"])
 
 
 # ---- what state_dict may do
