@@ -26,9 +26,11 @@ LEAST_ELEMENTS = 10
 class FakeMark:
     def __init__(self) -> None:
         self.done = threading.Event()
+        self.awaited = threading.Event()
         self.error: BaseException | None = None
 
     def wait(self) -> None:
+        self.awaited.set()
         assert self.done.wait(PATIENCE_S), "nobody lets the device go on"
         if self.error is not None:
             raise self.error

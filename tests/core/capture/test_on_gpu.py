@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tierfall
-from tests.core.capture.lazy_help import MakeConfig, assert_same, saved, warmed_up
+from tests.core.capture.lazy_help import MakeConfig, Trainer, assert_same, saved, warmed_up
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,8 +19,8 @@ TURNS = 334
 LAYERS, WIDTH = 6, 512
 
 
-class OnGpu:
-    """A model whose stream is busy whenever it is saved."""
+class OnGpu(Trainer):
+    """A model whose stream is busy whenever it is saved; ``now`` copies in the stream's order, waiting for nothing."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(0)
@@ -35,18 +35,6 @@ class OnGpu:
             self.ballast = torch.tanh(self.ballast @ self.ballast)
         self.model(torch.randn(64, WIDTH, device="cuda")).pow(2).mean().backward()
 
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def now(self) -> dict[str, torch.Tensor]:
-        """Copies in the stream's order; nobody waits for them."""
-        found = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
-        for number, moments in self.optimizer.state_dict()["state"].items():
-            found |= {f"optimizer.{number}.{k}": v.clone() for k, v in moments.items()}
-        return found
-
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("slab", [None, "1MiB", "256MiB"])
@@ -59,7 +47,7 @@ def test_an_update_at_once_after_save_never_reaches_the_image(
         config["tiers"].insert(0, {"name": "spare", "kind": "device", "capacity": slab})
     trainer = OnGpu(**options)
     with tierfall.open(config) as ckpt:
-        warmed_up(ckpt, trainer)  # type: ignore[arg-type]
+        warmed_up(ckpt, trainer)
         for step in range(2, 2 + TURNS):
             trainer.backward()  # the stream is busy
             before = trainer.now()
