@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -118,14 +118,30 @@ class PosixBackend:
             raise BackendError(f"read {key!r} in {self.place}: the offset {offset} is negative")
         with self._asking("read", key), self._opened(key) as (file, status):
             block_bytes = direct_block(file) if self._ask_kernel else self._medium.direct_bytes
-            if self._in_page_cache(file, status, offset, data.nbytes):
-                block_bytes = 0
             count = read_whole(file, data, offset, block_bytes=block_bytes)
         if count < data.nbytes:
-            raise BackendError(
-                f"read {key!r} in {self.place}: bytes {offset} to {offset + data.nbytes} were asked for, but it ends "
-                f"at {status.st_size}; it was cut short, or another object was expected"
-            )
+            raise self._too_short(key, offset, data.nbytes, status)
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        """See ``CachedReads``. Reads of the medium itself are what somebody wants who only looks: never for those."""
+        check_key(key)
+        with self._asking("read", key), self._opened(key) as (file, status):
+            if not self._in_page_cache(file, status, offset, end - offset):
+                return False
+            for view in views:
+                data = flat(view, writable=True)
+                if read_whole(file, data, offset, block_bytes=0) < data.nbytes:
+                    raise self._too_short(key, offset, data.nbytes, status)
+                offset += data.nbytes
+        return True
+
+    def _too_short(
+        self, key: str, offset: int, wanted: int, status: os.stat_result
+    ) -> BackendError:
+        return BackendError(
+            f"read {key!r} in {self.place}: bytes {offset} to {offset + wanted} were asked for, but it ends at "
+            f"{status.st_size}; it was cut short, or another object was expected"
+        )
 
     def stat(self, key: str) -> Stored:
         check_key(key)

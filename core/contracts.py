@@ -7,11 +7,11 @@ conformance suite ``tierfall.backends.conformance`` runs every promise below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 PARTS_MAX = 10_000
 """No store takes an object in more parts than this."""
@@ -143,3 +143,13 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class CachedReads(Protocol):
+    """What a backend may have beside: reads of what the system keeps in memory anyway."""
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        """Fill one view after the other, from ``offset`` on, where the range up to ``end`` is in the page cache; False,
+        with nothing read, where it is not, or is not known to be. An object that ends before raises BackendError."""
+        ...

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.contracts import Backend, Publish, Stored
+from tierfall.core.contracts import Backend, CachedReads, Publish, Stored
 from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
     BackendError,
@@ -144,6 +144,22 @@ class StoredTier:
     ) -> None:
         """Fill ``view`` with bytes of the file of a shard's image, as ``codec`` has packed it, from ``offset``."""
         self.backend.read_into(self._key(checkpoint, names.shard_name(shard, codec)), offset, view)
+
+    def read_cached(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        end: int,
+        views: Iterable[memoryview],
+        *,
+        codec: Codec = Codec.NONE,
+    ) -> bool:
+        """As ``read_into``, into one view after the other, of what is in the page cache; False, with nothing read,
+        where it is not."""
+        key = self._key(checkpoint, names.shard_name(shard, codec))
+        backend = self.backend
+        return isinstance(backend, CachedReads) and backend.read_cached(key, offset, end, views)
 
     def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]:
         """Everything in the step's folder, names relative to it."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ import numpy as np
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.documents import sha256
-from tierfall.core.errors import IntegrityError
+from tierfall.core.errors import BackendError, IntegrityError
 from tierfall.core.packing.files import image_file
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.packing.packed import Packed, read_packed
@@ -21,6 +22,8 @@ from tierfall.core.packing.packer import Unpacker
 from tierfall.core.records import Commit, Manifest, read_manifest
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, Codec, Shard
+
+logger = logging.getLogger("tierfall")
 
 READ_THREADS = 3
 """How many chunks of a stored image are read at once."""
@@ -46,12 +49,23 @@ class ReadableStore(Protocol):
         codec: Codec = Codec.NONE,
     ) -> None: ...
 
+    def read_cached(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        end: int,
+        views: Iterable[memoryview],
+        *,
+        codec: Codec = Codec.NONE,
+    ) -> bool: ...
+
 
 class Image(Protocol):
     """One copy of one image.
 
     ``read`` brings chunk ``index`` into ``buffer``, which is at least as long, or hands out a view of memory that it
-    has already. It checks no digest.
+    has already. It checks no digest. ``again``: what was read before was not good, nor may it come from a cache.
     """
 
     @property
@@ -62,7 +76,9 @@ class Image(Protocol):
 
     def manifest_bytes(self) -> bytes: ...
 
-    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview: ...
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +100,33 @@ class StoredImage:
     def manifest_bytes(self) -> bytes:
         return self.store.read_manifest(self.id, self.shard)
 
-    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
         start, end = manifest.chunk_range(index)
         view = buffer[: end - start]
-        self.store.read_into(self.id, self.shard, start, view)
+        self.read_into(start, view, again=again)
         return view
+
+    def read_into(
+        self, offset: int, view: memoryview, *, codec: Codec = Codec.NONE, again: bool = False
+    ) -> None:
+        """Fill ``view`` from ``offset`` of the image's file."""
+        if again or not self._read_cached(offset, view, codec):
+            self.store.read_into(self.id, self.shard, offset, view, codec=codec)
+
+    def _read_cached(self, offset: int, view: memoryview, codec: Codec) -> bool:
+        end = offset + view.nbytes
+        try:
+            return self.store.read_cached(self.id, self.shard, offset, end, [view], codec=codec)
+        except BackendError:  # the medium may give it all the same, or will say why not
+            logger.debug("%s: a read of the page cache failed", self.tier, exc_info=True)
+            return False
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        """Bring a chunk that is in the page cache into one view after the other; False where it is not there."""
+        start, end = manifest.chunk_range(index)
+        return self.store.read_cached(self.id, self.shard, start, end, views)
 
 
 class PackedImage:
@@ -111,25 +149,26 @@ class PackedImage:
     def manifest_bytes(self) -> bytes:
         return self._raw.manifest_bytes()
 
-    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
         start, end = self._packed.chunk_range(index)
         raw_start, raw_end = manifest.chunk_range(index)
         width, view = self._packed.widths[index], buffer[: raw_end - raw_start]
         if width == 1:
             with self._scratch.take(end - start) as scratch:
-                return self._unpack(index, scratch[: end - start], view, start, width)
+                return self._unpack(index, scratch[: end - start], view, start, again=again)
         # The frame is read to where its chunk goes: by then it has been unpacked into the planes.
         fits = end - start <= len(buffer)
         frame = (buffer if fits else memoryview(bytearray(end - start)))[: end - start]
-        return self._unpack(index, frame, view, start, width)
+        return self._unpack(index, frame, view, start, again=again)
 
     def _unpack(
-        self, index: int, frame: memoryview, view: memoryview, start: int, width: int
+        self, index: int, frame: memoryview, view: memoryview, start: int, *, again: bool
     ) -> memoryview:
-        raw = self._raw
-        raw.store.read_into(raw.id, raw.shard, start, frame, codec=self._packed.codec)
-        what = f"{self.tier}: chunk {index} of {raw.id}"
-        self._unpacker().unpack(frame, view, width=width, what=what)
+        self._raw.read_into(start, frame, codec=self._packed.codec, again=again)
+        what = f"{self.tier}: chunk {index} of {self._raw.id}"
+        self._unpacker().unpack(frame, view, width=self._packed.widths[index], what=what)
         return view
 
     def _unpacker(self) -> Unpacker:
@@ -154,7 +193,9 @@ class RegionImage:
         with self._still_there():
             return self.region.manifest()
 
-    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
         start, end = manifest.chunk_range(index)
         with self._still_there():
             view = self.region.image[start:end]

@@ -1,20 +1,20 @@
-"""The reads of a restore: every chunk verified before its bytes go anywhere, from the fastest copy that is good.
+"""The reads of a restore: every chunk verified, from the fastest copy that is good.
 
 A few threads each read a chunk, hash it, and scatter it to its targets. From storage it goes through a reused aligned
-buffer, from host memory it is taken where it lies.
+buffer, from host memory it is taken where it lies, and out of the page cache it is read to where it belongs and hashed
+there (docs/decisions/0014).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
@@ -22,13 +22,12 @@ from tierfall.core.device import synchronize
 from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.image import Fill
 from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.records import Manifest
-from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
+from tierfall.core.records import DIGEST_PREFIX, Manifest
+from tierfall.core.restore.images import READ_THREADS, Image, PackedImage, StoredImage
+from tierfall.core.restore.landing import PIECE_BYTES, Landing, copy_bytes
 
 MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
-# Source and target of one such copy lie in a core's own cache together; longer copies took a fifth more time.
-COPY_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,8 @@ class ChunkReader:
         self._manifest = manifest
         self._tally = tally
 
-    def read(self, index: int, buffer: memoryview) -> memoryview:
-        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``.
+    def read(self, index: int, buffer: memoryview, *, again: bool = False) -> memoryview:
+        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``. ``again``: not from a cache.
 
         Raises IntegrityError when every copy of it is damaged, or all were dropped meanwhile, and the retryable error
         when one could not be read and no other is good: that copy may well be.
@@ -75,12 +74,10 @@ class ChunkReader:
         failures: list[TierfallError] = []
         for image in self._images:
             try:
-                view = image.read(self._manifest, index, buffer)
-                self._check(image, index, view)
+                view = self._read(image, index, buffer, again=again)
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
-                what = f"chunk {index} of {self._manifest.line.checkpoint} on {image.tier}"
-                self._tally.passed_over(what, error)
+                self._tally.passed_over(self._what(image, index), error)
                 continue
             self._tally.read(image.tier, end - start)
             return view
@@ -96,6 +93,43 @@ class ChunkReader:
             + "; ".join(map(str, failures))
         )
 
+    @property
+    def lands(self) -> bool:
+        """Whether ``land`` can be asked: the fastest copy is a raw image on a stored tier."""
+        return isinstance(self._images[0], StoredImage)
+
+    def land(self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]) -> bool:
+        """Bring chunk ``index`` to where it belongs, if the fastest copy has it in the page cache: ``pieces`` are the
+        memory that it goes to, and hash what they got. False where it must be read otherwise, since it is not there, or
+        is not good there."""
+        image, digest = self._images[0], xxhash.xxh3_128()
+        assert isinstance(image, StoredImage)
+        try:
+            if not image.read_cached(self._manifest, index, pieces(digest)):
+                return False
+            self._compare(image, index, DIGEST_PREFIX + digest.hexdigest())
+        except (IntegrityError, BackendError) as error:
+            self._tally.passed_over(f"{self._what(image, index)}, in the page cache", error)
+            return False
+        start, end = self._manifest.chunk_range(index)
+        self._tally.read(image.tier, end - start)
+        return True
+
+    def _read(self, image: Image, index: int, buffer: memoryview, *, again: bool) -> memoryview:
+        """Return a good chunk of an image. What comes from storage is read twice before it is taken for damaged: a
+        cache, or the way from there, may be what is not good."""
+        try:
+            view = image.read(self._manifest, index, buffer, again=again)
+            return self._checked(image, index, view)
+        except IntegrityError as error:
+            if again or image.in_memory:
+                raise
+            self._tally.passed_over(self._what(image, index), error)
+        return self._read(image, index, buffer, again=True)
+
+    def _what(self, image: Image, index: int) -> str:
+        return f"chunk {index} of {self._manifest.line.checkpoint} on {image.tier}"
+
     def _is_gone(self) -> bool:
         """Say whether the records of all copies have gone too, as a drop takes them: else an image alone is missing."""
         for image in self._images:
@@ -108,8 +142,12 @@ class ChunkReader:
             return False
         return True
 
-    def _check(self, image: Image, index: int, view: memoryview) -> None:
-        if chunk_digest(view) != self._manifest.digests[index]:
+    def _checked(self, image: Image, index: int, view: memoryview) -> memoryview:
+        self._compare(image, index, chunk_digest(view))
+        return view
+
+    def _compare(self, image: Image, index: int, digest: str) -> None:
+        if digest != self._manifest.digests[index]:
             raise IntegrityError(
                 f"{image.tier}: chunk {index} of {self._manifest.line.checkpoint} does not match its digest"
             )
@@ -182,13 +220,18 @@ def read_fills(
         synchronize(
             device
         )  # the threads' streams are not the caller's: what it enqueued must have ended
-    ends = [fill.end for fill in fills]
+    landing = Landing(fills)
 
     def read(index: int) -> None:
-        start, end = manifest.chunk_range(index)
-        with pool.take(end - start) as buffer:
-            view = reader.read(index, buffer)
-            _scatter(view, start - manifest.data_start, fills, ends)
+        low, high = manifest.chunk_range(index)
+        start, end = low - manifest.data_start, high - manifest.data_start
+        with pool.take(max(high - low, PIECE_BYTES)) as buffer:
+            tried = reader.lands and landing.is_in_host_memory(start, end)
+            if tried and reader.land(
+                index, lambda digest: landing.pieces(start, end, buffer, digest)
+            ):
+                return
+            _scatter(reader.read(index, buffer, again=tried), start, landing)
 
     in_threads(threads, read, _chunks_of(manifest, fills))
 
@@ -203,26 +246,16 @@ def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
     return sorted(wanted)
 
 
-def _scatter(view: memoryview, start: int, fills: Sequence[Fill], ends: Sequence[int]) -> None:
+def _scatter(view: memoryview, start: int, landing: Landing) -> None:
     """Copy a chunk, which begins at ``start`` from the data start, to all targets in it."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
     end = start + len(view)
-    at = bisect_right(ends, start)
-    while at < len(fills) and fills[at].start < end:
-        fill = fills[at]
+    for fill in landing.within(start, end):
         low, high = max(fill.start, start), min(fill.end, end)
-        for target in fill.targets if high > low else ():
+        for target in fill.targets:
             if target.is_cpu:
-                _copy(target.data_ptr() + low - fill.start, address + low - start, high - low)
+                copy_bytes(target.data_ptr() + low - fill.start, address + low - start, high - low)
             else:
                 part = target[low - fill.start : high - fill.start]
                 part.copy_(source[low - start : high - start])
-        at += 1
-
-
-def _copy(target: int, source: int, count: int) -> None:
-    """Copy bytes from address to address, on this thread alone: each reading thread starting torch's own threads would
-    crowd the cores."""
-    for done in range(0, count, COPY_BYTES):
-        ctypes.memmove(target + done, source + done, min(COPY_BYTES, count - done))

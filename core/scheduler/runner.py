@@ -19,7 +19,7 @@ from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.packing.files import with_packed
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
-from tierfall.core.restore.images import Image, StoredImage, unpacked
+from tierfall.core.restore.images import Image, ReadableStore, StoredImage, unpacked
 from tierfall.core.scheduler.tasks import (
     AbortShard,
     ChangeMark,
@@ -35,15 +35,13 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.snapshot import Geometry, geometry
-from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.core.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
 
 
-class Store(Protocol):
+class Store(ReadableStore, Protocol):
     """A stored tier, as workers use it. All methods block."""
-
-    name: str
 
     def list(self) -> Listing: ...
 
@@ -52,20 +50,6 @@ class Store(Protocol):
     def holds(self, checkpoint: CheckpointId) -> bool: ...
 
     def check_fence(self, attempt: Attempt) -> None: ...
-
-    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
-
-    def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
-
-    def read_into(
-        self,
-        checkpoint: CheckpointId,
-        shard: Shard,
-        offset: int,
-        view: memoryview,
-        *,
-        codec: Codec = Codec.NONE,
-    ) -> None: ...
 
     def create_shard(
         self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced

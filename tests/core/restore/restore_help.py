@@ -100,7 +100,9 @@ class DictImage:
             raise self.manifest_error
         return self.made.manifest.encode()
 
-    def read(self, manifest: Manifest, index: int, buffer: memoryview) -> memoryview:
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
         start, end = manifest.chunk_range(index)
         self.reads.append(start)
         if start in self.errors:

@@ -1,15 +1,13 @@
-"""How a restore's threads share the work, and how they copy."""
+"""How a restore's threads share the work."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 import time
 
 import pytest
 
-from tierfall.core.restore.reader import COPY_BYTES, _copy, in_threads
+from tierfall.core.restore.reader import in_threads
 
 PATIENCE_S = 20.0
 
@@ -62,13 +60,3 @@ def test_failure_is_raised_once_the_other_threads_have_stopped() -> None:
     with pytest.raises(MemoryError):
         in_threads(2, one, range(9))
     assert (sorted(begun), ended) == ([0, 1], [1])
-
-
-@pytest.mark.parametrize(
-    "count", [1, COPY_BYTES - 1, COPY_BYTES, COPY_BYTES + 1, 3 * COPY_BYTES + 17]
-)
-def test_copy_moves_just_these_bytes(count: int) -> None:
-    source = ctypes.create_string_buffer(os.urandom(count + 8), count + 8)
-    target = ctypes.create_string_buffer(b"\xee" * (count + 8), count + 8)
-    _copy(ctypes.addressof(target) + 3, ctypes.addressof(source) + 5, count)
-    assert target.raw == b"\xee" * 3 + source.raw[5 : 5 + count] + b"\xee" * 5
