@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +19,7 @@ import torch
 import xxhash
 
 from tierfall.backends import linux
-from tierfall.core.device import lock_pages
+from tierfall.core.device import PageLock, lock_pages, synchronize
 
 PIECE_BYTES = 16 << 20
 BLOCK_BYTES = 4096
@@ -33,7 +34,8 @@ class Buffer:
     """Page-aligned memory with a tensor view for each tensor of a state, laid out one after the other.
 
     ``whole`` has some room more, so that an image with its header can be read into it. ``huge`` asks for huge pages,
-    where the kernel gives them on request. It lives as long as the process.
+    where the kernel gives them on request. Touched memory is page-locked where the state is on a GPU, and RuntimeError
+    is raised where that is refused: what a pinned copy takes would not be known.
     """
 
     def __init__(
@@ -50,13 +52,20 @@ class Buffer:
         if touched:
             flat.fill_(1)
         if touched and any(tensor.is_cuda for tensor in tensors):
-            lock_pages(flat.data_ptr(), flat.nbytes)  # as whoever copies to and from a GPU does
+            self._lock_pages(flat)  # as whoever copies to and from a GPU does
         self.tensors: list[torch.Tensor] = []
         start = 0
         for tensor in tensors:
             part = flat[start : start + tensor.nbytes]
             self.tensors.append(part.view(tensor.dtype).view(tensor.shape))
             start += tensor.nbytes
+
+    def _lock_pages(self, flat: torch.Tensor) -> None:
+        """Lock the memory for as long as the buffer lives: unmapped while locked, it would stay so in the driver."""
+        lock = lock_pages(flat.data_ptr(), flat.nbytes)
+        if not lock.locked:
+            raise RuntimeError(f"the reference's buffer cannot be page-locked: {lock.reason}")
+        weakref.finalize(self, _unlock, lock, self.whole)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy a state into the buffer."""
@@ -85,12 +94,16 @@ def in_blocks(size_bytes: int) -> int:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensor by tensor, at torch's own number of threads."""
+    """Copy tensor by tensor, at torch's own number of threads; return when all is copied, on a GPU too."""
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
-    if any(t.is_cuda for t in (*targets[:1], *sources[:1])):
-        torch.cuda.synchronize()
+    synchronize()
+
+
+def _unlock(lock: PageLock, memory: memoryview) -> None:
+    """Unlock memory, which is kept mapped until then."""
+    lock.release()
 
 
 def direct_works(folder: Path, file_system: str) -> bool:

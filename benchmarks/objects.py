@@ -23,6 +23,7 @@ from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
 from tierfall.config import load_config
+from tierfall.core.device import synchronize
 from tierfall.core.restore.verify import Verifier
 from tierfall.core.values import CheckpointId
 from tierfall.demo.s3_server import running
@@ -57,6 +58,11 @@ class Objects:
         if "throttled" in self._plan.only:
             self._throttled()
 
+    def _workload(self, size_bytes: int) -> Workload:
+        work = Workload(shape_for(size_bytes), device=self._plan.device)
+        work.train(TRAINING_STEPS)
+        return work
+
     def _rounds(self, title: str, contenders: list[Contender], *, most: int = 99) -> None:
         self._say(title)
         rounds = min(self._plan.rounds, most)
@@ -72,8 +78,7 @@ class Objects:
     # The server --------------------------------------------------------------------------------------
 
     def _transfers(self, server: Any) -> None:
-        work = Workload(shape_for(min(self._plan.size_bytes, SIZE_MAX_BYTES)))
-        work.train(TRAINING_STEPS)
+        work = self._workload(min(self._plan.size_bytes, SIZE_MAX_BYTES))
         self._results.facts["object_state_bytes"] = bytes_of(work.tensors())
         store = server.store(BUCKET)
         options = server.options()
@@ -124,8 +129,7 @@ class Objects:
 
     def _downloads(self, store: Any, options: dict[str, Any], step: int) -> None:
         """At full size, which one upload pays for all rounds."""
-        work = Workload(shape_for(self._plan.size_bytes))
-        work.train(TRAINING_STEPS)
+        work = self._workload(self._plan.size_bytes)
         self._results.facts["downloaded_state_bytes"] = bytes_of(work.tensors())
         with tierfall.open(self._configuration("full", self._on(options)), fresh=True) as ckpt:
             ckpt.save(step, work.state, block=True)
@@ -143,6 +147,7 @@ class Objects:
 
         def restore() -> None:
             report = opened[-1].restore(work.state)
+            synchronize()
             assert report is not None
             assert [source.tier for source in report.sources] == [STORE]
 
@@ -192,8 +197,7 @@ class Objects:
     # A slow folder -----------------------------------------------------------------------------------
 
     def _throttled(self) -> None:
-        work = Workload(shape_for(self._plan.size_bytes))
-        work.train(TRAINING_STEPS)
+        work = self._workload(self._plan.size_bytes)
         state = {
             name: value.detach().to(torch.bfloat16)
             for name, value in work.model.state_dict().items()

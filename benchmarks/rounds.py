@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tierfall.core.device import synchronize
+
 Figures = Mapping[str, float]
 
 
@@ -31,9 +33,10 @@ class Contender:
 
 
 def quiet() -> None:
-    """Let what was written reach the disk, and nothing be collected in the next timed section."""
+    """Let what was written reach the disk, a GPU be idle, and nothing be collected in the next timed section."""
     gc.collect()
     os.sync()
+    synchronize()
 
 
 def run_rounds(

@@ -27,12 +27,12 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     say(f"small: {COUNT} tensors of {ITEMS * 4 >> 10} KiB, and one buffer of as many bytes")
     direct = bare.direct_works(plan.folder, plan.file_system)
     place = place_of(plan, "small", direct=direct)
-    model = nn.ParameterList(torch.randn(ITEMS) for _ in range(COUNT))
+    model = nn.ParameterList(torch.randn(ITEMS, device=plan.device) for _ in range(COUNT))
     for parameter in model:
-        parameter.grad = torch.ones(ITEMS)
+        parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
-    one = torch.randn(COUNT * ITEMS)
+    one = torch.randn(COUNT * ITEMS, device=plan.device)
     buffer = bare.Buffer([one], touched=True)
     path = place.folder / "reference.bin"
 

@@ -21,6 +21,7 @@ from benchmarks.figures import Results, ratio
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Shape, Workload, bytes_of, shape_for
+from tierfall.core.device import synchronize
 
 HOST, FILE = "host", "disk"
 DURABLE_TARGET = 1.0
@@ -57,6 +58,7 @@ class Suite:
         self._tensors = self._work.tensors()
         self._buffer = Buffer(self._tensors, touched=True)
         self._direct = bare.direct_works(plan.folder, plan.file_system)
+        self._on_gpu = plan.device != "cpu"
         self._step = 0
         self._threads = torch.get_num_threads()
         self.results.facts.update(
@@ -143,7 +145,8 @@ class Suite:
         self._buffer.take(self._tensors)
         copy = "durable.reference/copy"
         self._ratio("durable on the file tier", *_pair("durable"), DURABLE_TARGET)
-        self._ratio("save() blocks, lazily", "durable.tierfall/blocked", copy, BLOCKED_TARGET)
+        target = None if self._on_gpu else BLOCKED_TARGET  # a share of a copy by the processor
+        self._ratio("save() blocks, lazily", "durable.tierfall/blocked", copy, target)
         self._ratio("captured in host memory", "durable.tierfall/captured", copy)
 
     # Restoring ---------------------------------------------------------------------------------------
@@ -192,7 +195,7 @@ class Suite:
         report = ckpt.restore(work.state)
         if report is None or [source.tier for source in report.sources] != [tier]:
             raise AssertionError(f"a restore from tier {tier} alone was to be measured: {report}")
-        _synchronize(self._plan.device)
+        synchronize()
 
     def _image(self) -> Path:
         return next((self._plan.folder / "tier" / "bench").glob("step-*/*.safetensors"))
@@ -240,7 +243,11 @@ class Suite:
         into = Buffer(self._tensors, touched=True)
 
         def copy() -> Figures:
-            self._buffer.give(self._tensors)
+            if self._on_gpu:  # in the host's memory, as out of the page cache, and to the device
+                into.take(self._buffer.tensors)
+                into.give(self._tensors)
+            else:
+                self._buffer.give(self._tensors)
             return {}
 
         def read() -> Figures:
@@ -343,8 +350,3 @@ class _Fresh:
 
 def _pair(name: str) -> tuple[str, str]:
     return f"{name}.tierfall", f"{name}.reference"
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()

@@ -22,6 +22,7 @@ from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, run_rounds
 from benchmarks.stalls import measure_stalls
 from benchmarks.workload import Workload, bytes_of, shape_for
+from tierfall.core.device import synchronize
 
 SIZE_BYTES = int(0.33 * 2**30)
 STEPS = 10
@@ -53,6 +54,7 @@ def train(work: Workload, system: System | None = None, every: int = 1) -> None:
                 system.wait()
     if system is not None:
         system.wait()
+    synchronize()  # the steps behind the last save count too
 
 
 class Training:
@@ -62,7 +64,7 @@ class Training:
         self._plan = plan
         self._say = say
         self._results = results
-        self._work = Workload(shape_for(min(plan.size_bytes, SIZE_BYTES)))
+        self._work = Workload(shape_for(min(plan.size_bytes, SIZE_BYTES)), device=plan.device)
         self._work.train(2)
         self._direct = bare.direct_works(plan.folder, plan.file_system)
         results.facts["training_state_bytes"] = bytes_of(self._work.tensors())

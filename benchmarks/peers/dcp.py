@@ -52,11 +52,12 @@ class _Async(Dcp):
 
     def __init__(self, work: Workload, place: Place) -> None:
         super().__init__(work, place)
+        on_gpu = work.device != "cpu"
         options = StagingOptions(
-            use_pinned_memory=False,
+            use_pinned_memory=on_gpu,
             use_shared_memory=self.how is AsyncCheckpointerType.PROCESS,
             use_async_staging=False,
-            use_non_blocking_copy=False,
+            use_non_blocking_copy=on_gpu,
         )
         self._stager = DefaultStager(options)
 

@@ -39,4 +39,4 @@ class Safetensors(System):
         make_durable(self.target)
 
     def load(self) -> None:
-        fill(self.state, load_file(self.target / "state.safetensors"))
+        fill(self.state, load_file(self.target / "state.safetensors", device=self.work.device))

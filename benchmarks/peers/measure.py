@@ -13,6 +13,7 @@ from benchmarks.peers.system import Place, System
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
+from tierfall.core.device import synchronize
 
 PREFIX = "peers"
 TRAINING_STEPS = 2
@@ -30,7 +31,7 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     results.facts["systems_missing"] = registry.missing(plan.systems)
     direct = bare.direct_works(plan.folder, plan.file_system)
     say("peers: each saves, makes durable, and loads the same state, cold and warm")
-    work = Workload(shape_for(plan.size_bytes))
+    work = Workload(shape_for(plan.size_bytes), device=plan.device)
     work.train(TRAINING_STEPS)
     results.facts["peers_state_bytes"] = bytes_of(work.tensors())
     saved = Buffer(work.tensors(), touched=True)
@@ -61,10 +62,11 @@ def place_of(plan: Plan, name: str, *, direct: bool) -> Place:
 
 
 def _plain(load: Callable[[], None]) -> Callable[[], Figures]:
-    """A load has no figures beside its own seconds."""
+    """A load has no figures beside its own seconds; it is done when a GPU holds it."""
 
     def run() -> Figures:
         load()
+        synchronize()
         return {}
 
     return run

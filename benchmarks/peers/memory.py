@@ -79,10 +79,10 @@ def _own_bytes(process: int) -> int:
     return 0
 
 
-def measure(key: str, size_bytes: int, place: Place) -> dict[str, int]:
+def measure(key: str, size_bytes: int, place: Place, device: str) -> dict[str, int]:
     """Save a few times while the optimizer steps, and return the peaks beyond those without saving."""
     system_type = next(each for each in registry.SYSTEMS if each.key == key)
-    work = Workload(shape_for(size_bytes))
+    work = Workload(shape_for(size_bytes), device=device)
     work.train(1)
     gc.collect()
     bare.give_back_freed()
@@ -103,7 +103,8 @@ def measure(key: str, size_bytes: int, place: Place) -> dict[str, int]:
 def measure_apart(plan: Plan, key: str) -> dict[str, int]:
     """Run ``measure`` in a fresh process and session, and return what it printed."""
     folders = {"folder": plan.folder / "memory-apart", "memory": plan.memory / "memory-apart"}
-    words = [str(min(plan.size_bytes, SIZE_MAX_BYTES)), key, *map(str, folders.values())]
+    size_bytes = min(plan.size_bytes, SIZE_MAX_BYTES)
+    words = [str(size_bytes), key, *map(str, folders.values()), plan.device]
     for folder in folders.values():
         folder.mkdir()
     try:
@@ -128,10 +129,11 @@ def main() -> None:
     parser.add_argument("key")
     parser.add_argument("folder", type=Path)
     parser.add_argument("memory", type=Path)
+    parser.add_argument("device")
     given = parser.parse_args()
     direct = bare.direct_works(given.folder, machine.file_system(given.folder))
     place = Place(folder=given.folder, memory=given.memory, direct=direct)
-    print(json.dumps(measure(given.key, given.size_bytes, place)))
+    print(json.dumps(measure(given.key, given.size_bytes, place, given.device)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """nvidia-resiliency-ext: a forked process holds the state as it was, and writes it.
 
-Its own callers synchronize with CUDA before they fork; here its writer is driven by a fork alone, which is what
-remains of them on a machine without a GPU.
+What its own callers do before they fork is done here too: a GPU's tensors are copied to the host, and waited for.
 """
 
 from __future__ import annotations
@@ -38,7 +37,10 @@ class Resiliency(Dcp):
     def save(self) -> None:
         writer = self._files.FileSystemWriterAsync(self.target, thread_count=THREADS)
         self._plan = self._saver.save_state_dict_async_plan(self.state, writer)
-        write, _, arguments = writer.get_save_function_and_args()
+        write, preload, arguments = writer.get_save_function_and_args()
+        if self.work.device != "cpu":
+            rank, _, queue = arguments
+            arguments = [rank, preload(), queue]  # a forked process may not touch the GPU
         fork = multiprocessing.get_context("fork")
         self._process = fork.Process(target=write, args=arguments)
         self._process.start()
