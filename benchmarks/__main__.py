@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, memory, objects, plots, report, small, training
+from benchmarks import gpu, machine, memory, objects, plots, report, small, training
 from benchmarks.figures import Results, exit_code
 from benchmarks.peers import measure as peers
 from benchmarks.peers import registry
@@ -24,8 +24,13 @@ from benchmarks.suite import Suite
 from tierfall.tiers.arena_folder import SHARED_MEMORY
 
 FILE_PARTS = ("durable", "host", "cold", "warm")
-PARTS = (*FILE_PARTS, "memory", "objects", "throttled", "peers", "training", "small")
-MORE_PARTS = {"peers": peers.measure, "training": training.measure, "small": small.measure}
+PARTS = (*FILE_PARTS, "memory", "objects", "throttled", "peers", "training", "small", "gpu")
+MORE_PARTS = {
+    "peers": peers.measure,
+    "training": training.measure,
+    "small": small.measure,
+    "gpu": gpu.measure,
+}
 EPILOGUE = (
     "exit codes: 0: every target is met (or --report-only), 1: one is missed, "
     "2: the file tier ran buffered I/O where the reference ran direct"
@@ -48,13 +53,34 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="of the part peers",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order within each round")
-    parser.add_argument("--device", default="cpu", help="where the state lies: cpu or cuda")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the state lies: cpu or cuda"
+    )
+    parser.add_argument(
+        "--parameters",
+        type=count,
+        default=1_000_000_000,
+        help="of the model of the part gpu, 10 bytes of state each (default: 1e9)",
+    )
     parser.add_argument("--json", type=Path, default=Path("build/benchmarks.json"))
     parser.add_argument("--report-only", action="store_true", help="exit 0 on missed targets")
     parsed = parser.parse_args(arguments)
     if parsed.rounds < 1 or parsed.size_gib <= 0:
         parser.error("--rounds and --size-gib must be above zero")
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
     return parsed
+
+
+def count(text: str) -> int:
+    """Read a number above zero that may be written as 1e9."""
+    try:
+        number = int(float(text))
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero, such as 1e9")
+    return number
 
 
 def say(line: str) -> None:
@@ -78,6 +104,7 @@ def main(arguments: Sequence[str]) -> int:
         only=frozenset(options.only),
         device=options.device,
         systems=frozenset(options.systems),
+        parameters=options.parameters,
     )
     try:
         about = machine.describe(folder, host, options.device)

@@ -19,3 +19,5 @@ class Plan:
     only: frozenset[str]
     device: str = "cpu"
     systems: frozenset[str] = frozenset()
+    parameters: int = 1_000_000_000
+    """Of the model of the part ``gpu``."""

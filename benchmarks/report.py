@@ -74,6 +74,13 @@ def _heading(results: Results, machine: dict[str, Any]) -> list[str]:
             f"training: {facts['training_parameters'] / 1e6:.0f} M parameters, "
             f"{facts['training_state_bytes'] / GIB:.2f} GiB of state"
         )
+    if "gpu_state_bytes" in facts:
+        lines.append(
+            f"gpu: {facts['gpu_parameters'] / 1e9:.2f} billion parameters in bf16 with fp32 moments, "
+            f"{facts['gpu_state_bytes'] / GIB:.2f} GiB in {facts['gpu_tensors']} tensors; "
+            f"{facts['gpu_batches']} batches a step"
+        )
+    lines += facts.get("gpu_left_out", [])
     return lines
 
 
@@ -84,6 +91,7 @@ def _bytes_moved(series: str, facts: dict[str, Any]) -> int:
         "download": "downloaded_state_bytes",
         "throttled": "throttled_state_bytes",
         "small": "small_state_bytes",
+        "gpu": "gpu_state_bytes",
     }
     return int(facts[kinds.get(series.partition(".")[0], "state_bytes")])
 

@@ -89,12 +89,20 @@ class Gpt(nn.Module):
 class Workload:
     """A model and its optimizer; ``state`` is what a training loop hands to ``save``."""
 
+    batch = BATCH
+
     def __init__(self, shape: Shape, *, device: str = "cpu", seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.shape = shape
         self.device = device
-        self.model = Gpt(shape).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.model = self._make_model()
+        self.optimizer = self._make_optimizer()
+
+    def _make_model(self) -> Gpt:
+        return Gpt(self.shape).to(self.device)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -109,7 +117,7 @@ class Workload:
     def backward(self) -> None:
         """Compute the gradients of one batch of synthetic tokens."""
         self.optimizer.zero_grad()
-        shape = (BATCH, self.shape.context + 1)
+        shape = (self.batch, self.shape.context + 1)
         tokens = torch.randint(self.shape.vocabulary, shape, device=self.device)
         logits = self.model(tokens[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
