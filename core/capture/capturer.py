@@ -255,7 +255,7 @@ class Capturer:
             try:
                 self._capture(snapshot)
             except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
-                snapshot.filling.fail(error)
+                snapshot.filling.fail(_as_failure(snapshot, error))
                 snapshot.filling.abandon()
                 snapshot.filling.release_sources()
                 traceback.clear_frames(error.__traceback__)
@@ -298,6 +298,15 @@ def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:
 
 def _interrupted(snapshot: Snapshot, error: BaseException) -> CaptureError:
     return CaptureError(f"save of step {snapshot.id.step}: interrupted: {error!r}")
+
+
+def _as_failure(snapshot: Snapshot, error: BaseException) -> Exception:
+    """What ended the capture thread as it may be raised in another: SystemExit, say, was not meant for that one."""
+    if isinstance(error, Exception):
+        return error
+    failure = _interrupted(snapshot, error)
+    failure.__cause__ = error
+    return failure
 
 
 def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:

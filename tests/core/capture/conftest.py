@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from loop_help import PATHS, Still
 
 from tests.core.capture.lazy_help import Held
 from tierfall.core.capture import cutting as module
@@ -22,3 +23,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     held.free.set()
     yield held
     held.free.set()
+
+
+@pytest.fixture(params=PATHS)
+def still(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Still]:
+    """A capture that stands still when a test wants it to, on the host and on a device."""
+    made = PATHS[request.param](monkeypatch)
+    yield made
+    made.close()

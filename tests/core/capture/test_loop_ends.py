@@ -1,0 +1,248 @@
+"""What goes away while a save is captured: the model, a worker, the loop itself; on the host and on a device."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loop_help import Still
+
+import tierfall
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
+from tests.steps import wait_until
+from tierfall.core.capture.filling import Filling
+from tierfall.core.errors import CaptureError, FlushError
+from tierfall.core.values import SaveOutcome
+from tierfall.tiers.stored import StoredTier
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+
+# Memory that goes ------------------------------------------------------------------------------------
+
+
+class Borrowed(torch.nn.Module):
+    """Parameters in memory that tells when nobody holds it any more."""
+
+    def __init__(self, count: int, elements: int) -> None:
+        super().__init__()
+        arrays = [np.full(elements, float(number), dtype=np.float32) for number in range(count)]
+        self.watched = [weakref.ref(array) for array in arrays]
+        self.parts = torch.nn.ParameterList(torch.from_numpy(array) for array in arrays)
+
+
+def test_a_module_that_is_freed_under_capture_lives_until_it_was_read(
+    make_config: MakeConfig, tmp_path: Path, still: Still
+) -> None:
+    model = Borrowed(count=6, elements=2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    watched = model.watched
+
+    def step() -> None:
+        for parameter in state["model"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+    with tierfall.open(make_config()) as ckpt:
+        step()
+        ckpt.save(1, state, block=True)
+        step()
+        still.hold()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = {
+            number: entries["momentum_buffer"].clone()
+            for number, entries in optimizer.state_dict()["state"].items()
+        }
+        del model, optimizer
+        state.clear()
+        gc.collect()
+        over = [torch.full((2000,), -7.0) for _ in range(200)]  # where it was, if it is gone
+        assert all(each() is not None for each in watched)
+        still.go()
+        handle.wait(timeout=PATIENCE_S)
+        wait_until(lambda: all(each() is None for each in watched), "its memory is let go of")
+    assert len(over) == 200
+    loaded = tierfall.load(tmp_path / "disk", step=2)
+    assert_same(dict(loaded["model"]), before)
+    assert loaded["optimizer"]["state"].keys() == moments.keys()
+    for number, moment in moments.items():
+        assert torch.equal(loaded["optimizer"]["state"][number]["momentum_buffer"], moment)
+
+
+# Workers that die ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_what_ends_the_capture_thread_is_the_saves_own_failure_and_no_more(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    still: Still,
+    monkeypatch: pytest.MonkeyPatch,
+    on_error: str,
+    error: BaseException,
+) -> None:
+    """Not even what would end a program ends the loop: it was not raised there."""
+    trainer = Trainer()
+
+    def dies(filling: Filling) -> bool:
+        raise error
+
+    with tierfall.open(make_config(on_error=on_error)) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Filling, "hash_ready", dies)
+            handle = lazy_save(ckpt, trainer, 2)
+            trainer.step()  # trains on
+            wait_until(lambda: handle.outcome is SaveOutcome.FAILED, "the handle tells")
+            trainer.step()
+        with pytest.raises(CaptureError) as caught:
+            handle.captured()
+        assert is_behind(error, caught.value)
+        before = trainer.now()
+        if on_error == "raise":
+            with pytest.raises(Exception) as told:
+                ckpt.save(3, trainer.state)
+            assert is_behind(error, told.value)
+        ckpt.save(4, trainer.state, block=True)
+    assert_same(saved(tmp_path / "disk", 4), before)
+    assert not list((tmp_path / "disk").glob("run/step-00000002-*"))
+
+
+def test_the_barrier_of_a_capture_thread_that_died_lets_the_update_run(
+    make_config: MakeConfig, still: Still, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        still.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
+
+        def dies(filling: Filling) -> bool:
+            raise SystemExit(3)
+
+        monkeypatch.setattr(Filling, "hash_ready", dies)
+        still.go()
+        wait_until(lambda: snapshot.filling.failure is not None, "the thread has died of it")
+        before = trainer.now()
+        trainer.step()
+        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
+        with pytest.raises(CaptureError, match="SystemExit"):
+            handle.captured()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3), MemoryError("no more")])
+def test_what_a_flush_raises_is_told_and_the_copy_is_tried_again(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+) -> None:
+    trainer = Trainer()
+
+    def dies(tier: StoredTier, *words: Any) -> Any:
+        raise error
+
+    with tierfall.open(make_config(max_wait="1s")) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(StoredTier, "create_shard", dies)
+            before = trainer.now()
+            handle = lazy_save(ckpt, trainer, 2)
+            with pytest.raises(FlushError, match="flush of 2@1 to disk failed") as caught:
+                handle.wait(timeout=PATIENCE_S)
+            assert is_behind(error, caught.value)
+            assert handle.done("host"), "it lies in memory"
+            trainer.step()
+        after = trainer.now()
+        third = ckpt.save(3, trainer.state)
+        wait_until(lambda: third.done("disk") and handle.done("disk"), "the tier has both")
+    assert "flush of 2@1 to disk failed (try 1)" in caplog.text
+    assert_same(saved(tmp_path / "disk", 2), before)
+    assert_same(saved(tmp_path / "disk", 3), after)
+
+
+def is_behind(error: BaseException, told: BaseException | None) -> bool:
+    """Say whether an exception is another one, or was caused by it."""
+    while told is not None and told is not error:
+        told = told.__cause__
+    return told is error
+
+
+# How loops end ---------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_raises_with_a_capture_in_flight_leaves_that_step_behind(
+    make_config: MakeConfig, tmp_path: Path, still: Still
+) -> None:
+    trainer = Trainer()
+    before: dict[str, torch.Tensor] = {}
+
+    def loop() -> None:
+        with tierfall.open(make_config()) as ckpt:
+            warmed_up(ckpt, trainer)
+            still.hold()
+            before.update(trainer.now())
+            handle = lazy_save(ckpt, trainer, 2)
+            assert not handle.done("host")
+            threading.Timer(0.05, still.go).start()
+            raise ZeroDivisionError("loss went wrong")
+
+    with pytest.raises(ZeroDivisionError, match="loss went wrong"):
+        loop()
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+SCRIPT = """
+import json, sys, tierfall, torch
+from tests.core.capture.lazy_help import Trainer, warmed_up
+trainer = Trainer()
+ckpt = tierfall.open(json.loads(sys.argv[1]))
+warmed_up(ckpt, trainer)
+torch.save(trainer.now(), sys.argv[2])
+handle = ckpt.save(2, trainer.state)
+assert handle.stats.lazy and not handle.done("host")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raises"])
+def test_a_script_that_ends_without_close_keeps_what_was_in_flight(
+    make_config: MakeConfig, tmp_path: Path, how: str
+) -> None:
+    config = {**make_config(chunk="4KiB"), "capture": {"bandwidth": "2KB/s"}}  # far from done
+    script = SCRIPT + ("1 / 0\n" if how == "raises" else "")
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(config), str(tmp_path / "before")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (how == "raises"), done.stderr
+    assert "run run: the program ends and did not close it: closing" in done.stderr
+    assert_same(saved(tmp_path / "disk", 2), torch.load(tmp_path / "before"))

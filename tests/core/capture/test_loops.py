@@ -1,0 +1,284 @@
+"""What loops do while a save is captured, or in place of a torch optimizer's step: on the host and on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from loop_help import Still
+
+import tierfall
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
+from tierfall.core.capture import barrier
+from tierfall.core.errors import CaptureError
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+NOT_SEEN = "no optimizer step, wait_captured() or guard() was seen since the last save"
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "captures blocking" in r.getMessage()]
+
+
+# With torch optimizers -------------------------------------------------------------------------------
+
+
+def test_gradients_accumulate_while_the_state_is_captured(
+    make_config: MakeConfig, tmp_path: Path, still: Still
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        still.hold()
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        for _ in range(3):
+            trainer.backward()
+        assert not handle.done("host"), "no backward waited for it"
+        trainer.optimizer.step()
+        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
+        still.go()
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_the_capture_goes_on_through_a_step_that_the_scaler_skips(
+    make_config: MakeConfig, tmp_path: Path, still: Still
+) -> None:
+    trainer = Trainer()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(*, overflow: bool) -> None:
+        scaler.scale(trainer.model(torch.randn(4, 40)).pow(2).mean()).backward()
+        if overflow:
+            trainer.model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index]
+        scaler.step(trainer.optimizer)
+        scaler.update()
+        trainer.optimizer.zero_grad()
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        still.hold()
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        step(overflow=True)
+        assert_same(trainer.now(), before)
+        assert not handle.done("host"), "nothing waited for it"
+        step(overflow=False)
+        assert any(not torch.equal(before[n], after) for n, after in trainer.now().items())
+        still.go()
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def test_the_first_of_two_optimizers_waits_for_the_state_of_both(
+    make_config: MakeConfig, tmp_path: Path, still: Still
+) -> None:
+    a, b = Trainer(), Trainer(foreach=True)
+    state = {"a": a.model, "oa": a.optimizer, "b": b.model, "ob": b.optimizer}
+
+    def now() -> dict[str, torch.Tensor]:
+        return {
+            **{f"a.{k}": v for k, v in a.now().items()},
+            **{f"b.{k}": v for k, v in b.now().items()},
+        }
+
+    with tierfall.open(make_config()) as ckpt:
+        a.step()
+        b.step()
+        ckpt.save(1, state, block=True)
+        a.step()
+        b.step()
+        still.hold()
+        before = now()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy
+        a.step()
+        b.step()
+        still.go()
+        handle.wait(timeout=PATIENCE_S)
+    loaded = tierfall.load(tmp_path / "disk", step=2)
+    found = {
+        f"{each}.model.{name}": tensor for each in "ab" for name, tensor in loaded[each].items()
+    }
+    assert found
+    for name, tensor in found.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+# Updates that no hook of torch's sees ----------------------------------------------------------------
+
+
+class ByHand:
+    """A model that something else than a torch optimizer updates; backward is part of the update."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(40, 100), torch.nn.Linear(100, 40))
+        self.state = {"model": self.model}
+
+    def backward(self) -> None:
+        self.model(torch.randn(4, 40)).pow(2).mean().backward()
+
+    def update(self) -> None:
+        self.backward()
+        descend(self.model)
+
+    def now(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+class Lomo(ByHand):
+    """Each parameter is updated in the backward pass, as soon as its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._descend)
+
+    @staticmethod
+    def _descend(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+        parameter.grad = None
+
+    def update(self) -> None:
+        self.backward()
+
+
+class Foreign(ByHand):
+    """An optimizer that is none of torch's, as DeepSpeed's are."""
+
+    class Optimizer:
+        def __init__(self, model: torch.nn.Module) -> None:
+            self._model = model
+
+        def step(self) -> None:
+            descend(self._model)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = self.Optimizer(self.model)
+
+    def update(self) -> None:
+        self.backward()
+        self.optimizer.step()
+
+
+def descend(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("kind", [ByHand, Lomo, Foreign])
+def test_updates_that_no_barrier_brackets_make_saves_block_and_that_is_said_once(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    still: Still,
+    caplog: pytest.LogCaptureFixture,
+    kind: Callable[[], ByHand],
+) -> None:
+    loop, wanted = kind(), {}
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(1, 6):
+            loop.update()
+            wanted[step] = loop.now()
+            assert not ckpt.save(step, loop.state).stats.lazy
+            loop.update()  # at once
+    for step, before in wanted.items():
+        assert_same(dict(tierfall.load(tmp_path / "disk", step=step)["model"]), before)
+    assert reasons(caplog) == [f"this save captures blocking: {NOT_SEEN}"]
+
+
+@pytest.mark.parametrize("kind", [ByHand, Lomo, Foreign])
+def test_with_a_guard_around_such_updates_saves_are_lazy_and_right(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    still: Still,
+    caplog: pytest.LogCaptureFixture,
+    kind: Callable[[], ByHand],
+) -> None:
+    loop, wanted = kind(), {}
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(1, 6):
+            with ckpt.guard():
+                loop.update()
+            wanted[step] = loop.now()
+            assert ckpt.save(step, loop.state).stats.lazy is (step > 1)
+    for step, before in wanted.items():
+        assert_same(dict(tierfall.load(tmp_path / "disk", step=step)["model"]), before)
+    assert reasons(caplog) == []
+
+
+def test_replays_of_a_graph_make_saves_block_and_that_is_said_once(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    still: Still,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replay runs the recorded update, and no hook."""
+    trainer, other, wanted = Trainer(), Trainer(), {}
+    trainer.state["other"] = other.model
+
+    def replay() -> None:
+        trainer.backward()
+        descend(trainer.model)
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(barrier, "is_recording", lambda: True)
+            trainer.step()
+        for step in range(2, 6):
+            replay()
+            trainer.optimizer.step()  # one beside the graph is no evidence of the replays
+            other.step()  # nor is another optimizer's
+            wanted[step] = trainer.now()
+            assert not ckpt.save(step, trainer.state).stats.lazy
+            replay()  # at once
+    for step, before in wanted.items():
+        assert_same(saved(tmp_path / "disk", step), before)
+    (reason,) = reasons(caplog)
+    assert "no torch optimizer was seen to step" in reason
+    assert "0.weight" in reason
+
+
+def test_a_step_that_is_recorded_while_a_save_is_under_way_gives_the_save_up(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    still: Still,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        still.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(barrier, "is_recording", lambda: True)
+            trainer.step()
+        still.go()
+        with pytest.raises(CaptureError, match="recorded into a CUDA graph"):
+            handle.wait(timeout=PATIENCE_S)
+        assert (
+            "save: step 2 is given up: save of step 2: an optimizer step was recorded"
+            in caplog.text
+        )
+        before = trainer.now()
+        ckpt.save(3, trainer.state, block=True)
+    assert_same(saved(tmp_path / "disk", 3), before)
+    assert not list((tmp_path / "disk").glob("run/step-00000002-*"))
