@@ -33,7 +33,7 @@ class Accelerator(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Return what memory may still be taken there."""
+        """Return what memory may still be taken there, beside the most that training took so far."""
         ...
 
 
@@ -55,7 +55,7 @@ class Cuda:
         return float(first.elapsed_time(last)) / 1e3
 
     def free_bytes(self) -> int:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what torch keeps for later is free for a slab
-        free, _ = torch.cuda.mem_get_info()
+        free, _ = (
+            torch.cuda.mem_get_info()
+        )  # what torch keeps counts as taken: the next batch needs it
         return free

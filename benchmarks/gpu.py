@@ -18,7 +18,7 @@ import torch
 
 import tierfall
 from benchmarks.accelerator import Accelerator, Cuda
-from benchmarks.bare import Buffer
+from benchmarks.bare import Buffer, give_back_freed
 from benchmarks.figures import Results, over_rounds, ratio
 from benchmarks.hooks import HookClock
 from benchmarks.large import LargeWorkload, fingerprint, shape_of
@@ -39,7 +39,7 @@ PAIRS_A_ROUND = 3
 ROOM_BYTES = 512
 """In the slab, for each piece of the state: it begins at a multiple of this."""
 SPARE_BYTES = 1 << 30
-"""Of the device's memory, for what training takes beside state and slab."""
+"""Of the device's memory, that a slab leaves free."""
 
 MEMCPY, CAPTURED, AT_ONCE = "gpu.memcpy", "gpu.captured", "gpu.at once"
 PLAIN, SAVED = "gpu.steps/without", "gpu.steps/saved"
@@ -65,7 +65,7 @@ class Gpu:
             min(COPY_BYTES, self._bytes), dtype=torch.uint8, device=accelerator.device
         )
         self._targets = torch.zeros_like(self._sources)
-        self._locked = Buffer([self._sources], touched=True).tensors[0]
+        self._buffer = Buffer([self._sources], touched=True)  # locked for as long as it is held
         self._step = 0
         self._last: tierfall.SaveHandle | None = None
         results.facts.update(
@@ -96,7 +96,7 @@ class Gpu:
             tiers.insert(0, {"name": SPARE, "kind": "device", "capacity": slab_bytes})
         clock = HookClock(self._accelerator)
         try:
-            with tierfall.open({"run": "bench", "max_wait": "10m", "tiers": tiers}) as ckpt:
+            with tierfall.open({"run": "bench", "max_wait": "1m", "tiers": tiers}) as ckpt:
                 clock.end_here()
                 self._last = None
                 self._save(ckpt, lazy=False)
@@ -107,6 +107,8 @@ class Gpu:
     def _save(self, ckpt: tierfall.Checkpointer, *, lazy: bool = True) -> None:
         self._step += 1
         self._last = ckpt.save(self._step, self._work.state)
+        if (error := self._last.exception()) is not None:  # no room in host memory, say
+            raise error
         if self._last.stats.lazy is not lazy:
             raise AssertionError("the save captured blocking; a lazy one was to be measured")
 
@@ -147,7 +149,7 @@ class Gpu:
 
     def _saves(self, ckpt: tierfall.Checkpointer, clock: HookClock) -> None:
         def memcpy() -> None:
-            self._copy(self._locked)
+            self._copy(self._buffer.tensors[0])
             self._accelerator.synchronize()
 
         def capture() -> Figures:
@@ -317,6 +319,7 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
         results.facts["gpu_left_out"] = [line]
         return
     gc.collect()
+    give_back_freed()
     gc.freeze()
     try:
         Gpu(plan, say, results, Cuda()).run()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks import figures, gpu, hooks, large, machine, report
+from benchmarks import bare, figures, gpu, hooks, large, machine, report
 from benchmarks.__main__ import parse
 from benchmarks.figures import Results
 from benchmarks.plan import Plan
@@ -21,6 +21,7 @@ from tests.core.capture.fake_device import FakePlaces, FakeStream
 from tierfall import saving
 from tierfall.config import Config
 from tierfall.core.capture.flights import Slab
+from tierfall.core.errors import CapacityError
 from tierfall.tiers.device import DeviceSlab
 
 PARAMETERS = 1_100_000
@@ -218,6 +219,34 @@ def test_save_that_captured_blocking_is_not_measured(tmp_path: Path, rehearsal: 
     blocking = pytest.raises(AssertionError, match="captured blocking")
     with part._opened("plain") as (ckpt, _), blocking:
         part._save(ckpt)  # no update since the last
+
+
+def test_save_that_found_no_room_is_told_as_it_was(
+    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
+    with part._opened("plain") as (ckpt, _):
+        skipped = SimpleNamespace(exception=lambda: CapacityError("host memory is full"))
+        monkeypatch.setattr(ckpt, "save", lambda *words: skipped)
+        with pytest.raises(CapacityError, match="host memory is full"):
+            part._save(ckpt)
+
+
+def test_the_reference_holds_what_it_copies_into(
+    tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer that is let go of is locked no more, though tensors of its memory live on."""
+    gone: list[bool] = []
+
+    class Watched(bare.Buffer):
+        def __del__(self) -> None:
+            gone.append(True)
+
+    monkeypatch.setattr(gpu, "Buffer", Watched)
+    part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
+    assert not gone
+    del part
+    assert gone
 
 
 def test_hook_clock_times_what_is_registered_inside_and_nothing_else(
