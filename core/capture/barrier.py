@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,18 +49,24 @@ class Barrier:
         """Note that the loop itself waited for the capture (``wait_captured``, ``guard``)."""
         self._bracketed = True
 
-    def missing(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> tuple[str, ...]:
-        """Name the trainable parameters whose update no barrier was seen to bracket since ``forget``."""
+    def missing(self, parameters: Mapping[int, tuple[str, torch.nn.Parameter]]) -> tuple[str, ...]:
+        """Name the trainable ones among parameters, which are given by their ids, whose update no barrier was seen to
+        bracket since ``forget``."""
         if self._bracketed:
             return ()
-        covered = {
-            id(parameter)
-            for optimizer in self._stepped
-            if optimizer not in self._in_graphs
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        return tuple(name for name, parameter in parameters if id(parameter) not in covered)
+        covered: set[int] = set()
+        for optimizer in self._stepped:
+            if optimizer not in self._in_graphs:
+                for group in optimizer.param_groups:
+                    covered.update(map(id, group["params"]))
+        left = parameters.keys() - covered
+        if not left:
+            return ()
+        return tuple(
+            name
+            for number, (name, parameter) in parameters.items()
+            if number in left and parameter.requires_grad
+        )
 
     @property
     def seen(self) -> bool:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Capturer:
 
     def why_blocking(
         self,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Mapping[int, tuple[str, torch.nn.Parameter]],
         *,
         elsewhere: Collection[str],
         first: bool,

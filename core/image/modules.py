@@ -7,7 +7,8 @@ that type stands, at any depth; a child that happens to be called ``module`` kee
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,15 @@ class ModuleScan:
         """Name a key of the state_dict, below the module's own name."""
         return naming.module_part(self._strip(key) if self.has_wrappers else key)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, each with its name in the state."""
+        names: Iterable[str] = self.parameters
+        if self.has_wrappers:
+            names = map(self._strip, names)
+        prefix = f"{self.name}." if self.name else ""
+        names = map(prefix.__add__, naming.module_parts(names))
+        return zip(names, self.parameters.values(), strict=True)
+
     @property
     def owners(self) -> dict[str, nn.Module]:
         """The modules, by the key that each one's extra state would have."""
@@ -107,7 +117,7 @@ class ModuleScan:
     def signature(self) -> tuple[Any, ...]:
         """Return what says which key of a state_dict is a parameter, and how it is named: equal for equal answers."""
         try:
-            pointers = [*map(torch.Tensor.data_ptr, self.parameters.values())]
+            pointers = array("Q", map(torch.Tensor.data_ptr, self.parameters.values()))
         except RuntimeError:  # one of another layout has no address
             return (object(),)
         bare = [(raw, bare) for raw, bare, _ in self.places] if self.has_wrappers else []
@@ -160,6 +170,17 @@ class Scans:
         found = self.by_module.get(id(module))
         return found if found is not None and found.name == name else scan(module, name)
 
+    def note(self, scan: ModuleScan) -> None:
+        """Take the parameters of a module in; one that has a name keeps it."""
+        ids = [*map(id, scan.parameters.values())]
+        named = [*scan.named_parameters()]
+        found = dict(zip(ids, named, strict=True))
+        if len(found) < len(ids):
+            found.update(zip(reversed(ids), reversed(named), strict=True))
+        for each in found.keys() & self.parameters.keys():
+            del found[each]
+        self.parameters.update(found)
+
     def name_of(self, parameter: torch.Tensor) -> str | None:
         found = self.parameters.get(id(parameter))
         return None if found is None else found[0]
@@ -181,11 +202,7 @@ def _find(value: object, name: str, scans: Scans, depth: int) -> None:
     elif isinstance(value, nn.Module) and codec.codec_for(kind) is None:
         if id(value) not in scans.by_module:
             found = scans.by_module[id(value)] = scan(value, name)
-            prefix = f"{name}." if name else ""
-            for key, parameter in found.parameters.items():
-                scans.parameters.setdefault(
-                    id(parameter), (prefix + found.key_name(key), parameter)
-                )
+            scans.note(found)
     elif kind is nn.Parameter:
         scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
     elif depth <= codec.DEPTH_MAX:

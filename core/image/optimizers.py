@@ -7,6 +7,8 @@ dtype. One whose class, object or hooks change what ``state_dict`` or ``load_sta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,18 +55,16 @@ class Numbering:
 
 
 def numbering(optimizer: Optimizer, scans: Scans) -> Numbering:
-    parameters = tuple(p for group in optimizer.param_groups for p in group["params"])
+    parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
     ids = [*map(id, parameters)]
-    last = len(ids) - 1
-    numbers = {each: last - place for place, each in enumerate(reversed(ids))}  # the first counts
-    named = [*map(scans.parameters.get, ids)]
+    numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # the first counts
+    named = map(scans.parameters.get, ids, repeat((None,)))
+    groups = [map(numbers.__getitem__, map(id, g["params"])) for g in optimizer.param_groups]
     return Numbering(
         parameters,
         numbers,
-        names=tuple([None if found is None else found[0] for found in named]),
-        groups=tuple(
-            tuple([numbers[id(p)] for p in group["params"]]) for group in optimizer.param_groups
-        ),
+        names=tuple(map(itemgetter(0), named)),
+        groups=tuple(map(tuple, groups)),
     )
 
 

@@ -8,38 +8,62 @@ called all the same.
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.tensors import version_of
 from tierfall.core.values import Changes
 
-Looks = tuple[list[Any], ...]
+BLOCK = 256
+"""So many tensors are looked at in one go: what is known of them stays in a core's cache from question to question."""
 
 _POINTER = torch.Tensor.data_ptr
 _SHAPE = operator.attrgetter("shape")
 _STRIDE = torch.Tensor.stride
 _DTYPE = operator.attrgetter("dtype")
 _NEGATED = torch.Tensor.is_neg
+_VERSION = operator.attrgetter("_version")
 
 
-def looks_of(tensors: Sequence[torch.Tensor]) -> Looks | None:
-    """Say where tensors lie and how they are read; None where one of them is no plain tensor in strides."""
+class Looks(NamedTuple):
+    """Where tensors lie, and how they are read."""
+
+    pointers: array[int]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    negated: list[bool]
+
+
+def look(tensors: Sequence[torch.Tensor]) -> tuple[Looks, list[int]] | None:
+    """Look at tensors, and read their version counters; None where one of them is no plain tensor in strides."""
     if set(map(type, tensors)) != {torch.Tensor}:
         return None
+    looks, versions = Looks(array("Q"), [], [], [], []), list[int]()
     try:
-        return (
-            [*map(_POINTER, tensors)],
-            [*map(_SHAPE, tensors)],
-            [*map(_STRIDE, tensors)],
-            [*map(_DTYPE, tensors)],
-            [*map(_NEGATED, tensors)],
-        )
+        for start in range(0, len(tensors), BLOCK):
+            block = tensors[start : start + BLOCK]
+            looks.pointers.extend(map(_POINTER, block))
+            looks.shapes.extend(map(_SHAPE, block))
+            looks.strides.extend(map(_STRIDE, block))
+            looks.dtypes.extend(map(_DTYPE, block))
+            looks.negated.extend(map(_NEGATED, block))
+            versions += _versions(block)
     except RuntimeError:  # sparse, nested and the like have no address, or no shape
         return None
+    return looks, versions
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [*map(_VERSION, tensors)]
+    except RuntimeError:  # an inference tensor is among them
+        return [*map(version_of, tensors)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +87,9 @@ class Part:
     picked: tuple[int, ...]
     first_at: dict[int, int]
 
-    def is_again(self, first: int, about: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> bool:
-        """Say whether these tensors, met at the same place of a walk, are this part."""
-        return self.first == first and self.about == about and self.looks == looks_of(tensors)
+    def is_again(self, first: int, about: tuple[Any, ...], looks: Looks) -> bool:
+        """Say whether tensors that look so, met at the same place of a walk, are this part."""
+        return self.first == first and self.about == about and self.looks == looks
 
 
 class Recall:

@@ -7,14 +7,16 @@ whole tensors each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tierfall.core.image import tensors
 from tierfall.core.image.naming import Trail
-from tierfall.core.image.recall import Part, looks_of
+from tierfall.core.image.recall import Part, look
 from tierfall.core.values import Changes
+
+T = TypeVar("T")
 
 
 class TensorTable:
@@ -25,6 +27,7 @@ class TensorTable:
         self.dtypes: list[torch.dtype] = []
         self.shapes: list[tuple[int, ...]] = []
         self.tensors: list[torch.Tensor] = []
+        self.versions: list[int] = []
         self.changes: list[Changes] = []
         self.trails: list[Trail] = []
         self.plain: list[bool] = []
@@ -61,6 +64,7 @@ class TensorTable:
         self.dtypes.append(dtype)
         self.shapes.append(shape)
         self.tensors.append(tensor)
+        self.versions.append(tensors.version_of(tensor))
         self.changes.append(changes)
         self.trails.append(trail)
         self.plain.append(tensors.is_plain(tensor, dtype))
@@ -73,12 +77,13 @@ class TensorTable:
 
         None where ``met`` are not what was stored, or one was stored before.
         """
-        looks = looks_of(met)
-        if looks is None or any(dtype.is_complex for dtype in self.dtypes[first:]):
+        looked = look(met)
+        if looked is None or any(dtype.is_complex for dtype in self.dtypes[first:]):
             return None  # whether a complex one is conjugated, looks do not tell
+        looks, _ = looked
         places = {id(tensor): place for place, tensor in enumerate(met)}
         picked = [places.get(id(tensor)) for tensor in self.tensors[first:]]
-        first_at = {at: self._first_at[at] for at in looks[0] if at in self._first_at}
+        first_at = {at: self._first_at[at] for at in looks.pointers if at in self._first_at}
         if None in picked or min(first_at.values(), default=first) < first:
             return None
         if not self._more_at.keys().isdisjoint(first_at):  # several begin at one address
@@ -86,7 +91,7 @@ class TensorTable:
         return Part(
             first=first,
             about=about,
-            looks=looks,
+            looks=looks._replace(shapes=_once(looks.shapes), strides=_once(looks.strides)),
             node=node,
             names=tuple(self.names[first:]),
             dtypes=tuple(self.dtypes[first:]),
@@ -98,7 +103,7 @@ class TensorTable:
             first_at=first_at,
         )
 
-    def take(self, part: Part, met: Sequence[torch.Tensor]) -> bool:
+    def take(self, part: Part, met: Sequence[torch.Tensor], versions: Sequence[int]) -> bool:
         """Take the tensors of a part in again; False where one of them, or of their names, stands here already."""
         if not self._taken.isdisjoint(part.names) or not self._first_at.keys().isdisjoint(
             part.first_at
@@ -113,6 +118,7 @@ class TensorTable:
         self.trails += part.trails
         self.plain += part.plain
         self.tensors += [met[place] for place in part.picked]
+        self.versions += [versions[place] for place in part.picked]
         return True
 
     def _alias(
@@ -132,3 +138,9 @@ class TensorTable:
             ):
                 return other
         return None
+
+
+def _once(values: Sequence[T]) -> list[T]:
+    """The same values, equal ones as one object: to compare with few objects is fast."""
+    known: dict[T, T] = {}
+    return [known.setdefault(value, value) for value in values]

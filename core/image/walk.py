@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from tierfall.core.image.codec import Coded
 from tierfall.core.image.item import Item
 from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
-from tierfall.core.image.recall import Recall
+from tierfall.core.image.recall import Recall, look
 from tierfall.core.image.refusing import asked, refusal, refuse
 from tierfall.core.image.table import TensorTable
 from tierfall.core.values import Changes
@@ -61,17 +62,19 @@ class SourceTensor(NamedTuple):
 class StateView:
     """A state at one moment: its tensors (aliases resolved), and its values written down.
 
-    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, and whether its elements
-    can be copied as they lie (``plain``). ``parameters`` are the trainable parameters of all modules in the state, and
-    bare ones. ``structure`` holds all that a layout depends on: equal structures have equal layouts.
+    Of each tensor, in columns: itself, detached (``sources``), its version counter, when it may change, its place, and
+    whether its elements can be copied as they lie (``plain``). ``parameters`` are those of all modules in the state,
+    and bare ones: by id, the name and itself. ``structure`` holds all that a layout depends on: equal structures have
+    equal layouts.
     """
 
     names: tuple[str, ...]
     sources: list[torch.Tensor]
+    versions: list[int]
     changes: tuple[Changes, ...]
     trails: list[Trail]
     plain: tuple[bool, ...]
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    parameters: Mapping[int, tuple[str, nn.Parameter]]
     optimizers: tuple[Optimizer, ...]
     tree: Node
     dtypes: tuple[torch.dtype, ...]
@@ -102,10 +105,11 @@ def describe(state: Mapping[Any, object], recall: Recall | None = None) -> State
     return StateView(
         names=names,
         sources=table.tensors,
+        versions=table.versions,
         changes=tuple(table.changes),
         trails=table.trails,
         plain=tuple(table.plain),
-        parameters=tuple((n, p) for n, p in scans.parameters.values() if p.requires_grad),
+        parameters=scans.parameters,
         optimizers=tuple(walk.optimizers),
         tree=tree,
         dtypes=dtypes,
@@ -327,8 +331,10 @@ class _Walk:
         first = len(self.table.names)
         part = self._recall.part(name)
         self._recalled.add(name)
-        if part is not None and part.is_again(first, about, met) and self.table.take(part, met):
-            return part.node
+        if part is not None and (looked := look(met)) is not None:
+            looks, versions = looked
+            if part.is_again(first, about, looks) and self.table.take(part, met, versions):
+                return part.node
         values = len(self.values)
         node = walk()
         again = len(self.values) == values and self.table.part(first, about, met, node)
@@ -389,13 +395,14 @@ class _Walk:
             )
 
         held = state.values()
-        if not all(type(each) is dict and _all_str(each) for each in held):
+        if not set(map(type, held)) <= {dict}:
             return anew()
-        numbers = tuple([numbering.numbers.get(id(key)) for key in state])
-        if None in numbers:
+        keys = [*chain.from_iterable(held)]
+        numbers = [*map(numbering.numbers.get, map(id, state))]
+        if not _all_str(keys) or None in numbers:
             return anew()
-        about = ("optimizer", numbering.names, numbers, tuple(map(tuple, held)), self._ruled)
-        met = [tensor for each in held for tensor in each.values()]
+        about = ("optimizer", numbering.names, numbers, [*map(len, held)], keys, self._ruled)
+        met = [*chain.from_iterable(map(dict.values, held))]
         return self._recalled_or(name, about, met, anew)
 
     def _optimizer_state(

@@ -292,4 +292,4 @@ def test_bare_parameters_name_their_state() -> None:
     optimizer.step()
     view = describe({"w": {"x": weight}, "optimizer": optimizer, "rng": None})
     assert {t.name for t in view.tensors} == {"w.x", "optimizer.state.w.x.momentum_buffer"}
-    assert view.parameters == (("w.x", weight),)
+    assert view.parameters == {id(weight): ("w.x", weight)}

@@ -59,7 +59,7 @@ def seen(view: StateView) -> dict[str, Any]:
         "tensors": kept,
         "structure": view.structure,
         "values": view.values,
-        "parameters": [(name, id(parameter)) for name, parameter in view.parameters],
+        "parameters": [(name, id(parameter)) for name, parameter in view.parameters.values()],
         "optimizers": [id(optimizer) for optimizer in view.optimizers],
     }
 
