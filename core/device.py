@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import resource
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,10 +44,19 @@ class PageLock:
     The range must stay mapped until ``release``: a range unmapped while registered stays locked in the driver.
     """
 
-    __slots__ = ("_address", "length_bytes", "locked", "reason")
+    __slots__ = ("_address", "_on", "length_bytes", "locked", "reason")
 
-    def __init__(self, *, address: int, length_bytes: int, locked: bool, reason: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        address: int,
+        length_bytes: int,
+        locked: bool,
+        reason: str = "",
+        on: torch.device | None = None,
+    ) -> None:
         self._address = address
+        self._on = on
         self.length_bytes = length_bytes
         self.locked = locked
         self.reason = reason
@@ -57,7 +67,8 @@ class PageLock:
             return
         self.locked = False
         self.reason = "released"
-        error = _unregister(self._address)
+        with _current(self._on):
+            error = _unregister(self._address)
         if error:
             logger.warning(
                 "page-locked memory: unlocking %d bytes at %#x failed: %s; the pages stay locked until this process "
@@ -68,20 +79,29 @@ class PageLock:
             )
 
 
-def lock_pages(address: int, length_bytes: int) -> PageLock:
-    """Page-lock a mapped, writable range, so that copies from the device run asynchronously and at full speed.
+def lock_pages(address: int, length_bytes: int, on: torch.device | None = None) -> PageLock:
+    """Page-lock a mapped, writable range, so that copies to and from devices run asynchronously and at full speed.
 
-    ``address`` is a multiple of the page size. Never raises for a refusal: the result's ``locked`` is then False, and
-    its ``reason`` names the runtime's error and the limit that may be the cause.
+    ``address`` is a multiple of the page size. ``on`` is the device that is asked (default: the current one); the range
+    is locked for all. Never raises for a refusal: the result's ``locked`` is then False, and its ``reason`` names the
+    runtime's error and the limit that may be the cause.
     """
     if not cuda_available():
         reason = "no CUDA device"
         return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
-    error = _register(address, length_bytes)
+    with _current(on):
+        error = _register(address, length_bytes)
     if not error:
-        return PageLock(address=address, length_bytes=length_bytes, locked=True)
+        return PageLock(address=address, length_bytes=length_bytes, locked=True, on=on)
     reason = f"{error}; {_memlock_hint()}"
     return PageLock(address=address, length_bytes=length_bytes, locked=False, reason=reason)
+
+
+def _current(on: torch.device | None) -> AbstractContextManager[object]:
+    """Make a device the current one: a worker thread starts on device 0, and would open a context there."""
+    import torch
+
+    return nullcontext() if on is None else torch.cuda.device(on)
 
 
 def _register(address: int, length_bytes: int) -> str:

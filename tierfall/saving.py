@@ -22,7 +22,6 @@ from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
 from tierfall.core.capture.flights import Slab
 from tierfall.core.capture.places import Places
-from tierfall.core.capture.streams import Streams
 from tierfall.core.capture.targets import TargetCache
 from tierfall.core.device import cuda_available
 from tierfall.core.errors import CapacityError
@@ -32,6 +31,7 @@ from tierfall.core.pace import Pace
 from tierfall.core.records import Line
 from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
+from tierfall.core.streams import Streams
 from tierfall.core.units import format_size
 from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
 from tierfall.line import SavingLine

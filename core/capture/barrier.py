@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tierfall.core.capture.streams import is_recording
+from tierfall.core.streams import is_recording
 
 logger = logging.getLogger("tierfall")
 

@@ -22,12 +22,12 @@ from tierfall.core.bell import Bell
 from tierfall.core.capture.cutting import HOST, Cutting, Piece, Segment
 from tierfall.core.capture.flights import Flight, Flights, Shelter, Slab, size_of
 from tierfall.core.capture.sources import Sources, pieces_in
-from tierfall.core.capture.streams import CopyStream
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
 from tierfall.core.image import StateView
 from tierfall.core.pace import Pace
 from tierfall.core.records import DIGEST_PREFIX
+from tierfall.core.streams import CopyStream
 
 logger = logging.getLogger("tierfall")
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tierfall.core.capture.cutting import Segment
-from tierfall.core.capture.streams import CopyStream, Mark
+from tierfall.core.streams import CopyStream, Mark
 
 FLYING_BYTES_MAX = 256 << 20
 """What the capture thread lets be under way: enough to keep the bus busy while it hashes a chunk."""

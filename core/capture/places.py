@@ -9,7 +9,7 @@ import torch
 
 from tierfall.core.capture.cutting import HOST
 from tierfall.core.capture.flights import Slab
-from tierfall.core.capture.streams import CopyStream, Streams
+from tierfall.core.streams import CopyStream, Streams
 
 _IS_CPU = attrgetter("is_cpu")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakePlaces, FakeStream
 
 import tierfall
 from tests.core.capture.lazy_help import (
@@ -24,6 +23,7 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
+from tests.core.fake_device import FakePlaces, FakeStream
 from tests.steps import wait_until
 from tierfall import saving
 from tierfall.core.capture import barrier, flights

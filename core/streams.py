@@ -1,8 +1,8 @@
-"""Copies off a device, beside the work that the training has queued there: one small layer, with CUDA below it.
+"""Copies to and from a device, beside the work that the training has queued there: one small layer, with CUDA below it.
 
-What capture asks of a device is little: to run copies in an order of its own after what the caller has enqueued so
-far, to say when they are done, and to let the caller's further work wait for them without the host waiting. Nothing
-here knows images or snapshots.
+What capture and restore ask of a device is little: to run copies in an order of its own after what the caller has
+enqueued so far, to say when they are done, and to let the caller's further work wait for them without the host waiting.
+Nothing here knows images or snapshots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Mark(Protocol):
 
 
 class CopyStream(Protocol):
-    """A queue of copies off one device. Any thread may call any of these; "the caller" is the thread that calls."""
+    """A queue of copies to and from one device. Any thread may call any of these; "the caller" is the thread that
+    calls."""
 
     def follow_caller(self) -> None:
         """Run what is enqueued from now on after all that the caller has enqueued on the device so far."""
@@ -41,7 +42,7 @@ class CopyStream(Protocol):
         ...
 
     def finish(self) -> None:
-        """Block this thread until all that was enqueued is done."""
+        """Block this thread until all that was enqueued is done; raises what the device reports."""
         ...
 
     def hold_caller(self) -> None:
@@ -101,7 +102,7 @@ class Streams:
         self._by_device: dict[torch.device, CopyStream] = {}
 
     def of(self, device: torch.device) -> CopyStream | None:
-        """Return the stream of a device; None where copies off it cannot run beside the training."""
+        """Return the stream of a device; None where its copies cannot run beside the training."""
         if device.type != "cuda":
             return None
         found = self._by_device.get(device)
