@@ -1,20 +1,68 @@
 """Page-aligned buffers that are taken once and used again: what reads from storage go through.
 
 Anonymous mappings, so that direct I/O takes them as they are; nothing large is allocated or freed in steady state.
+A device may go on reading a buffer after it was given back: it is lent again only once that is over.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
-import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from tierfall.core import device
+from tierfall.core.device import PageLock
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierfall.core.streams import Mark
+
+logger = logging.getLogger("tierfall")
 
 HUGE_PAGE_BYTES = 2 << 20
 # Linux 4.14; the mmap module does not name it.
 _MADV_WIPEONFORK = 18
+
+
+class Buffer:
+    """A buffer that is lent: ``view`` is its memory. Whoever lets a device read it adds the mark of the end to
+    ``marks``."""
+
+    def __init__(self, bytes: int) -> None:
+        self.view = allocate(bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.marks: list[Mark] = []
+        self.lock: PageLock | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return all(mark.is_done() for mark in self.marks)
+
+    def holds(self, address: int) -> bool:
+        """Say whether an address lies in this buffer."""
+        return self.address <= address < self.address + len(self.view)
+
+    def settle(self) -> None:
+        """Wait until no device reads this any more; raises what it reports, and does not wait for that again."""
+        marks, self.marks = self.marks, []
+        with ExitStack() as all_of_them:
+            for mark in marks:
+                all_of_them.callback(mark.wait)
+
+    def free(self) -> None:
+        """Unlock the memory, which may then go, once no device reads it."""
+        try:
+            self.settle()
+        except RuntimeError as error:
+            logger.warning("a copy from a buffer had failed: %s", error)
+        if self.lock is not None:
+            self.lock.release()
 
 
 class BufferPool:
@@ -23,47 +71,103 @@ class BufferPool:
     def __init__(self, *, bytes: int, count: int) -> None:
         self.bytes = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._left = count
-        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._free: deque[Buffer] = deque()
+        self._changed = threading.Condition()
+        self._refused = False
 
     @contextmanager
     def take(self, bytes: int) -> Iterator[memoryview]:
-        """Lend a buffer of at least ``bytes`` bytes, waiting for one if all are out.
+        """Lend the memory of a buffer, as ``lend`` does, to whoever gives no device anything to read from it."""
+        with self.lend(bytes) as buffer:
+            yield buffer.view
 
-        What is larger than the pool's buffers is allocated for this once.
+    @contextmanager
+    def lend(self, bytes: int) -> Iterator[Buffer]:
+        """Lend a buffer of at least ``bytes`` bytes that no device reads, waiting for one if all are out.
+
+        What is larger than the pool's buffers is allocated for this once, and its marks are waited for at the end.
+        Raises what a device reports of copies from the buffer that were still under way.
         """
         if bytes > self.bytes:
-            yield allocate(bytes)
+            once = Buffer(bytes)
+            try:
+                yield once
+            finally:
+                once.settle()
             return
         buffer = self._take()
         try:
             yield buffer
         finally:
-            self._free.put(buffer)
+            self._give_back(buffer)
 
-    def _take(self) -> memoryview:
-        """None in the queue says that a place came free without a buffer: whoever gets it looks again."""
-        while True:
-            with suppress(queue.Empty):
-                if (buffer := self._free.get_nowait()) is not None:
-                    return buffer
-                continue
-            with self._lock:
-                fresh = self._left > 0
-                self._left -= fresh
-            if fresh:
-                return self._allocate()
-            if (buffer := self._free.get()) is not None:
-                return buffer
+    def lock_pages(self, buffer: Buffer, on: torch.device) -> None:
+        """Page-lock a buffer that is lent, for good, so that devices read it at full speed, beside everything else.
 
-    def _allocate(self) -> memoryview:
+        A refusal is said once: the buffers serve without. What was allocated for once is left as it is.
+        """
+        if buffer.lock is not None or self._refused or len(buffer.view) > self.bytes:
+            return
+        lock = device.lock_pages(buffer.address, len(buffer.view), on)
+        if lock.locked:
+            buffer.lock = lock
+            return
+        with self._changed:
+            said, self._refused = self._refused, True
+        if not said:
+            logger.warning(
+                "buffers of %d bytes could not be page-locked: %s; copies to the GPU go on, slower; raise `ulimit -l` "
+                "(or --ulimit memlock=-1 of a container)",
+                self.bytes,
+                lock.reason,
+            )
+
+    def release(self) -> None:
+        """Unlock every buffer and let its memory go, once no device reads it; whoever takes one later gets a fresh one.
+
+        Nobody has one out.
+        """
+        with self._changed:
+            freed, self._free = self._free, deque()
+            self._left += len(freed)
+        for buffer in freed:
+            buffer.free()
+
+    def _take(self) -> Buffer:
+        buffer = self._next()
+        if buffer is None:
+            return self._allocate()
         try:
-            return allocate(self.bytes)
+            buffer.settle()
         except BaseException:
-            with self._lock:
-                self._left += 1
-            self._free.put(None)
+            self._give_back(buffer)
             raise
+        return buffer
+
+    def _next(self) -> Buffer | None:
+        """Return the buffer that came back first, which a device may still read; None where a fresh one is due."""
+        with self._changed:
+            while True:
+                if self._free and (self._left == 0 or self._free[0].is_settled):
+                    return self._free.popleft()
+                if self._left:
+                    self._left -= 1
+                    return None
+                self._changed.wait()
+
+    def _allocate(self) -> Buffer:
+        try:
+            return Buffer(self.bytes)
+        except BaseException:
+            with self._changed:
+                self._left += 1
+                self._changed.notify()
+            raise
+
+    def _give_back(self, buffer: Buffer) -> None:
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
 
 
 def allocate(bytes: int) -> memoryview:

@@ -257,7 +257,7 @@ class Checkpointer:
             open_image=session.open_image(regions),
             make_plan=make_plan,
             shard=SHARD,
-            pool=session.pool,
+            ring=session.ring,
         )
 
     def _continue_from(self, restored: Restored) -> None:

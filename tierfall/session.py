@@ -30,7 +30,7 @@ from tierfall.core.errors import (
 from tierfall.core.lock import RunLock
 from tierfall.core.records import Attempt, read_manifest
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
-from tierfall.core.restore.reader import read_pool
+from tierfall.core.restore.ring import Ring
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.runner import TaskRunner
@@ -71,6 +71,7 @@ class Session:
         folder = prepare_folder(run_folder(config, run))
         self._lock = RunLock.take(folder / lock_name(SLOT), run=run)
         self.stores: dict[str, StoredTier] = {}
+        self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         try:
             self.host = HostTier(
                 name=config.host.name,
@@ -219,7 +220,6 @@ class Session:
         ledger.load(merge(self.listings), self.listings)
         self._adopt(ledger)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
-        self.pool = read_pool(self.config.chunk_bytes)  # restores do not wait for flushes
         pools = {name: lane_pool(self.config, limits) for name, limits in lanes.items()}
         self.workers = Workers(
             TaskRunner(self.stores, pools, self._writer),
@@ -369,6 +369,7 @@ class Session:
 
     def _let_go(self, *, keep: bool) -> None:
         self._closed = True
+        self.ring.release()
         for store in self.stores.values():
             store.close()
         if hasattr(self, "host"):

@@ -2,7 +2,7 @@
 
 A few threads each read a chunk, hash it, and scatter it to its targets. From storage it goes through a reused aligned
 buffer, from host memory it is taken where it lies, and out of the page cache it is read to where it belongs and hashed
-there (docs/decisions/0014).
+there (docs/decisions/0014). What goes onto a device is only queued: reading goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import torch
 import xxhash
 
-from tierfall.core.buffers import BufferPool
+from tierfall.core.buffers import Buffer, BufferPool
 from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.device import synchronize
 from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.image import Fill
-from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import DIGEST_PREFIX, Manifest
+from tierfall.core.restore.device_copies import DeviceCopies, Piece
 from tierfall.core.restore.images import READ_THREADS, Image, PackedImage, StoredImage
 from tierfall.core.restore.landing import PIECE_BYTES, Landing, copy_bytes
+from tierfall.core.streams import Streams
 
 MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
@@ -153,13 +153,6 @@ class ChunkReader:
             )
 
 
-def read_pool(chunk_bytes: int) -> BufferPool:
-    """Make the buffers that chunks of that size, packed too, are read through; keep them: first touches cost more than
-    reads."""
-    count = max(1, min(READ_THREADS, BUFFER_BYTES // chunk_bytes))
-    return BufferPool(bytes=frame_bytes_max(chunk_bytes), count=count)
-
-
 def count_threads(
     manifest: Manifest, images: Sequence[Image], chunks_max: int | None = None
 ) -> int:
@@ -214,26 +207,31 @@ def read_fills(
     fills: Sequence[Fill],
     threads: int,
     pool: BufferPool,
+    streams: Streams,
 ) -> None:
-    """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped."""
-    for device in {t.device for fill in fills for t in fill.targets if not t.is_cpu}:
-        synchronize(
-            device
-        )  # the threads' streams are not the caller's: what it enqueued must have ended
+    """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped.
+
+    However it ends, no copy is under way any more; what is queued on a target's device later comes after them.
+    """
     landing = Landing(fills)
+    copies = DeviceCopies(fills, pool, streams)
 
     def read(index: int) -> None:
         low, high = manifest.chunk_range(index)
         start, end = low - manifest.data_start, high - manifest.data_start
-        with pool.take(max(high - low, PIECE_BYTES)) as buffer:
+        with pool.lend(max(high - low, PIECE_BYTES)) as buffer:
             tried = reader.lands and landing.is_in_host_memory(start, end)
             if tried and reader.land(
-                index, lambda digest: landing.pieces(start, end, buffer, digest)
+                index, lambda digest: landing.pieces(start, end, buffer.view, digest)
             ):
                 return
-            _scatter(reader.read(index, buffer, again=tried), start, landing)
+            view = reader.read(index, buffer.view, again=tried)
+            _scatter(view, start, landing, copies, buffer)
 
-    in_threads(threads, read, _chunks_of(manifest, fills))
+    try:
+        in_threads(threads, read, _chunks_of(manifest, fills))
+    finally:
+        copies.finish()
 
 
 def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
@@ -246,11 +244,14 @@ def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
     return sorted(wanted)
 
 
-def _scatter(view: memoryview, start: int, landing: Landing) -> None:
-    """Copy a chunk, which begins at ``start`` from the data start, to all targets in it."""
+def _scatter(
+    view: memoryview, start: int, landing: Landing, copies: DeviceCopies, buffer: Buffer
+) -> None:
+    """Copy a chunk, which begins at ``start`` from the data start, to all targets in it; onto devices later."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
     end = start + len(view)
+    elsewhere: dict[torch.device, list[Piece]] = {}
     for fill in landing.within(start, end):
         low, high = max(fill.start, start), min(fill.end, end)
         for target in fill.targets:
@@ -258,4 +259,6 @@ def _scatter(view: memoryview, start: int, landing: Landing) -> None:
                 copy_bytes(target.data_ptr() + low - fill.start, address + low - start, high - low)
             else:
                 part = target[low - fill.start : high - fill.start]
-                part.copy_(source[low - start : high - start])
+                elsewhere.setdefault(target.device, []).append((part, low - start))
+    for device, pieces in elsewhere.items():
+        copies.launch(device, source, pieces, buffer)

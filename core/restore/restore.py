@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from tierfall.core import names
-from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
@@ -24,7 +24,8 @@ from tierfall.core.errors import (
 from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.records import Commit, Manifest
 from tierfall.core.restore.images import Image, checked_manifest, unpacked
-from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills, read_pool
+from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
+from tierfall.core.restore.ring import Ring
 from tierfall.core.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
@@ -70,13 +71,13 @@ def restore(
     open_image: OpenImage,
     make_plan: MakePlan,
     shard: Shard,
-    pool: BufferPool | None = None,
+    ring: Ring | None = None,
     chunks_max: int | None = None,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
-    Stored chunks are read through ``pool``, or through buffers of their own; beside the targets no more memory is taken
-    than ``chunks_max`` chunks need, where that is given.
+    Stored chunks are read through ``ring``, or through buffers of their own; beside the targets no more host memory is
+    taken than ``chunks_max`` chunks need, where that is given. However it ends, no copy onto a device is under way.
 
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
     was tried; its text says when targets are half filled.
@@ -92,10 +93,10 @@ def restore(
         try:
             tiers = _tiers(checkpoint, request, listings)
             images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
-            job = _Job(images, manifest, tally, pool, chunks_max)
-            plan = _plan(make_plan, job.header, touched)
-            touched = True
-            job.fill(plan)
+            with _Job(images, manifest, tally, ring, chunks_max) as job:
+                plan = _plan(make_plan, job.read_header(), touched)
+                touched = True
+                job.fill(plan)
             return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
         except (IntegrityError, BackendError, NotSupportedError) as error:
             if getattr(error, "retryable", False) and not request.ignore_unreachable:
@@ -217,24 +218,28 @@ def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) 
 
 
 class _Job:
-    """One checkpoint, ready to be read: its good copies, its manifest, its header."""
+    """One checkpoint, ready to be read: its good copies and its manifest. Used in a with."""
 
     def __init__(
         self,
         images: Sequence[Image],
         manifest: Manifest,
         tally: Tally,
-        pool: BufferPool | None,
+        ring: Ring | None,
         chunks_max: int | None,
     ) -> None:
         self._manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
         self._threads = count_threads(manifest, images, chunks_max)
-        self._pool = pool or read_pool(manifest.chunk_bytes)
-        self.header = self._read_header()
+        self._own: Ring | None = None
+        if ring is None:
+            size = manifest.chunk_bytes
+            ring = Ring(size) if chunks_max is None else Ring(size, count_max=self._threads)
+            self._own = ring
+        self._ring = ring
 
-    def _read_header(self) -> ImageHeader:
-        with self._pool.take(self._manifest.data_start) as buffer:
+    def read_header(self) -> ImageHeader:
+        with self._ring.pool.take(self._manifest.data_start) as buffer:
             view = self._reader.read(0, buffer)
             return read_header(
                 view,
@@ -243,7 +248,20 @@ class _Job:
             )
 
     def fill(self, plan: Plan) -> None:
-        read_fills(self._reader, self._manifest, plan.fills, self._threads, self._pool)
+        ring = self._ring
+        read_fills(self._reader, self._manifest, plan.fills, self._threads, ring.pool, ring.streams)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            self._own.release()
 
 
 def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool:
