@@ -6,15 +6,19 @@ The caller's own work runs at once, so that letting it wait means to block.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
+from tierfall.core import device as device_module
 from tierfall.core.capture.cutting import HOST
 from tierfall.core.capture.flights import Slab
+from tierfall.core.device import PageLock
 from tierfall.tiers.device import DeviceSlab
 
 PATIENCE_S = 20.0
@@ -51,6 +55,7 @@ class FakeStream:
         self.no_room = False
         self.refuses: BaseException | None = None
         self.holds = 0
+        self.finishes = 0
         self.enqueued: list[FakeMark] = []
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], FakeMark] | None] = (
             queue.SimpleQueue()
@@ -85,8 +90,11 @@ class FakeStream:
         work()
 
     def finish(self) -> None:
+        self.finishes += 1
         if self.enqueued:
             assert self.enqueued[-1].done.wait(PATIENCE_S)
+        if failures := [mark.error for mark in self.enqueued if mark.error is not None]:
+            raise failures[0]
 
     def hold_caller(self) -> None:
         self.holds += 1
@@ -97,6 +105,52 @@ class FakeStream:
         self.free.set()
         self._queue.put(None)
         self._thread.join(PATIENCE_S)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in host memory that says it lies on a device. Its views do so too, and what it makes ``new``."""
+
+    is_cpu = False  # type: ignore[assignment]
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+class FakeStreams:
+    """See ``Streams``; ``stream`` serves every device, None none."""
+
+    def __init__(self, stream: FakeStream | None) -> None:
+        self.stream = stream
+
+    def of(self, device: torch.device) -> FakeStream | None:
+        return self.stream
+
+
+class FakeLocks:
+    """Stands for ``core.device`` on a machine with CUDA, which locks pages, or refuses to for a ``reason``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reason: str = "") -> None:
+        self.made: list[PageLock] = []
+        self.unlocked: list[int] = []
+        self.on_unlock: Callable[[], None] = lambda: None
+        self.reason = reason
+        monkeypatch.setattr(device_module, "cuda_available", lambda: True)
+        monkeypatch.setattr(device_module, "lock_pages", self.lock_pages)
+        monkeypatch.setattr(device_module, "_unregister", self.unlock)
+
+    def lock_pages(
+        self, address: int, length_bytes: int, on: torch.device | None = None
+    ) -> PageLock:
+        assert address % mmap.PAGESIZE == 0
+        assert length_bytes % mmap.PAGESIZE == 0
+        lock = PageLock(
+            address=address, length_bytes=length_bytes, locked=not self.reason, reason=self.reason
+        )
+        self.made.append(lock)
+        return lock
+
+    def unlock(self, address: int) -> str:
+        self.on_unlock()
+        self.unlocked.append(address)
+        return ""
 
 
 class FakePlaces:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import threading
 
 import pytest
+import torch
 
+from tests.core.fake_device import FakeLocks, FakeMark
+from tests.steps import wait_until
 from tierfall.core.buffers import BufferPool
 
 PATIENCE_S = 20.0
+DEVICE = torch.device("cuda", 0)
 
 
 def address(view: memoryview) -> int:
@@ -77,3 +82,190 @@ def test_what_is_larger_than_the_pools_buffers_is_lent_once_and_holds_up_nobody(
     with pool.take(1), pool.take(100_000) as large, pool.take(200_000) as larger:
         assert len(large) >= 100_000
         assert len(larger) >= 200_000
+
+
+# What a device reads on ------------------------------------------------------------------------------
+
+
+def lend_to_a_device(pool: BufferPool) -> tuple[int, FakeMark]:
+    mark = FakeMark()
+    with pool.lend(1) as buffer:
+        buffer.marks.append(mark)
+        return buffer.address, mark
+
+
+def test_a_buffer_that_a_device_reads_is_lent_again_only_once_that_is_over() -> None:
+    pool = BufferPool(bytes=4096, count=1)
+    place, mark = lend_to_a_device(pool)
+    got: list[int] = []
+
+    def take() -> None:
+        with pool.take(1) as view:
+            got.append(address(view))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert mark.awaited.wait(PATIENCE_S)
+    assert got == []
+    mark.done.set()
+    thread.join(PATIENCE_S)
+    assert got == [place]
+
+
+def test_while_a_device_reads_one_buffer_the_others_are_lent() -> None:
+    pool = BufferPool(bytes=4096, count=2)
+    place, mark = lend_to_a_device(pool)
+    with pool.take(1) as other:
+        assert address(other) != place
+    assert not mark.awaited.is_set()
+    mark.done.set()
+    with pool.take(1) as first:
+        assert address(first) == place
+
+
+def test_a_failure_on_the_device_is_raised_once_to_whoever_waits_for_it_and_the_buffer_comes_back() -> (
+    None
+):
+    pool = BufferPool(bytes=4096, count=1)
+    place, mark = lend_to_a_device(pool)
+    mark.error = RuntimeError("an illegal memory access")
+    threading.Timer(0.05, mark.done.set).start()
+    with pytest.raises(RuntimeError, match="illegal"), pool.take(1):
+        raise AssertionError("it was lent")
+    with pool.take(1) as again:
+        assert address(again) == place
+
+
+def test_every_mark_is_waited_for_though_one_reports_a_failure() -> None:
+    pool = BufferPool(bytes=4096, count=1)
+    first, second = FakeMark(), FakeMark()
+    first.error = RuntimeError("an illegal memory access")
+    first.done.set()
+    threading.Timer(0.05, second.done.set).start()
+    with pool.lend(1) as buffer:
+        buffer.marks += [first, second]
+    with pytest.raises(RuntimeError, match="illegal"), pool.take(1):
+        raise AssertionError("it was lent")
+    assert second.done.is_set()
+
+
+def test_what_was_allocated_for_once_is_there_until_the_device_has_read_it() -> None:
+    pool = BufferPool(bytes=4096, count=1)
+    mark = FakeMark()
+    left = threading.Event()
+
+    def lend() -> None:
+        with pool.lend(100_000) as buffer:
+            buffer.marks.append(mark)
+        left.set()
+
+    thread = threading.Thread(target=lend)
+    thread.start()
+    assert mark.awaited.wait(PATIENCE_S)
+    assert not left.is_set()
+    mark.done.set()
+    assert left.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_pages_of_a_buffer_are_locked_once_and_unlocked_when_the_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locks = FakeLocks(monkeypatch)
+    pool = BufferPool(bytes=10_000, count=1)
+    mark = FakeMark()
+    for _ in range(3):
+        with pool.lend(1) as buffer:
+            pool.lock_pages(buffer, DEVICE)
+            place = buffer.address
+    with pool.lend(1) as buffer:
+        buffer.marks.append(mark)
+    del buffer
+    assert [lock.length_bytes for lock in locks.made] == [pool.bytes]
+    locks.on_unlock = lambda: None if mark.is_done() else pytest.fail("a device reads it")
+    thread = threading.Thread(target=pool.release)
+    thread.start()
+    assert mark.awaited.wait(PATIENCE_S)
+    mark.done.set()
+    thread.join(PATIENCE_S)
+    assert locks.unlocked == [place]
+    pool.release()
+    assert locks.unlocked == [place]
+    with pool.lend(1) as buffer:  # a fresh one
+        pool.lock_pages(buffer, DEVICE)
+    assert len(locks.made) == 2
+    pool.release()
+
+
+def test_release_unlocks_though_the_device_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks = FakeLocks(monkeypatch)
+    pool = BufferPool(bytes=4096, count=1)
+    mark = FakeMark()
+    mark.error = RuntimeError("an illegal memory access")
+    mark.done.set()
+    with pool.lend(1) as buffer:
+        pool.lock_pages(buffer, DEVICE)
+        buffer.marks.append(mark)
+    pool.release()
+    assert len(locks.unlocked) == 1
+    assert "an illegal memory access" in caplog.text
+
+
+def test_a_refused_lock_is_said_once_and_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks = FakeLocks(monkeypatch, reason="CUDA error 2 (out of memory)")
+    pool = BufferPool(bytes=4096, count=2)
+    with caplog.at_level(logging.WARNING), pool.lend(1) as first, pool.lend(1) as second:
+        pool.lock_pages(first, DEVICE)
+        pool.lock_pages(second, DEVICE)
+    (said,) = caplog.records
+    assert "out of memory" in said.getMessage()
+    assert "ulimit -l" in said.getMessage()
+    assert len(locks.made) == 1
+    pool.release()
+    assert locks.unlocked == []
+
+
+def test_what_was_allocated_for_once_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = FakeLocks(monkeypatch)
+    pool = BufferPool(bytes=4096, count=1)
+    with pool.lend(100_000) as buffer:
+        pool.lock_pages(buffer, DEVICE)
+    assert locks.made == []
+
+
+def test_whoever_waits_for_a_buffer_gets_the_place_of_one_that_could_not_be_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = BufferPool(bytes=4096, count=1)
+    allocating, fail = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def no_memory(bytes: int) -> memoryview:
+        allocating.set()
+        assert fail.wait(PATIENCE_S)
+        raise MemoryError
+
+    def take() -> None:
+        try:
+            with pool.take(1):
+                raise AssertionError("it was lent")
+        except MemoryError as error:
+            failures.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tierfall.core.buffers.allocate", no_memory)
+        threads = [threading.Thread(target=take) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert allocating.wait(PATIENCE_S)
+        wait_until(lambda: bool(pool._changed._waiters), "the other waits")  # type: ignore[attr-defined]
+        fail.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert len(failures) == 2
+    with pool.take(1) as buffer:
+        assert len(buffer) == 4096

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -86,6 +88,34 @@ def test_range_is_registered_for_all_devices_and_unregistered_once(
     assert not lock.locked
     assert runtime.calls == [("register", 8192, SIZE, 1), ("unregister", 8192)]
     assert not cleared
+
+
+def test_the_device_that_is_asked_is_the_current_one_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker thread's own is device 0, where it would open a context."""
+    current: list[object] = []
+
+    @contextmanager
+    def use_device(on: torch.device) -> Iterator[None]:
+        current.append(on)
+        yield
+        current.pop()
+
+    class Runtime(FakeRuntime):
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            self.calls.append(("register", *current))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            self.calls.append(("unregister", *current))
+            return 0
+
+    runtime, here = Runtime(), torch.device("cuda", 3)
+    use(monkeypatch, runtime)
+    monkeypatch.setattr(torch.cuda, "device", use_device)
+    device.lock_pages(8192, SIZE, here).release()
+    assert runtime.calls == [("register", here), ("unregister", here)]
 
 
 def test_refused_lock_says_why_and_leaves_no_error_behind(

@@ -25,8 +25,8 @@ from arena_help import (
     create,
 )
 
+from tests.core.fake_device import FakeLocks
 from tierfall.core import device
-from tierfall.core.device import PageLock
 from tierfall.core.errors import CapacityError
 from tierfall.core.values import Shard
 from tierfall.tiers.arena import Arena, Region, extent_bytes
@@ -363,26 +363,6 @@ def test_closing_an_arena_that_is_gone_is_no_error(path: Path) -> None:
 
 
 # --- page-locked memory -----------------------------------------------------------------------------------------------
-
-
-class FakeLocks:
-    """Stands for ``core.device`` on a machine with CUDA."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reason: str = "") -> None:
-        self.made: list[PageLock] = []
-        self.unlocked: list[int] = []
-        self.reason = reason
-        monkeypatch.setattr(device, "cuda_available", lambda: True)
-        monkeypatch.setattr(device, "lock_pages", self.lock_pages)
-        monkeypatch.setattr(device, "_unregister", lambda address: self.unlocked.append(address))
-
-    def lock_pages(self, address: int, length_bytes: int) -> PageLock:
-        assert address % PAGE == 0
-        lock = PageLock(
-            address=address, length_bytes=length_bytes, locked=not self.reason, reason=self.reason
-        )
-        self.made.append(lock)
-        return lock
 
 
 def test_pages_are_locked_where_cuda_is_and_unlocked_at_close(

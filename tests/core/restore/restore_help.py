@@ -38,8 +38,13 @@ class Made:
     commit: Commit
 
 
-def checkpoint(step: int, attempt: int = 1, started_from: CheckpointId | None = None) -> Made:
-    view = describe(state_of(step))
+def checkpoint(
+    step: int,
+    attempt: int = 1,
+    started_from: CheckpointId | None = None,
+    state: dict[str, Any] | None = None,
+) -> Made:
+    view = describe(state_of(step) if state is None else state)
     layout = plan_layout(view)
     header = layout.header(view)
     assert header is not None

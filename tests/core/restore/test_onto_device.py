@@ -1,0 +1,412 @@
+"""Restoring onto a device: copies queued on a stream of their own while reading goes on; on a device that is none."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from restore_help import CHUNK, ELEMENTS, SHARD, DictImage, Tiers, checkpoint, flip, holds, state_of
+
+from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
+from tests.steps import wait_until
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import FillPlan, plan_fill
+from tierfall.core.restore import device_copies
+from tierfall.core.restore.restore import Request, Restored, restore
+from tierfall.core.restore.ring import Ring
+
+PATIENCE_S = 20.0
+CHUNKS = 5
+DAMAGED = 3
+UNTOUCHED = -7.0
+BUFFERS = CHUNKS + 2
+"""Enough that no reading thread ever waits for one."""
+
+
+@pytest.fixture
+def stream() -> Iterator[FakeStream]:
+    made = FakeStream()
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def locks(monkeypatch: pytest.MonkeyPatch) -> FakeLocks:
+    return FakeLocks(monkeypatch)
+
+
+@pytest.fixture
+def tiers() -> Tiers:
+    made = Tiers("host", "disk")
+    made.put("disk", checkpoint(1))
+    return made
+
+
+def ring_of(stream: FakeStream | None, buffers: int = BUFFERS, chunk_bytes: int = CHUNK) -> Ring:
+    return Ring(chunk_bytes, count_max=buffers, streams=FakeStreams(stream))  # type: ignore[arg-type]
+
+
+def blank() -> dict[str, Any]:
+    return {**state_of(-1), "w": torch.full((ELEMENTS,), UNTOUCHED)}
+
+
+def onto_device(plan: FillPlan) -> FillPlan:
+    """Put every tensor of a plan on the device that is none."""
+    fills = tuple(
+        dataclasses.replace(fill, targets=tuple(t.as_subclass(OnDevice) for t in fill.targets))
+        for fill in plan.fills
+    )
+    return dataclasses.replace(plan, fills=fills)
+
+
+def bring(tiers: Tiers, state: dict[str, Any], ring: Ring | None) -> Restored | None:
+    restored = restore(
+        tiers.listings(),
+        Request(),
+        open_image=lambda tier, id, shard: tiers.images[tier, id],
+        make_plan=lambda header: onto_device(plan_fill(state, header)),
+        shard=SHARD,
+        ring=ring,
+    )
+    if restored is not None:
+        restored.plan.finish()  # type: ignore[attr-defined]
+    return restored
+
+
+class Bringing(threading.Thread):
+    """A restore on a thread of its own, whose device stands still until the test lets it go on."""
+
+    def __init__(self, tiers: Tiers, state: dict[str, Any], ring: Ring) -> None:
+        super().__init__(daemon=True)
+        self._arguments = (tiers, state, ring)
+        self.failure: RestoreError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            bring(*self._arguments)
+        except RestoreError as error:
+            self.failure = error
+
+    def end(self) -> None:
+        self.join(PATIENCE_S)
+        assert not self.is_alive()
+        if self.failure is not None:
+            raise self.failure
+
+
+# Bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("buffers", [1, 2, BUFFERS])
+def test_bits_are_the_saved_ones(tier: str, buffers: int, stream: FakeStream) -> None:
+    tiers = Tiers("host", "disk")
+    tiers.put(tier, checkpoint(1))
+    ring, state = ring_of(stream, buffers), blank()
+    for _ in range(3):
+        state["w"].fill_(UNTOUCHED)
+        bring(tiers, state, ring)
+        assert holds(state, 1)
+    assert len(stream.enqueued) == 3 * CHUNKS
+    ring.release()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tensors_of_all_sizes_come_back_bit_for_bit(seed: int, stream: FakeStream) -> None:
+    """Hundreds in a chunk, and chunks that one tensor fills; some on the device, some in host memory."""
+    torch.manual_seed(seed)
+    sizes = [*torch.randint(1, 30, (700,)).tolist(), 1, 5000, 9000, 40, 2048]
+    kinds = (torch.float32, torch.bfloat16, torch.uint8)
+    saved = {
+        f"t{number}": torch.randn(size).mul(100).to(kinds[number % 3])
+        for number, size in enumerate(sizes)
+    }
+    tiers = Tiers("disk")
+    tiers.put("disk", checkpoint(1, state={**saved, "rng": None}))
+    state: dict[str, Any] = {name: torch.zeros_like(t) for name, t in saved.items()}
+    ring = ring_of(stream, 2)
+
+    def make_plan(header: Any) -> FillPlan:
+        plan = plan_fill({**state, "rng": None}, header)
+        here = torch.rand(len(plan.fills)).lt(0.1).tolist()
+        there = onto_device(plan).fills
+        fills = (a if stays else b for a, b, stays in zip(plan.fills, there, here, strict=True))
+        return dataclasses.replace(plan, fills=tuple(fills))
+
+    restore(
+        tiers.listings(),
+        Request(),
+        open_image=lambda tier, id, shard: tiers.images[tier, id],
+        make_plan=make_plan,
+        shard=SHARD,
+        ring=ring,
+    )
+    assert all(torch.equal(state[name], t) for name, t in saved.items())
+
+
+def test_a_caller_in_inference_mode_gets_its_tensors_too(tiers: Tiers, stream: FakeStream) -> None:
+    state = {**state_of(-1), "w": torch.nn.Parameter(torch.full((ELEMENTS,), UNTOUCHED))}
+    with torch.inference_mode():
+        bring(tiers, state, ring_of(stream))
+    assert holds(state, 1)
+
+
+def test_a_device_without_streams_is_copied_to_at_once(tiers: Tiers) -> None:
+    state = blank()
+    bring(tiers, state, ring_of(None))
+    assert holds(state, 1)
+
+
+# Order -----------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_read_into_again_only_when_its_copies_are_done(
+    tiers: Tiers, stream: FakeStream
+) -> None:
+    stream.free.clear()
+    state = blank()
+    bringing = Bringing(tiers, state, ring_of(stream, 2))
+    wait_until(lambda: stream.enqueued[:1] != [] and stream.enqueued[0].awaited.is_set(), "a wait")
+    (image,) = tiers.images.values()
+    assert len(stream.enqueued) == 2
+    assert len(image.reads) == 1 + 2  # the header too
+    stream.free.set()
+    bringing.end()
+    assert holds(state, 1)
+
+
+def test_reading_goes_on_while_the_device_has_copied_nothing(
+    tiers: Tiers, stream: FakeStream
+) -> None:
+    stream.free.clear()
+    state = blank()
+    bringing = Bringing(tiers, state, ring_of(stream))
+    wait_until(lambda: len(stream.enqueued) == CHUNKS, "all is read, hashed and queued")
+    assert not any(mark.is_done() for mark in stream.enqueued)
+    stream.free.set()
+    bringing.end()
+    assert holds(state, 1)
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_a_restore_returns_only_when_all_copies_are_done(tier: str, stream: FakeStream) -> None:
+    """Until then the image in memory must stay as it is, and whoever calls keeps it for as long."""
+    tiers = Tiers("host", "disk")
+    tiers.put(tier, checkpoint(1))
+    stream.free.clear()
+    state = blank()
+    bringing = Bringing(tiers, state, ring_of(stream))
+    wait_until(lambda: stream.finishes == 1, "the restore waits for its copies")
+    assert bringing.is_alive()
+    assert len(stream.enqueued) == CHUNKS
+    assert bool((state["w"] == UNTOUCHED).all())
+    stream.free.set()
+    bringing.end()
+    assert holds(state, 1)
+
+
+def test_copies_come_after_what_was_queued_on_the_device(
+    tiers: Tiers, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands for the caller's work lands when it is waited for, and would undo a copy made before."""
+    state, waited = blank(), []
+
+    def callers_work_ends(device: torch.device) -> None:
+        waited.append((device, len(stream.enqueued)))
+        state["w"].fill_(UNTOUCHED)
+
+    monkeypatch.setattr(device_copies, "synchronize", callers_work_ends)
+    bring(tiers, state, ring_of(stream))
+    assert waited == [(OnDevice.device, 0)]
+    assert holds(state, 1)
+
+
+# Failures --------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_raised_only_when_no_copy_is_under_way(
+    tiers: Tiers, stream: FakeStream
+) -> None:
+    (image,) = tiers.images.values()
+    flip(image, DAMAGED)
+    stream.free.clear()
+    state = blank()
+    bringing = Bringing(tiers, state, ring_of(stream))
+    wait_until(lambda: stream.finishes == 1, "it failed, and waits for its copies")
+    assert bringing.is_alive()
+    assert stream.enqueued, "nothing was under way: this test looks at nothing"
+    stream.free.set()
+    with pytest.raises(RestoreError, match="HALF FILLED"):
+        bringing.end()
+    assert all(mark.is_done() for mark in stream.enqueued)
+
+
+def test_no_byte_of_a_damaged_chunk_reaches_a_device(tiers: Tiers, stream: FakeStream) -> None:
+    (image,) = tiers.images.values()
+    flip(image, DAMAGED)
+    state = blank()
+    with pytest.raises(RestoreError):
+        bring(tiers, state, ring_of(stream))
+    start = (DAMAGED - 1) * CHUNK // 4
+    assert bool((state["w"][start : start + CHUNK // 4] == UNTOUCHED).all())
+
+
+def test_a_damaged_chunk_comes_from_the_next_copy(stream: FakeStream) -> None:
+    tiers = Tiers("host", "disk")
+    images = [tiers.put(tier, checkpoint(1)) for tier in tiers.names]
+    flip(images[0], DAMAGED)
+    state = blank()
+    restored = bring(tiers, state, ring_of(stream))
+    assert holds(state, 1)
+    assert restored is not None
+    assert restored.tally.fallbacks
+
+
+def test_an_older_step_is_restored_over_what_a_damaged_one_left(stream: FakeStream) -> None:
+    tiers = Tiers("disk")
+    tiers.put("disk", checkpoint(1))
+    flip(tiers.put("disk", checkpoint(2)), DAMAGED)
+    stream.free.clear()
+    state = blank()
+    bringing = Bringing(tiers, state, ring_of(stream))
+    wait_until(lambda: stream.finishes == 1, "the copies of the newer one end before")
+    stream.free.set()
+    bringing.end()
+    assert holds(state, 1)
+
+
+def test_a_launch_that_is_refused_fails_the_restore_and_not_the_next(
+    tiers: Tiers, stream: FakeStream
+) -> None:
+    state, ring = blank(), ring_of(stream, 2)
+    stream.refuses = RuntimeError("CUDA error: launch")
+    with pytest.raises(RestoreError, match="CUDA error: launch") as caught:
+        bring(tiers, state, ring)
+    assert caught.value.__cause__ is stream.refuses
+    stream.refuses = None
+    bring(tiers, state, ring)
+    assert holds(state, 1)
+
+
+def test_before_a_refused_launch_is_told_what_it_queued_has_ended(
+    tiers: Tiers, stream: FakeStream
+) -> None:
+    """A part may be on its way from the buffer, which has no mark of it."""
+
+    def queue_and_refuse(work: Any) -> Any:
+        FakeStream.enqueue(stream, work)
+        raise RuntimeError("CUDA error: launch")
+
+    stream.free.clear()
+    stream.enqueue = queue_and_refuse  # type: ignore[method-assign]
+    state, ring = blank(), ring_of(stream, 1)
+    bringing = Bringing(tiers, state, ring)
+    wait_until(lambda: stream.finishes >= 1, "it waits before the buffer goes back")
+    assert ring.pool._free == type(ring.pool._free)()
+    stream.free.set()
+    with pytest.raises(RestoreError, match="CUDA error: launch"):
+        bringing.end()
+
+
+def test_what_the_device_reports_fails_the_restore(tiers: Tiers, stream: FakeStream) -> None:
+    state = blank()
+    stream.fails = RuntimeError("an illegal memory access")
+    with pytest.raises(RestoreError, match=r"illegal memory access.*HALF FILLED"):
+        bring(tiers, state, ring_of(stream))
+    assert all(mark.is_done() for mark in stream.enqueued)
+
+
+# Page-locked buffers ---------------------------------------------------------------------------------
+
+
+def test_buffers_are_locked_once_and_kept_for_the_next_restore(
+    tiers: Tiers, stream: FakeStream, locks: FakeLocks
+) -> None:
+    ring = ring_of(stream, 2)
+    for _ in range(3):
+        state = blank()
+        bring(tiers, state, ring)
+        assert holds(state, 1)
+    assert 1 <= len(locks.made) <= 2
+    assert locks.unlocked == []
+    ring.release()
+    assert len(locks.unlocked) == len(locks.made)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_ring_of_a_restores_own_is_unlocked_when_no_copy_is_under_way(
+    damaged: bool,
+    tiers: Tiers,
+    stream: FakeStream,
+    locks: FakeLocks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (image,) = tiers.images.values()
+    if damaged:
+        flip(image, CHUNKS)
+    monkeypatch.setattr("tierfall.core.restore.ring.Streams", lambda: FakeStreams(stream))
+    under_way: list[bool] = []
+    locks.on_unlock = lambda: under_way.append(not all(m.is_done() for m in stream.enqueued))
+    state = blank()
+    if damaged:
+        with pytest.raises(RestoreError):
+            bring(tiers, state, None)
+    else:
+        bring(tiers, state, None)
+        assert holds(state, 1)
+    assert len(locks.unlocked) == len(locks.made) > 0
+    assert not any(under_way)
+
+
+def test_nothing_is_locked_for_host_memory_nor_for_what_lies_there(
+    tiers: Tiers, stream: FakeStream, locks: FakeLocks
+) -> None:
+    state = blank()
+    assert tiers.restore(state) is not None
+    assert holds(state, 1)
+    memory = Tiers("host")
+    memory.put("host", checkpoint(2))
+    bring(memory, state, ring_of(stream))
+    assert holds(state, 2)
+    assert locks.made == []
+
+
+def test_a_refused_lock_is_said_once_and_the_restore_goes_on(
+    tiers: Tiers, stream: FakeStream, locks: FakeLocks, caplog: pytest.LogCaptureFixture
+) -> None:
+    locks.reason = "CUDA error 2 (out of memory)"
+    ring = ring_of(stream, 3)
+    for _ in range(2):
+        state = blank()
+        bring(tiers, state, ring)
+        assert holds(state, 1)
+    (said,) = caplog.records
+    assert "page-locked" in said.getMessage()
+    ring.release()
+    assert locks.unlocked == []
+
+
+def test_chunks_longer_than_the_rings_buffers_come_too(
+    tiers: Tiers, stream: FakeStream, locks: FakeLocks
+) -> None:
+    """The checkpoint was written with longer chunks than are configured now."""
+    state = blank()
+    ring = ring_of(stream, 1, chunk_bytes=512)
+    assert ring.pool.bytes == CHUNK
+    ring.pool.bytes = 1024
+    bring(tiers, state, ring)
+    assert holds(state, 1)
+    assert locks.made == []
+
+
+def test_the_image_that_is_read_is_not_written(tiers: Tiers, stream: FakeStream) -> None:
+    memory = Tiers("host")
+    image: DictImage = memory.put("host", checkpoint(1))
+    before = bytes(image.made.image)
+    bring(memory, blank(), ring_of(stream))
+    assert bytes(image.made.image) == before
