@@ -103,7 +103,7 @@ def test_a_buffer_that_a_device_reads_is_lent_again_only_once_that_is_over() -> 
         with pool.take(1) as view:
             got.append(address(view))
 
-    thread = threading.Thread(target=take)
+    thread = threading.Thread(target=take, daemon=True)
     thread.start()
     assert mark.awaited.wait(PATIENCE_S)
     assert got == []
@@ -159,7 +159,7 @@ def test_what_was_allocated_for_once_is_there_until_the_device_has_read_it() -> 
             buffer.marks.append(mark)
         left.set()
 
-    thread = threading.Thread(target=lend)
+    thread = threading.Thread(target=lend, daemon=True)
     thread.start()
     assert mark.awaited.wait(PATIENCE_S)
     assert not left.is_set()
@@ -183,7 +183,7 @@ def test_pages_of_a_buffer_are_locked_once_and_unlocked_when_the_device_has_read
     del buffer
     assert [lock.length_bytes for lock in locks.made] == [pool.bytes]
     locks.on_unlock = lambda: None if mark.is_done() else pytest.fail("a device reads it")
-    thread = threading.Thread(target=pool.release)
+    thread = threading.Thread(target=pool.release, daemon=True)
     thread.start()
     assert mark.awaited.wait(PATIENCE_S)
     mark.done.set()
@@ -258,7 +258,7 @@ def test_whoever_waits_for_a_buffer_gets_the_place_of_one_that_could_not_be_allo
 
     with monkeypatch.context() as patch:
         patch.setattr("tierfall.core.buffers.allocate", no_memory)
-        threads = [threading.Thread(target=take) for _ in range(2)]
+        threads = [threading.Thread(target=take, daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
         assert allocating.wait(PATIENCE_S)
