@@ -17,7 +17,7 @@ from benchmarks import bare, figures, gpu, hooks, large, machine, report
 from benchmarks.__main__ import parse
 from benchmarks.figures import Results
 from benchmarks.plan import Plan
-from tests.core.capture.fake_device import FakePlaces, FakeStream
+from tests.core.fake_device import FakePlaces, FakeStream
 from tierfall import saving
 from tierfall.config import Config
 from tierfall.core.capture.flights import Slab
