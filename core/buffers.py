@@ -83,23 +83,30 @@ class BufferPool:
 
     @contextmanager
     def lend(self, bytes: int) -> Iterator[Buffer]:
-        """Lend a buffer of at least ``bytes`` bytes that no device reads, waiting for one if all are out.
-
-        What is larger than the pool's buffers is allocated for this once, and its marks are waited for at the end.
-        Raises what a device reports of copies from the buffer that were still under way.
-        """
-        if bytes > self.bytes:
-            once = Buffer(bytes)
-            try:
-                yield once
-            finally:
-                once.settle()
-            return
-        buffer = self._take()
+        """Lend a buffer, as ``borrow`` does, until the ``with`` is left."""
+        buffer = self.borrow(bytes)
         try:
             yield buffer
         finally:
-            self._give_back(buffer)
+            self.give_back(buffer)
+
+    def borrow(self, bytes: int) -> Buffer:
+        """Return a buffer of at least ``bytes`` bytes that no device reads, waiting for one if all are out.
+
+        What is larger than the pool's buffers is allocated for this once. Raises what a device reports of copies from
+        the buffer that were still under way.
+        """
+        return Buffer(bytes) if bytes > self.bytes else self._take()
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Take back what was borrowed, or in its place another one of the same length. The marks of one that was
+        allocated for this once are waited for."""
+        if len(buffer.view) > self.bytes:
+            buffer.settle()
+            return
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
 
     def lock_pages(self, buffer: Buffer, on: torch.device) -> None:
         """Page-lock a buffer that is lent, for good, so that devices read it at full speed, beside everything else.
@@ -140,7 +147,7 @@ class BufferPool:
         try:
             buffer.settle()
         except BaseException:
-            self._give_back(buffer)
+            self.give_back(buffer)
             raise
         return buffer
 
@@ -163,11 +170,6 @@ class BufferPool:
                 self._left += 1
                 self._changed.notify()
             raise
-
-    def _give_back(self, buffer: Buffer) -> None:
-        with self._changed:
-            self._free.append(buffer)
-            self._changed.notify()
 
 
 def allocate(bytes: int) -> memoryview:

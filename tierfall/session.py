@@ -43,7 +43,7 @@ from tierfall.stores import (
     SHARD,
     SLOT,
     lane_limits,
-    lane_pool,
+    lane_pools,
     list_all,
     open_stores,
     run_folder,
@@ -220,9 +220,8 @@ class Session:
         ledger.load(merge(self.listings), self.listings)
         self._adopt(ledger)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
-        pools = {name: lane_pool(self.config, limits) for name, limits in lanes.items()}
         self.workers = Workers(
-            TaskRunner(self.stores, pools, self._writer),
+            TaskRunner(self.stores, lane_pools(self.config, lanes), self._writer),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )

@@ -141,19 +141,29 @@ def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
     elif is_remote:
         threads = max(WORKERS_MAX, BUDGET_BYTES // config.chunk_bytes)
     parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
+    in_order = store.packs or traits.ordered_writes
     return LaneLimits(
         parallel=parallel,
         budget_bytes=BUDGET_BYTES,
-        window=parallel + 1 if store.packs else 0,
+        window=parallel + store.packs if in_order else 0,
         run_bytes_min=0 if store.packs else traits.part_bytes_min,
     )
 
 
-def lane_pool(config: Config, limits: LaneLimits) -> BufferPool:
-    """Make the buffers through which a tier is filled from another stored one; they take memory when first used."""
-    size_bytes = frame_bytes_max(max(config.chunk_bytes, limits.run_bytes_min))
-    count = max(1, min(limits.parallel, limits.budget_bytes // size_bytes))
-    return BufferPool(bytes=size_bytes, count=count)
+def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, BufferPool]:
+    """Make the buffers through which each tier is filled from another stored one; they take memory when first used.
+
+    All are of one length, so that tiers that want the same bytes can exchange them.
+    """
+    longest = max((limits.run_bytes_min for limits in lanes.values()), default=0)
+    size_bytes = frame_bytes_max(max(config.chunk_bytes, longest))
+    return {
+        tier: BufferPool(
+            bytes=size_bytes,
+            count=max(1, min(limits.parallel, limits.budget_bytes // size_bytes)),
+        )
+        for tier, limits in lanes.items()
+    }
 
 
 def list_all(

@@ -14,8 +14,9 @@ from tierfall.core import names
 from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
 from tierfall.core.records import Commit, Mark
 from tierfall.core.scheduler.dropping import Dropper
-from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane, Transfer
+from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.transfer import Transfer
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Eviction, View
@@ -74,6 +75,8 @@ class Flusher:
             entry = lane.active.entry
             # a save wants room: read from storage what lies there too, so that memory becomes free
             lane.spare_memory = self.memory_is_short()
+            others = (other for other in self._lanes.values() if other is not lane)
+            lane.read_beside = [run for other in others for run in other.reading()]
             lane.advance(
                 now_s, self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry)
             )

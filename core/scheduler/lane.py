@@ -8,9 +8,9 @@ source between two chunks.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from tierfall.core.contracts import part_bytes
 from tierfall.core.errors import FlushError
@@ -20,13 +20,13 @@ from tierfall.core.scheduler.tasks import (
     AbortShard,
     CopyRun,
     FinishCopy,
-    ImageWriter,
     OpenShard,
     Outcome,
     Side,
     Source,
     Task,
 )
+from tierfall.core.scheduler.transfer import Phase, Transfer
 from tierfall.core.snapshot import Geometry, geometry
 from tierfall.core.values import CheckpointId, CopyState
 
@@ -34,44 +34,13 @@ FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 60.0
 
 
-class Phase(StrEnum):
-    OPENING = "opening"
-    COPYING = "copying"
-    FINISHING = "finishing"
-    ABORTING = "aborting"
-
-
-@dataclass(slots=True, kw_only=True)
-class Transfer:
-    """One copy on its way.
-
-    ``runs`` of chunks are brought, each as a whole; ``outstanding`` are those that were begun and are not done.
-    ``stalls`` counts the failures in a row after which it goes on where it was. ``published`` says that something of
-    it may be visible on the tier, not committed.
-    """
-
-    entry: Entry
-    phase: Phase = Phase.OPENING
-    writer: ImageWriter | None = None
-    runs: tuple[tuple[int, int], ...] = ()
-    next_run: int = 0
-    redo: list[int] = field(default_factory=list)
-    outstanding: set[int] = field(default_factory=set)
-    in_flight: int = 0
-    in_flight_bytes: int = 0
-    done: int = 0
-    stalls: int = 0
-    error: BaseException | None = None
-    published: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLimits:
     """What may be on its way to one tier at once.
 
-    ``parallel`` runs of chunks; ``budget_bytes`` in buffers of reads from stored tiers. ``window``: how far a run may
-    be ahead of the oldest that is not done (0: any). ``run_bytes_min``: how long a run is at least, where it becomes a
-    part of an object (0: a chunk each).
+    ``parallel`` runs of chunks; ``budget_bytes`` in buffers of reads from stored tiers. ``window``: runs go in order,
+    and one may be that far ahead of the oldest that is not done (0: in any order). ``run_bytes_min``: how long a run is
+    at least, where it becomes a part of an object (0: a chunk each).
     """
 
     parallel: int
@@ -86,7 +55,8 @@ class LaneLimits:
 
 
 class Lane:
-    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is."""
+    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is;
+    ``read_beside`` is what other lanes are reading."""
 
     def __init__(
         self,
@@ -110,6 +80,7 @@ class Lane:
         self.full = False
         self.spare_memory = False
         self.stalled: BaseException | None = None
+        self.read_beside: Sequence[CopyRun] = ()
         self.edge_bytes: dict[str, int] = {}
         self._bad_sources: dict[CheckpointId, set[str]] = {}
 
@@ -152,6 +123,10 @@ class Lane:
             self._finish(transfer, marks, name_latest)
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
+
+    def reading(self) -> Sequence[CopyRun]:
+        """What is just brought from a stored tier, the latest first."""
+        return () if self.active is None else tuple(reversed(self.active.reading.values()))
 
     def is_at(self, id: CheckpointId) -> bool:
         return self.active is not None and self.active.entry.id == id
@@ -231,6 +206,7 @@ class Lane:
             entry.geometry = geometry(manifest)
         assert entry.geometry is not None
         transfer.runs = self._limits.runs(entry.geometry)
+        transfer.waiting = list(range(len(transfer.runs)))
         if transfer.error is None:
             transfer.phase = Phase.COPYING
 
@@ -238,15 +214,18 @@ class Lane:
         transfer.entry.lease(task.source.tier, -1)
         if task.source.region is None:
             transfer.in_flight_bytes -= task.end - task.start
+            del transfer.reading[task.number]
         if outcome.error is None:
             transfer.done += 1
             transfer.outstanding.discard(task.number)
             source = task.source.tier
             self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start
         elif outcome.side is Side.SOURCE and self._blame(transfer, task.source, outcome.error):
-            transfer.redo.append(task.number)
+            insort(transfer.waiting, task.number)
         elif outcome.side is not Side.SOURCE and getattr(outcome.error, "retryable", False):
-            transfer.redo.append(task.number)  # what has arrived stays, and it goes on from there
+            insort(
+                transfer.waiting, task.number
+            )  # what has arrived stays, and it goes on from there
             self.stalled = outcome.error
         else:
             transfer.error = outcome.error
@@ -267,8 +246,8 @@ class Lane:
 
     def _dispatch_runs(self, transfer: Transfer) -> None:
         while transfer.in_flight < self._limits.parallel and transfer.error is None:
-            number = min(transfer.redo) if transfer.redo else transfer.next_run
-            if number >= len(transfer.runs) or self._is_far_ahead(transfer, number):
+            number = self._next_run(transfer)
+            if number is None or self._is_far_ahead(transfer, number):
                 return
             source = self._source(transfer, chunk=transfer.runs[number][1] - 1)
             if source is None:
@@ -280,6 +259,17 @@ class Lane:
                 return
             if not self._dispatch_run(transfer, number, source):
                 return
+
+    def _next_run(self, transfer: Transfer) -> int | None:
+        """Choose what another lane is just reading from the same place, so that it is read once; else the first."""
+        if not self._limits.window:
+            source = self._source(transfer)
+            for run in self.read_beside:
+                if (run.id, run.source) == (transfer.entry.id, source):
+                    number = transfer.waiting_within(run)
+                    if number is not None:
+                        return number
+        return transfer.waiting[0] if transfer.waiting else None
 
     def _is_far_ahead(self, transfer: Transfer, number: int) -> bool:
         window, oldest = self._limits.window, min(transfer.outstanding, default=number)
@@ -296,27 +286,25 @@ class Lane:
             if over and transfer.in_flight:
                 return False
             transfer.in_flight_bytes += end - start
-        if transfer.redo:
-            transfer.redo.remove(number)
-        else:
-            transfer.next_run += 1
+        run = CopyRun(
+            tier=self.tier,
+            id=entry.id,
+            shard=entry.shard,
+            number=number,
+            first=first,
+            stop=stop,
+            start=start,
+            end=end,
+            source=source,
+            manifest=self._manifest(entry, source),
+            writer=transfer.writer,
+        )
+        if source.region is None:
+            transfer.reading[number] = run
+        transfer.waiting.remove(number)
         transfer.outstanding.add(number)
         entry.lease(source.tier, +1)
-        self._dispatch(
-            CopyRun(
-                tier=self.tier,
-                id=entry.id,
-                shard=entry.shard,
-                number=number,
-                first=first,
-                stop=stop,
-                start=start,
-                end=end,
-                source=source,
-                manifest=self._manifest(entry, source),
-                writer=transfer.writer,
-            )
-        )
+        self._dispatch(run)
         return True
 
     def _manifest(self, entry: Entry, source: Source) -> Manifest | None:

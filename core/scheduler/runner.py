@@ -17,9 +17,9 @@ from tierfall.core.catalog import Listing
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.packing.files import with_packed
-from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
 from tierfall.core.restore.images import Image, ReadableStore, StoredImage, unpacked
+from tierfall.core.scheduler.sharing import SharedReads
 from tierfall.core.scheduler.tasks import (
     AbortShard,
     ChangeMark,
@@ -85,8 +85,8 @@ class _SourceError(Exception):
 class TaskRunner:
     """Carries out one task at a time, on the calling thread.
 
-    What a tier reads from another one goes through a buffer of its own pool, in ``pools``, and stays there while it is
-    written: a slow tier holds up nobody else.
+    What a tier reads from another one goes through a buffer of its own pool, in ``pools``, or through that of a tier
+    which reads the same (``sharing``), and stays there while it is written: a slow tier holds up nobody else.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TaskRunner:
         attempt: Callable[[], Attempt],
     ) -> None:
         self._stores = stores
-        self._pools = pools
+        self._shared = SharedReads(pools)
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
@@ -188,9 +188,8 @@ class TaskRunner:
                     self._check(task, index, view[start - task.start : end - task.start])
             task.writer.put(task.first, task.start, view)
             return
-        with self._pools[task.tier].take(frame_bytes_max(task.end - task.start)) as buffer:
-            self._read(task, buffer)
-            task.writer.put(task.first, task.start, buffer[: task.end - task.start])
+        with self._shared.lend(task, lambda buffer: self._read(task, buffer)) as view:
+            task.writer.put(task.first, task.start, view)
 
     def _read(self, task: CopyRun, buffer: memoryview) -> None:
         assert task.manifest is not None

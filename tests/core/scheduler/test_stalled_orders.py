@@ -11,8 +11,9 @@ from tierfall.backends.retry import Retrying
 from tierfall.core import names
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import AccessDeniedError
-from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Phase
+from tierfall.core.scheduler.lane import LONGEST_RETRY_S
 from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
+from tierfall.core.scheduler.transfer import Phase
 from tierfall.core.values import CheckpointId, Codec, SaveOutcome
 
 FIRST = CheckpointId(1, 1)

@@ -1,0 +1,114 @@
+"""One read for several writers: a run of chunks that one worker reads and verifies serves all who want it meanwhile.
+
+Whoever wants a run brings a buffer of its own tier's pool. If another worker is just reading the same bytes of the same
+copy, or still writes from them, its buffer is used in place of a read, and the own one is left in exchange: who is done
+takes home any buffer that is not written from any more. So no tier waits for another's writes, and no memory is taken
+beside the pools. What nobody writes from is forgotten: there is no cache. It knows nothing of how bytes are read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tierfall.core.buffers import BufferPool
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.scheduler.tasks import CopyRun
+
+WAIT_S = 5.0
+"""How long a worker waits for another's read before it reads for itself."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A run that somebody reads, or writes from: ``spare`` are the buffers that were left in exchange for its own."""
+
+    run: CopyRun
+    buffer: memoryview
+    read: bool = False
+    spare: list[memoryview] = field(default_factory=list)
+
+    def covers(self, run: CopyRun, buffer: memoryview) -> bool:
+        """Say whether ``run`` wants bytes of this one, to be held against the same digests, and may leave ``buffer``
+        in exchange."""
+        mine = self.run
+        assert mine.manifest is not None
+        assert run.manifest is not None
+        return (
+            (mine.source, mine.id, mine.shard) == (run.source, run.id, run.shard)
+            and mine.start <= run.start
+            and run.end <= mine.end
+            and len(self.buffer) == len(buffer)
+            and mine.manifest.digests[mine.first : mine.stop][
+                run.first - mine.first : run.stop - mine.first
+            ]
+            == run.manifest.digests[run.first : run.stop]
+        )
+
+
+class SharedReads:
+    """See the module. Each tier in ``pools`` brings its own buffers; only those of the same length are exchanged."""
+
+    def __init__(self, pools: Mapping[str, BufferPool], *, wait_s: float = WAIT_S) -> None:
+        """``wait_s``: the most that a worker waits for another's read of a run."""
+        self._pools = pools
+        self._wait_s = wait_s
+        self._held: list[_Held] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lend(self, run: CopyRun, read: Callable[[memoryview], None]) -> Iterator[memoryview]:
+        """Lend the bytes of a run that lies on a stored tier: another worker's, or what ``read`` puts into a buffer.
+
+        ``read`` verifies what it reads; if it raises, that is raised here, and whoever waited for it reads for itself.
+        """
+        pool = self._pools[run.tier]
+        buffer = pool.lend(frame_bytes_max(run.end - run.start))
+        held = self._join(run, buffer)
+        if held.buffer is buffer:
+            self._fill(held, read, pool)
+        try:
+            start = run.start - held.run.start
+            yield held.buffer[start : start + run.end - run.start]
+        finally:
+            pool.give_back(self._leave(held))
+
+    def _join(self, run: CopyRun, buffer: memoryview) -> _Held:
+        """Find the run with somebody else and leave ``buffer`` in exchange, or hold it anew: then it is to be read."""
+        deadline = time.monotonic() + self._wait_s
+        with self._changed:
+            while True:
+                found = [held for held in self._held if held.covers(run, buffer)]
+                for held in found:
+                    if held.read:
+                        held.spare.append(buffer)
+                        return held
+                left_s = deadline - time.monotonic()
+                if not found or left_s <= 0:
+                    self._held.append(_Held(run, buffer))
+                    return self._held[-1]
+                self._changed.wait(left_s)
+
+    def _fill(self, held: _Held, read: Callable[[memoryview], None], pool: BufferPool) -> None:
+        try:
+            read(held.buffer)
+        except BaseException:
+            with self._changed:
+                self._held.remove(held)
+                self._changed.notify_all()
+            pool.give_back(held.buffer)
+            raise
+        with self._changed:
+            held.read = True
+            self._changed.notify_all()
+
+    def _leave(self, held: _Held) -> memoryview:
+        """Return a buffer to take home: while others write from the shared one, that is one of those left for it."""
+        with self._changed:
+            if held.spare:
+                return held.spare.pop()
+            self._held.remove(held)
+            return held.buffer
