@@ -1,0 +1,332 @@
+"""One read for several writers: who shares, who reads for itself, whose buffer goes where. Nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from tierfall.core.buffers import BufferPool
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.documents import Spliced
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.records import Line, Manifest
+from tierfall.core.scheduler.sharing import SharedReads
+from tierfall.core.scheduler.tasks import CopyRun, Source
+from tierfall.core.values import CheckpointId, Shard
+
+PATIENCE_S = 20.0
+CHUNK = 4096
+CHUNKS = 8
+IMAGE = random.Random(7).randbytes(CHUNKS * CHUNK)
+LONGEST = frame_bytes_max(3 * CHUNK)
+
+
+def manifest_of(image: bytes) -> Manifest:
+    chunks = (image[at : at + CHUNK] for at in range(0, len(image), CHUNK))
+    line = Line(
+        run="run",
+        checkpoint=CheckpointId(1, 1),
+        attempt_id="1" * 32,
+        ordinal=1,
+        started_from=None,
+    )
+    return Manifest(
+        line=line,
+        shard=Shard(0, 1),
+        image_bytes=len(image),
+        data_start=CHUNK,
+        chunk_bytes=CHUNK,
+        digests=tuple(chunk_digest(memoryview(chunk)) for chunk in chunks),
+        structure="s",
+        pieces=Spliced(b"[]"),
+    )
+
+
+def run_to(tier: str, first: int = 0, stop: int = 1) -> CopyRun:
+    return CopyRun(
+        tier=tier,
+        id=CheckpointId(1, 1),
+        shard=Shard(0, 1),
+        number=first,
+        first=first,
+        stop=stop,
+        start=first * CHUNK,
+        end=stop * CHUNK,
+        source=Source(tier="disk"),
+        manifest=manifest_of(IMAGE),
+        writer=None,  # type: ignore[arg-type]
+    )
+
+
+class Tiers:
+    """Two tiers or more with ``count`` buffers each; every read of the source is counted."""
+
+    def __init__(self, *names: str, count: int = 1, wait_s: float = PATIENCE_S) -> None:
+        self.pools = {name: BufferPool(bytes=LONGEST, count=count) for name in names}
+        self.count = count
+        self.shared = SharedReads(self.pools, wait_s=wait_s)
+        self.reads: list[CopyRun] = []
+        self.before_read: Callable[[CopyRun], None] = lambda run: None
+
+    def bring(self, run: CopyRun, write: Callable[[memoryview], None] = lambda view: None) -> bytes:
+        """Do as a worker does; returns the bytes as they were after the write."""
+
+        def read(buffer: memoryview) -> None:
+            self.reads.append(run)
+            self.before_read(run)
+            buffer[: run.end - run.start] = IMAGE[run.start : run.end]
+
+        with self.shared.lend(run, read) as view:
+            write(view)
+            return bytes(view)
+
+    def check_buffers(self) -> None:
+        """Every pool has all its buffers again, and no two have the same one."""
+        lent = []
+        for name, pool in self.pools.items():
+            for _ in range(self.count):
+                with ThreadPoolExecutor(1) as executor:  # a pool that lost one would wait for ever
+                    lent.append(executor.submit(pool.lend, 1).result(PATIENCE_S))
+            assert pool._free.empty(), f"{name} has more buffers than it came with"
+        for number, buffer in enumerate(lent):
+            buffer[0] = number
+        assert [buffer[0] for buffer in lent] == list(range(len(lent)))
+
+
+def wants(run: CopyRun) -> bytes:
+    return IMAGE[run.start : run.end]
+
+
+class Worker:
+    """A thread that brings a run, and stays in its write until it is let go."""
+
+    def __init__(self, tiers: Tiers, run: CopyRun) -> None:
+        self.writing, self.go_on = threading.Event(), threading.Event()
+        self._executor = ThreadPoolExecutor(1)
+        self._result = self._executor.submit(tiers.bring, run, self._write)
+
+    def _write(self, view: memoryview) -> None:
+        self.writing.set()
+        assert self.go_on.wait(PATIENCE_S)
+
+    def started(self) -> Worker:
+        assert self.writing.wait(PATIENCE_S)
+        return self
+
+    def end(self) -> bytes:
+        self.go_on.set()
+        with self._executor:
+            return self._result.result(PATIENCE_S)
+
+
+def test_what_another_tier_writes_from_is_not_read_again() -> None:
+    tiers = Tiers("a", "b")
+    a = Worker(tiers, run_to("a")).started()
+    b = Worker(tiers, run_to("b")).started()
+    assert a.end() == b.end() == wants(run_to("a"))
+    assert [run.tier for run in tiers.reads] == ["a"]
+    tiers.check_buffers()
+
+
+def test_what_another_tier_is_reading_is_waited_for() -> None:
+    tiers = Tiers("a", "b")
+    reading, read_on = threading.Event(), threading.Event()
+
+    def hold(run: CopyRun) -> None:
+        reading.set()
+        assert read_on.wait(PATIENCE_S)
+
+    tiers.before_read = hold
+    a = Worker(tiers, run_to("a"))
+    assert reading.wait(PATIENCE_S)
+    b = Worker(tiers, run_to("b"))
+    assert not b.writing.wait(0.05), "b writes what is not read yet"
+    read_on.set()
+    assert a.started().end() == b.started().end() == wants(run_to("a"))
+    assert [run.tier for run in tiers.reads] == ["a"]
+    tiers.check_buffers()
+
+
+def test_nothing_is_kept_of_what_nobody_writes_any_more() -> None:
+    tiers = Tiers("a", "b")
+    assert tiers.bring(run_to("a")) == tiers.bring(run_to("b")) == wants(run_to("a"))
+    assert [run.tier for run in tiers.reads] == ["a", "b"]
+    tiers.check_buffers()
+
+
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_a_tier_that_hangs_in_a_write_keeps_no_buffer_of_the_other(slow: str) -> None:
+    """Whoever read it: with one buffer each, the fast one brings the whole image meanwhile."""
+    tiers = Tiers("a", "b")
+    workers = {tier: Worker(tiers, run_to(tier)).started() for tier in ("a", "b")}
+    fast = "b" if slow == "a" else "a"
+    assert workers[fast].end() == wants(run_to(fast))
+    with ThreadPoolExecutor(1) as executor:
+        for index in range(1, CHUNKS):
+            run = run_to(fast, index, index + 1)
+            assert executor.submit(tiers.bring, run).result(PATIENCE_S) == wants(run)
+    assert workers[slow].end() == wants(run_to(slow)), "its bytes changed while it wrote them"
+    tiers.check_buffers()
+
+
+def test_a_hanging_read_is_waited_for_no_longer_than_was_said() -> None:
+    tiers = Tiers("a", "b", wait_s=0.05)
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang(run: CopyRun) -> None:
+        if run.tier == "a":
+            hanging.set()
+            assert go_on.wait(PATIENCE_S)
+
+    tiers.before_read = hang
+    a = Worker(tiers, run_to("a"))
+    assert hanging.wait(PATIENCE_S)
+    b = Worker(tiers, run_to("b")).started()
+    assert b.end() == wants(run_to("b"))
+    go_on.set()
+    assert a.started().end() == wants(run_to("a"))
+    assert [run.tier for run in tiers.reads] == ["a", "b"]
+    tiers.check_buffers()
+
+
+def test_a_read_that_fails_is_the_readers_alone() -> None:
+    """Of three who want it the first fails: one of the others reads, and the third takes it from that one."""
+    tiers = Tiers("a", "b", "c")
+    reading, fail = threading.Event(), threading.Event()
+
+    def break_first(run: CopyRun) -> None:
+        if run.tier == "a":
+            reading.set()
+            assert fail.wait(PATIENCE_S)
+            raise ZeroDivisionError
+
+    tiers.before_read = break_first
+    a = Worker(tiers, run_to("a"))
+    assert reading.wait(PATIENCE_S)
+    others = [Worker(tiers, run_to(tier)) for tier in ("b", "c")]
+    fail.set()
+    for other in others:
+        other.started()
+    with pytest.raises(ZeroDivisionError):
+        a.end()
+    assert [other.end() for other in others] == [wants(run_to("b"))] * 2
+    assert len(tiers.reads) == 2
+    tiers.check_buffers()
+
+
+def test_a_writer_that_fails_leaves_the_bytes_to_the_other() -> None:
+    tiers = Tiers("a", "b")
+    with ThreadPoolExecutor(1) as executor:
+        joined, written = threading.Event(), threading.Event()
+
+        def refuse(view: memoryview) -> None:
+            assert joined.wait(PATIENCE_S)
+            raise ZeroDivisionError
+
+        def write(view: memoryview) -> None:
+            joined.set()
+            assert written.wait(PATIENCE_S)
+
+        a = executor.submit(tiers.bring, run_to("a"), refuse)
+        with ThreadPoolExecutor(1) as second:
+            b = second.submit(tiers.bring, run_to("b"), write)
+            with pytest.raises(ZeroDivisionError):
+                a.result(PATIENCE_S)
+            other = run_to("a", 1, 2)
+            assert executor.submit(tiers.bring, other).result(PATIENCE_S) == wants(other)
+            written.set()
+            assert b.result(PATIENCE_S) == wants(run_to("b"))
+    tiers.check_buffers()
+
+
+def test_a_chunk_is_taken_from_the_middle_of_a_longer_run() -> None:
+    tiers = Tiers("a", "b")
+    a = Worker(tiers, run_to("a", 2, 5)).started()
+    part = run_to("b", 3, 4)
+    b = Worker(tiers, part).started()
+    assert a.end() == wants(run_to("a", 2, 5))
+    assert b.end() == wants(part)
+    assert len(tiers.reads) == 1
+    tiers.check_buffers()
+
+
+def other_digests(run: CopyRun) -> CopyRun:
+    assert run.manifest is not None
+    return replace(run, manifest=manifest_of(b"x" + IMAGE[1:]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: replace(run, source=Source(tier="store")),
+        lambda run: replace(run, id=CheckpointId(2, 1)),
+        lambda run: replace(run, shard=Shard(1, 2)),
+        lambda run: replace(run, first=1, stop=2, start=CHUNK, end=2 * CHUNK),
+        lambda run: replace(run, stop=2, end=2 * CHUNK),
+        other_digests,
+    ],
+    ids=["source", "checkpoint", "shard", "chunk", "more-chunks", "digests"],
+)
+def test_other_bytes_are_read(change: Callable[[CopyRun], CopyRun]) -> None:
+    tiers = Tiers("a", "b")
+    a = Worker(tiers, run_to("a")).started()
+    run = change(run_to("b"))
+    assert tiers.bring(run) == wants(run)
+    assert len(tiers.reads) == 2
+    assert a.end() == wants(run_to("a"))
+    tiers.check_buffers()
+
+
+def test_buffers_of_other_lengths_are_not_exchanged() -> None:
+    tiers = Tiers("a", "b")
+    tiers.pools["b"] = BufferPool(bytes=2 * LONGEST, count=1)
+    tiers.shared = SharedReads(tiers.pools)
+    a = Worker(tiers, run_to("a")).started()
+    assert tiers.bring(run_to("b")) == wants(run_to("b"))
+    assert a.end() == wants(run_to("a"))
+    assert len(tiers.reads) == 2
+    tiers.check_buffers()
+
+
+def test_runs_that_are_longer_than_the_buffers_are_shared_too() -> None:
+    tiers = Tiers("a", "b")
+    a = Worker(tiers, run_to("a", 0, CHUNKS)).started()
+    b = Worker(tiers, run_to("b", 0, CHUNKS)).started()
+    assert a.end() == b.end() == IMAGE
+    assert len(tiers.reads) == 1
+    tiers.check_buffers()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_at_once_get_their_bytes_and_leave_every_buffer(seed: int) -> None:
+    tiers = Tiers("a", "b", "c", count=2)
+    source = random.Random(seed)
+    runs = []
+    for _ in range(300):
+        first = source.randrange(CHUNKS)
+        runs.append(run_to(source.choice("abc"), first, source.randint(first + 1, CHUNKS)))
+    broken = {id(run) for run in source.sample(runs, 60)}
+
+    def fail(run: CopyRun) -> None:
+        if id(run) in broken:
+            raise ZeroDivisionError
+
+    tiers.before_read = fail
+
+    def bring(run: CopyRun) -> None:
+        try:
+            assert tiers.bring(run, lambda view: pause.wait(0.0002) and None) == wants(run)
+        except ZeroDivisionError:
+            assert id(run) in broken
+
+    pause = threading.Event()
+    with ThreadPoolExecutor(6) as executor:
+        list(executor.map(bring, runs))
+    assert len(tiers.reads) < len(runs), "nothing was shared"
+    assert tiers.shared._held == []
+    tiers.check_buffers()

@@ -1,0 +1,306 @@
+"""Two tiers that want a copy of what lies on a third: it is read once, and neither waits for the other."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.steps import state_of, steps_on, wait_until
+from tierfall.backends.wrapper import Wrapper, WriterWrapper
+from tierfall.core.contracts import Backend, Traits, Writer
+from tierfall.core.errors import AccessDeniedError
+from tierfall.core.scheduler.lane import LaneLimits
+from tierfall.stores import lane_pools
+
+MakeConfig = Callable[..., dict[str, Any]]
+PATIENCE_S = 30.0
+ELEMENTS = 300_000  # 1.2 MB in chunks of 64 KiB
+
+
+def is_image(key: str) -> bool:
+    return "/rank-" in key and not key.endswith(".json")
+
+
+class Watched(Wrapper):
+    """A tier's storage: counts what is read of images, and lets the test hold up or refuse what is written of them."""
+
+    def __init__(self, inner: Backend, traits: dict[str, Any]) -> None:
+        super().__init__(inner)
+        self._traits = traits
+        self.name = Path(inner.place).name
+        self.read_bytes = 0
+        self._lock = threading.Lock()
+        self.on_write: Callable[[int], None] = lambda offset: None
+        self.on_create: Callable[[], None] = lambda: None
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self._inner.traits, **self._traits)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self._inner.read_into(key, offset, view)
+        if is_image(key):
+            with self._lock:
+                self.read_bytes += len(view)
+
+    def create(self, key: str, **words: Any) -> Writer:
+        if is_image(key):
+            self.on_create()
+        writer = self._inner.create(key, **words)
+        return WatchedWriter(writer, self) if is_image(key) else writer
+
+
+class WatchedWriter(WriterWrapper):
+    def __init__(self, inner: Writer, watched: Watched) -> None:
+        super().__init__(inner)
+        self._watched = watched
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._watched.on_write(offset)
+        super().write(offset, view)
+
+
+class Storage:
+    """Every tier's ``Watched``, by name; what it is to do is set before the run is opened."""
+
+    def __init__(self) -> None:
+        self.on_write: dict[str, Callable[[int], None]] = {}
+        self.on_create: dict[str, Callable[[], None]] = {}
+        self.traits: dict[str, dict[str, Any]] = {}
+        self.tiers: dict[str, Watched] = {}
+
+    def watch(self, inner: Backend) -> Backend:
+        name = Path(inner.place).name
+        self.tiers[name] = watched = Watched(inner, self.traits.get(name, {}))
+        watched.on_write = self.on_write.get(name, watched.on_write)
+        watched.on_create = self.on_create.get(name, watched.on_create)
+        return watched
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    found = Storage()
+    real = tierfall.stores.wrap
+    monkeypatch.setattr(
+        "tierfall.stores.wrap", lambda inner, **more: found.watch(real(inner, **more))
+    )
+    return found
+
+
+class Meeting:
+    """Lets a write of one tier begin once the other tier's write of the same bytes has come."""
+
+    def __init__(self) -> None:
+        self._came: Counter[int] = Counter()
+        self._changed = threading.Condition()
+
+    def __call__(self, offset: int) -> None:
+        with self._changed:
+            self._came[offset] += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._came[offset] >= 2, PATIENCE_S)
+
+
+def save_on(config: dict[str, Any], memory: Path) -> None:
+    """Save step 1 to all tiers of a configuration, and lose what lies in memory."""
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1, elements=ELEMENTS), block=True)
+    shutil.rmtree(memory / "run")
+
+
+def fill(config: dict[str, Any], storage: Storage) -> int:
+    """Open a run whose ``disk`` holds a step, wait for all other tiers, and return what was read of the image."""
+    with tierfall.open(config) as ckpt:
+        others = {tier["name"] for tier in config["tiers"]} - {"host", "disk"}
+        wait_until(lambda: set(ckpt.statistics().commits) == others, "all is copied", PATIENCE_S)
+        (info,) = ckpt.checkpoints()
+        edges = {f"disk->{name}": info.bytes for name in others}
+        assert dict(ckpt.statistics().edge_bytes) == edges
+    return storage.tiers["disk"].read_bytes
+
+
+def are_right(tmp_path: Path, *tiers: str) -> None:
+    for tier in tiers:
+        assert steps_on(tmp_path / tier) == [1]
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "planes"])
+@pytest.mark.parametrize("part_bytes_min", [0, 150_000], ids=["chunks", "parts"])
+def test_two_tiers_in_step_read_their_source_once(
+    make_config: MakeConfig,
+    memory: Path,
+    tmp_path: Path,
+    storage: Storage,
+    codec: str,
+    part_bytes_min: int,
+) -> None:
+    disk = {"compress": {"codec": codec}}
+    parts = {"part_bytes_min": part_bytes_min}
+    storage.traits = {"alone": parts, "one": parts, "two": parts}
+    save_on(make_config(disk=disk), memory)
+    one_copy = fill(make_config(disk=disk, alone={}), storage)
+    assert one_copy > 0
+    meeting = Meeting()
+    storage.on_write = {"one": meeting, "two": meeting}
+    assert fill(make_config(disk=disk, one={}, two={}), storage) == one_copy
+    are_right(tmp_path, "one", "two")
+
+
+def test_a_tier_that_begins_in_the_middle_reads_only_what_it_has_missed(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    save_on(make_config(disk={}), memory)
+    one_copy = fill(make_config(disk={}, alone={}), storage)
+    half, meeting, in_the_middle = one_copy // 2, Meeting(), threading.Event()
+
+    def lead(offset: int) -> None:
+        if offset > half:
+            in_the_middle.set()
+            meeting(offset)
+
+    def follow(offset: int) -> None:
+        if offset > half:
+            meeting(offset)
+
+    def wait_for_the_other() -> None:
+        assert in_the_middle.wait(PATIENCE_S)
+
+    storage.on_write = {"early": lead, "late": follow}
+    storage.on_create = {"late": wait_for_the_other}
+    read = fill(make_config(disk={}, early={}, late={}), storage)
+    assert one_copy * 1.4 < read < one_copy * 1.6
+    are_right(tmp_path, "early", "late")
+
+
+def test_a_tier_that_takes_bytes_in_rising_order_gets_them_so(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    save_on(make_config(disk={}), memory)
+    in_the_middle, begun, offsets = threading.Event(), threading.Event(), list[int]()
+
+    def lead(offset: int) -> None:
+        if offset > ELEMENTS:
+            in_the_middle.set()
+            assert begun.wait(PATIENCE_S)
+
+    def follow(offset: int) -> None:
+        begun.set()
+        offsets.append(offset)
+
+    def wait_for_the_other() -> None:
+        assert in_the_middle.wait(PATIENCE_S)
+
+    storage.traits = {"late": {"ordered_writes": True}}
+    storage.on_write = {"early": lead, "late": follow}
+    storage.on_create = {"late": wait_for_the_other}
+    fill(make_config(disk={}, early={}, late={}), storage)
+    assert offsets == sorted(offsets)
+    are_right(tmp_path, "early", "late")
+
+
+def test_buffers_of_all_tiers_are_of_one_length_within_each_ones_budget(
+    make_config: MakeConfig,
+) -> None:
+    """A tier in parts of 8 MiB and one in chunks of 64 KiB can exchange them, and none takes more than it may."""
+    config = tierfall.Config.model_validate(make_config())
+    budget = 20 << 20
+    lanes = {
+        "chunks": LaneLimits(parallel=4, budget_bytes=budget),
+        "parts": LaneLimits(parallel=4, budget_bytes=budget, run_bytes_min=8 << 20),
+    }
+    pools = lane_pools(config, lanes)
+    assert pools["chunks"].bytes == pools["parts"].bytes >= 8 << 20
+    for pool in pools.values():
+        assert pool._left == 2
+        assert pool._left * pool.bytes <= budget
+
+
+def test_a_tier_that_stalls_holds_up_nobody_and_ends_with_the_right_bytes(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    """All its workers hang with a chunk in hand that the other tier brings too, whoever of them has read it."""
+    save_on(make_config(disk={}), memory)
+    stalled, go_on = threading.Event(), threading.Event()
+
+    def hang(offset: int) -> None:
+        stalled.set()
+        assert go_on.wait(PATIENCE_S)
+
+    def wait_for_the_other(offset: int) -> None:
+        assert stalled.wait(PATIENCE_S)
+
+    storage.on_write = {"fast": wait_for_the_other, "slow": hang}
+    with tierfall.open(make_config(disk={}, fast={}, slow={})) as ckpt:
+        try:
+            wait_until(lambda: ckpt.statistics().commits.get("fast") == 1, "fast has it")
+            assert "slow" not in ckpt.statistics().commits
+        finally:
+            go_on.set()
+        wait_until(lambda: ckpt.statistics().commits.get("slow") == 1, "slow has it")
+        (info,) = ckpt.checkpoints()
+        edges = dict(ckpt.statistics().edge_bytes)
+        assert edges == {"disk->fast": info.bytes, "disk->slow": info.bytes}
+    are_right(tmp_path, "fast", "slow")
+
+
+def test_a_tier_whose_copy_dies_takes_nothing_from_the_other(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    save_on(make_config(disk={}), memory)
+    refused, written = threading.Event(), Counter[str]()
+
+    def refuse(offset: int) -> None:
+        written["dying"] += 1
+        if written["dying"] == 3:
+            refused.set()
+            raise AccessDeniedError("on purpose")
+
+    def write_meanwhile(offset: int) -> None:
+        assert refused.wait(PATIENCE_S)
+
+    storage.on_write = {"other": write_meanwhile, "dying": refuse}
+    with tierfall.open(make_config(disk={}, other={}, dying={})) as ckpt:
+        wait_until(lambda: set(ckpt.statistics().commits) == {"other", "dying"}, "both have it")
+        assert ckpt.statistics().flush_failures == 1
+    are_right(tmp_path, "other", "dying")
+
+
+def damage(folder: Path) -> None:
+    """Flip one bit in the middle of the only image below a folder."""
+    (image,) = folder.glob("run/*/rank-*.safetensors")
+    data = bytearray(image.read_bytes())
+    data[len(data) // 2] ^= 1
+    image.write_bytes(data)
+
+
+def test_a_damaged_source_gives_no_tier_a_copy_and_nobody_waits(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    save_on(make_config(disk={}), memory)
+    damage(tmp_path / "disk")
+    with tierfall.open(make_config(disk={}, one={}, two={})) as ckpt:
+        wait_until(lambda: ckpt.statistics().given_up_copies == 2, "both are given up")
+    assert steps_on(tmp_path / "one") == steps_on(tmp_path / "two") == []
+
+
+def test_a_damaged_chunk_comes_from_the_next_source_for_both(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, storage: Storage
+) -> None:
+    save_on(make_config(disk={}, mirror={}), memory)
+    damage(tmp_path / "disk")
+    with tierfall.open(make_config(disk={}, mirror={}, one={}, two={})) as ckpt:
+        wait_until(lambda: set(ckpt.statistics().commits) == {"one", "two"}, "both have it")
+        (info,) = ckpt.checkpoints()
+        edges = ckpt.statistics().edge_bytes
+        for tier in ("one", "two"):
+            assert edges[f"mirror->{tier}"] >= 1 << 16
+            assert edges.get(f"disk->{tier}", 0) + edges[f"mirror->{tier}"] == info.bytes
+    are_right(tmp_path, "one", "two")
