@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,23 @@ def run_to(tier: str, first: int = 0, stop: int = 1) -> CopyRun:
     )
 
 
+class Task:
+    """A function on a thread of its own: one that never ends fails its test, and holds up nothing else."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._future: Future[Any] = Future()
+        threading.Thread(target=self._run, args=(function, args), daemon=True).start()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            self._future.set_result(function(*args))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is wanted
+            self._future.set_exception(error)
+
+    def result(self) -> Any:
+        return self._future.result(PATIENCE_S)
+
+
 class Tiers:
     """Two tiers or more with ``count`` buffers each; every read of the source is counted."""
 
@@ -90,8 +108,7 @@ class Tiers:
         lent = []
         for name, pool in self.pools.items():
             for _ in range(self.count):
-                with ThreadPoolExecutor(1) as executor:  # a pool that lost one would wait for ever
-                    lent.append(executor.submit(pool.lend, 1).result(PATIENCE_S))
+                lent.append(Task(pool.lend, 1).result())  # a pool that lost one would wait
             assert pool._free.empty(), f"{name} has more buffers than it came with"
         for number, buffer in enumerate(lent):
             buffer[0] = number
@@ -107,8 +124,7 @@ class Worker:
 
     def __init__(self, tiers: Tiers, run: CopyRun) -> None:
         self.writing, self.go_on = threading.Event(), threading.Event()
-        self._executor = ThreadPoolExecutor(1)
-        self._result = self._executor.submit(tiers.bring, run, self._write)
+        self._task = Task(tiers.bring, run, self._write)
 
     def _write(self, view: memoryview) -> None:
         self.writing.set()
@@ -120,8 +136,7 @@ class Worker:
 
     def end(self) -> bytes:
         self.go_on.set()
-        with self._executor:
-            return self._result.result(PATIENCE_S)
+        return self._task.result()
 
 
 def test_what_another_tier_writes_from_is_not_read_again() -> None:
@@ -166,10 +181,9 @@ def test_a_tier_that_hangs_in_a_write_keeps_no_buffer_of_the_other(slow: str) ->
     workers = {tier: Worker(tiers, run_to(tier)).started() for tier in ("a", "b")}
     fast = "b" if slow == "a" else "a"
     assert workers[fast].end() == wants(run_to(fast))
-    with ThreadPoolExecutor(1) as executor:
-        for index in range(1, CHUNKS):
-            run = run_to(fast, index, index + 1)
-            assert executor.submit(tiers.bring, run).result(PATIENCE_S) == wants(run)
+    for index in range(1, CHUNKS):
+        run = run_to(fast, index, index + 1)
+        assert Task(tiers.bring, run).result() == wants(run)
     assert workers[slow].end() == wants(run_to(slow)), "its bytes changed while it wrote them"
     tiers.check_buffers()
 
@@ -221,26 +235,23 @@ def test_a_read_that_fails_is_the_readers_alone() -> None:
 
 def test_a_writer_that_fails_leaves_the_bytes_to_the_other() -> None:
     tiers = Tiers("a", "b")
-    with ThreadPoolExecutor(1) as executor:
-        joined, written = threading.Event(), threading.Event()
+    holding, joined = threading.Event(), threading.Event()
 
-        def refuse(view: memoryview) -> None:
-            assert joined.wait(PATIENCE_S)
-            raise ZeroDivisionError
+    def refuse(view: memoryview) -> None:
+        holding.set()
+        assert joined.wait(PATIENCE_S)
+        raise ZeroDivisionError
 
-        def write(view: memoryview) -> None:
-            joined.set()
-            assert written.wait(PATIENCE_S)
-
-        a = executor.submit(tiers.bring, run_to("a"), refuse)
-        with ThreadPoolExecutor(1) as second:
-            b = second.submit(tiers.bring, run_to("b"), write)
-            with pytest.raises(ZeroDivisionError):
-                a.result(PATIENCE_S)
-            other = run_to("a", 1, 2)
-            assert executor.submit(tiers.bring, other).result(PATIENCE_S) == wants(other)
-            written.set()
-            assert b.result(PATIENCE_S) == wants(run_to("b"))
+    a = Task(tiers.bring, run_to("a"), refuse)
+    assert holding.wait(PATIENCE_S)
+    b = Worker(tiers, run_to("b")).started()
+    joined.set()
+    with pytest.raises(ZeroDivisionError):
+        a.result()
+    run = run_to("a", 1, 2)
+    assert Task(tiers.bring, run).result() == wants(run), "its buffer did not come back"
+    assert b.end() == wants(run_to("b"))
+    assert [run.tier for run in tiers.reads] == ["a", "a"]
     tiers.check_buffers()
 
 
@@ -324,9 +335,14 @@ def test_many_at_once_get_their_bytes_and_leave_every_buffer(seed: int) -> None:
         except ZeroDivisionError:
             assert id(run) in broken
 
+    def bring_all(share: list[CopyRun]) -> None:
+        for run in share:
+            bring(run)
+
     pause = threading.Event()
-    with ThreadPoolExecutor(6) as executor:
-        list(executor.map(bring, runs))
+    bringing = [Task(bring_all, runs[at::6]) for at in range(6)]
+    for task in bringing:
+        task.result()
     assert len(tiers.reads) < len(runs), "nothing was shared"
     assert tiers.shared._held == []
     tiers.check_buffers()
