@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from tierfall.core.buffers import BufferPool
 from tierfall.core.packing.frames import frame_bytes_max
@@ -22,14 +23,24 @@ WAIT_S = 5.0
 """How long a worker waits for another's read before it reads for itself."""
 
 
+class _State(StrEnum):
+    READING = "reading"
+    READ = "read"
+    FAILED = "failed"
+
+
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A run that somebody reads, or writes from: ``spare`` are the buffers that were left in exchange for its own."""
+    """A run that somebody reads, or writes from: ``spare`` are the buffers that were left in exchange for its own, one
+    for each who takes part but the first."""
 
     run: CopyRun
     buffer: memoryview
-    read: bool = False
+    state: _State = _State.READING
     spare: list[memoryview] = field(default_factory=list)
+
+    def is_settled(self) -> bool:
+        return self.state is not _State.READING
 
     def covers(self, run: CopyRun, buffer: memoryview) -> bool:
         """Say whether ``run`` wants bytes of this one, to be held against the same digests, and may leave ``buffer``
@@ -66,49 +77,49 @@ class SharedReads:
         ``read`` verifies what it reads; if it raises, that is raised here, and whoever waited for it reads for itself.
         """
         pool = self._pools[run.tier]
-        buffer = pool.lend(frame_bytes_max(run.end - run.start))
-        held = self._join(run, buffer)
-        if held.buffer is buffer:
-            self._fill(held, read, pool)
+        held, is_mine = self._join(run, pool.lend(frame_bytes_max(run.end - run.start)))
         try:
+            if is_mine:
+                self._fill(held, read)
             start = run.start - held.run.start
             yield held.buffer[start : start + run.end - run.start]
         finally:
             pool.give_back(self._leave(held))
 
-    def _join(self, run: CopyRun, buffer: memoryview) -> _Held:
-        """Find the run with somebody else and leave ``buffer`` in exchange, or hold it anew: then it is to be read."""
+    def _join(self, run: CopyRun, buffer: memoryview) -> tuple[_Held, bool]:
+        """Find the run with somebody else, and leave ``buffer`` in exchange; or hold it anew, and be the one to read it
+        (True). Who waits for a read takes part already, so that it is not given up before he looks."""
         deadline = time.monotonic() + self._wait_s
         with self._changed:
-            while True:
-                found = [held for held in self._held if held.covers(run, buffer)]
-                for held in found:
-                    if held.read:
-                        held.spare.append(buffer)
-                        return held
-                left_s = deadline - time.monotonic()
-                if not found or left_s <= 0:
-                    self._held.append(_Held(run, buffer))
-                    return self._held[-1]
-                self._changed.wait(left_s)
+            while found := [held for held in self._held if held.covers(run, buffer)]:
+                held = next((held for held in found if held.state is _State.READ), found[0])
+                held.spare.append(buffer)
+                self._changed.wait_for(held.is_settled, max(0.0, deadline - time.monotonic()))
+                if held.state is _State.READ:
+                    return held, False
+                buffer = self._leave(held)
+                if not held.is_settled():
+                    break
+            self._held.append(_Held(run, buffer))
+            return self._held[-1], True
 
-    def _fill(self, held: _Held, read: Callable[[memoryview], None], pool: BufferPool) -> None:
+    def _fill(self, held: _Held, read: Callable[[memoryview], None]) -> None:
+        state = _State.FAILED
         try:
             read(held.buffer)
-        except BaseException:
+            state = _State.READ
+        finally:
             with self._changed:
-                self._held.remove(held)
+                held.state = state
+                if state is _State.FAILED:
+                    self._held.remove(held)
                 self._changed.notify_all()
-            pool.give_back(held.buffer)
-            raise
-        with self._changed:
-            held.read = True
-            self._changed.notify_all()
 
     def _leave(self, held: _Held) -> memoryview:
-        """Return a buffer to take home: while others write from the shared one, that is one of those left for it."""
+        """Return a buffer to take home: while others are at the shared one, that is one of those left for it."""
         with self._changed:
             if held.spare:
                 return held.spare.pop()
-            self._held.remove(held)
+            if held.state is not _State.FAILED:
+                self._held.remove(held)
             return held.buffer

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.steps import wait_until
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.documents import Spliced
@@ -103,6 +104,10 @@ class Tiers:
             write(view)
             return bytes(view)
 
+    def waiting(self) -> int:
+        """How many take part in a run that somebody else has in hand."""
+        return sum(len(held.spare) for held in self.shared._held)
+
     def check_buffers(self) -> None:
         """Every pool has all its buffers again, and no two have the same one."""
         lent = []
@@ -149,6 +154,7 @@ def test_what_another_tier_writes_from_is_not_read_again() -> None:
 
 
 def test_what_another_tier_is_reading_is_waited_for() -> None:
+    """The reader is done with its write before the other one wakes: the bytes are there nevertheless."""
     tiers = Tiers("a", "b")
     reading, read_on = threading.Event(), threading.Event()
 
@@ -157,12 +163,13 @@ def test_what_another_tier_is_reading_is_waited_for() -> None:
         assert read_on.wait(PATIENCE_S)
 
     tiers.before_read = hold
-    a = Worker(tiers, run_to("a"))
+    a = Task(tiers.bring, run_to("a"))
     assert reading.wait(PATIENCE_S)
     b = Worker(tiers, run_to("b"))
-    assert not b.writing.wait(0.05), "b writes what is not read yet"
+    wait_until(lambda: tiers.waiting() == 1, "b waits")
+    assert not b.writing.is_set(), "b writes what is not read yet"
     read_on.set()
-    assert a.started().end() == b.started().end() == wants(run_to("a"))
+    assert a.result() == b.started().end() == wants(run_to("a"))
     assert [run.tier for run in tiers.reads] == ["a"]
     tiers.check_buffers()
 
@@ -223,6 +230,7 @@ def test_a_read_that_fails_is_the_readers_alone() -> None:
     a = Worker(tiers, run_to("a"))
     assert reading.wait(PATIENCE_S)
     others = [Worker(tiers, run_to(tier)) for tier in ("b", "c")]
+    wait_until(lambda: tiers.waiting() == 2, "both wait")
     fail.set()
     for other in others:
         other.started()
@@ -314,8 +322,9 @@ def test_runs_that_are_longer_than_the_buffers_are_shared_too() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_many_at_once_get_their_bytes_and_leave_every_buffer(seed: int) -> None:
-    tiers = Tiers("a", "b", "c", count=2)
+@pytest.mark.parametrize("wait_s", [PATIENCE_S, 0.0])
+def test_many_at_once_get_their_bytes_and_leave_every_buffer(seed: int, wait_s: float) -> None:
+    tiers = Tiers("a", "b", "c", count=2, wait_s=wait_s)
     source = random.Random(seed)
     runs = []
     for _ in range(300):
@@ -324,6 +333,7 @@ def test_many_at_once_get_their_bytes_and_leave_every_buffer(seed: int) -> None:
     broken = {id(run) for run in source.sample(runs, 60)}
 
     def fail(run: CopyRun) -> None:
+        pause.wait(0.0002)
         if id(run) in broken:
             raise ZeroDivisionError
 
