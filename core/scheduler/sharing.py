@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierfall.core.buffers import BufferPool
+from tierfall.core.buffers import Buffer, BufferPool
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.scheduler.tasks import CopyRun
 
@@ -35,14 +35,14 @@ class _Held:
     for each who takes part but the first."""
 
     run: CopyRun
-    buffer: memoryview
+    buffer: Buffer
     state: _State = _State.READING
-    spare: list[memoryview] = field(default_factory=list)
+    spare: list[Buffer] = field(default_factory=list)
 
     def is_settled(self) -> bool:
         return self.state is not _State.READING
 
-    def covers(self, run: CopyRun, buffer: memoryview) -> bool:
+    def covers(self, run: CopyRun, buffer: Buffer) -> bool:
         """Say whether ``run`` wants bytes of this one, to be held against the same digests, and may leave ``buffer``
         in exchange."""
         mine = self.run
@@ -52,7 +52,7 @@ class _Held:
             (mine.source, mine.id, mine.shard) == (run.source, run.id, run.shard)
             and mine.start <= run.start
             and run.end <= mine.end
-            and len(self.buffer) == len(buffer)
+            and len(self.buffer.view) == len(buffer.view)
             and mine.manifest.digests[mine.first : mine.stop][
                 run.first - mine.first : run.stop - mine.first
             ]
@@ -77,16 +77,16 @@ class SharedReads:
         ``read`` verifies what it reads; if it raises, that is raised here, and whoever waited for it reads for itself.
         """
         pool = self._pools[run.tier]
-        held, is_mine = self._join(run, pool.lend(frame_bytes_max(run.end - run.start)))
+        held, is_mine = self._join(run, pool.borrow(frame_bytes_max(run.end - run.start)))
         try:
             if is_mine:
                 self._fill(held, read)
             start = run.start - held.run.start
-            yield held.buffer[start : start + run.end - run.start]
+            yield held.buffer.view[start : start + run.end - run.start]
         finally:
             pool.give_back(self._leave(held))
 
-    def _join(self, run: CopyRun, buffer: memoryview) -> tuple[_Held, bool]:
+    def _join(self, run: CopyRun, buffer: Buffer) -> tuple[_Held, bool]:
         """Find the run with somebody else, and leave ``buffer`` in exchange; or hold it anew, and be the one to read it
         (True). Who waits for a read takes part already, so that it is not given up before he looks."""
         deadline = time.monotonic() + self._wait_s
@@ -106,7 +106,7 @@ class SharedReads:
     def _fill(self, held: _Held, read: Callable[[memoryview], None]) -> None:
         state = _State.FAILED
         try:
-            read(held.buffer)
+            read(held.buffer.view)
             state = _State.READ
         finally:
             with self._changed:
@@ -115,7 +115,7 @@ class SharedReads:
                     self._held.remove(held)
                 self._changed.notify_all()
 
-    def _leave(self, held: _Held) -> memoryview:
+    def _leave(self, held: _Held) -> Buffer:
         """Return a buffer to take home: while others are at the shared one, that is one of those left for it."""
         with self._changed:
             if held.spare:
