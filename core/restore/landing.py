@@ -63,7 +63,7 @@ class Landing:
     ) -> Iterator[memoryview]:
         """Yield memory to be filled, one view after the other, with the bytes from ``start`` to ``end`` of the data.
 
-        Once filled, each is hashed, and brought to its other targets. ``scratch`` has PIECE_BYTES at least.
+        Once filled, each is hashed, and brought to its other targets. None is longer than ``scratch``.
         """
         at = start
         while at < end:
@@ -76,7 +76,7 @@ class Landing:
 
     def _piece(self, number: int, at: int, end: int, scratch: memoryview) -> tuple[memoryview, int]:
         """Choose the next piece, and how many targets of its fills have it once it is read."""
-        end = min(end, at + PIECE_BYTES)
+        end = min(end, at + min(PIECE_BYTES, len(scratch)))
         if number < len(self._fills):
             straight, fill = self._straight[number], self._fills[number]
             if straight is not None and fill.start <= at:

@@ -23,7 +23,7 @@ from tierfall.core.image import Fill
 from tierfall.core.records import DIGEST_PREFIX, Manifest
 from tierfall.core.restore.device_copies import DeviceCopies, Piece
 from tierfall.core.restore.images import READ_THREADS, Image, PackedImage, StoredImage
-from tierfall.core.restore.landing import PIECE_BYTES, Landing, copy_bytes
+from tierfall.core.restore.landing import Landing, copy_bytes
 from tierfall.core.streams import Streams
 
 MEMORY_THREADS = 8
@@ -219,7 +219,7 @@ def read_fills(
     def read(index: int) -> None:
         low, high = manifest.chunk_range(index)
         start, end = low - manifest.data_start, high - manifest.data_start
-        with pool.lend(max(high - low, PIECE_BYTES)) as buffer:
+        with pool.lend(high - low) as buffer:
             tried = reader.lands and landing.is_in_host_memory(start, end)
             if tried and reader.land(
                 index, lambda digest: landing.pieces(start, end, buffer.view, digest)

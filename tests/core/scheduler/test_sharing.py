@@ -113,8 +113,8 @@ class Tiers:
         lent = []
         for name, pool in self.pools.items():
             for _ in range(self.count):
-                lent.append(Task(pool.lend, 1).result())  # a pool that lost one would wait
-            assert pool._free.empty(), f"{name} has more buffers than it came with"
+                lent.append(Task(pool.borrow, 1).result().view)  # a pool that lost one would wait
+            assert not pool._free, f"{name} has more buffers than it came with"
         for number, buffer in enumerate(lent):
             buffer[0] = number
         assert [buffer[0] for buffer in lent] == list(range(len(lent)))
