@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -151,6 +151,10 @@ class Faulty(Wrapper):
             self._inner.read_into(key, offset, view)
             if FaultKind.BIT_FLIP in faults:
                 self.flip(flat(view, writable=True), key)
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        """Nothing is in the page cache: every read is one that a fault may strike."""
+        return False
 
     def stat(self, key: str) -> Stored:
         with self.striking(Operation.STAT, key):

@@ -71,6 +71,8 @@ class Limited(Wrapper):
         with self.slot():
             self._inner.read_into(key, offset, view)
 
+    # What is in the page cache costs the medium nothing: ``read_cached`` is passed on as it is.
+
     def stat(self, key: str) -> Stored:
         with self.slot():
             return self._inner.stat(key)

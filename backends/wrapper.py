@@ -5,11 +5,11 @@ Retry, limits and faults derive from it and override what they are about. It own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
-from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.contracts import Backend, CachedReads, Publish, Stored, Traits, Writer
 
 
 class Wrapper:
@@ -38,6 +38,11 @@ class Wrapper:
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
         self._inner.read_into(key, offset, view)
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        """See ``CachedReads``. Nothing is done twice: where this fails, ``read_into`` is what there is."""
+        inner = self._inner
+        return isinstance(inner, CachedReads) and inner.read_cached(key, offset, end, views)
 
     def stat(self, key: str) -> Stored:
         return self._inner.stat(key)

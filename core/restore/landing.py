@@ -71,7 +71,8 @@ class Landing:
             view, first = self._piece(number, at, end, scratch)
             yield view
             digest.update(view)
-            self._pass_on(view, at, at + len(view), first=first)
+            if not first or len(self._fills[number].targets) > first:
+                self._pass_on(view, at, at + len(view), first=first)
             at += len(view)
 
     def _piece(self, number: int, at: int, end: int, scratch: memoryview) -> tuple[memoryview, int]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from backend_places import put
 
 from tierfall.backends import linux, posix_io
+from tierfall.backends.faults import Faulty
+from tierfall.backends.limit import Limited
+from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.posix_io import is_cached
+from tierfall.backends.retry import Retrying
 from tierfall.backends.views import aligned_block
 from tierfall.core.errors import BackendError
 
@@ -162,3 +167,28 @@ def test_kernel_that_does_not_say_counts_as_not_cached(
     monkeypatch.setattr(linux, "_LIBC", object())
     with (stored / KEY).open("rb") as file:
         assert not is_cached(file.fileno(), 0, BYTES)
+
+
+def test_wrappers_pass_reads_of_the_page_cache_on(stored: Path) -> None:
+    whole = (stored / KEY).read_bytes()
+    for wrap in (Retrying, partial(Limited, bytes_per_second=1)):
+        backend = wrap(PosixBackend(stored))
+        view = memoryview(bytearray(BYTES))
+        before = bytes_from_disk()
+        assert backend.read_cached(KEY, 0, BYTES, [view])
+        assert bytes_from_disk() - before < BYTES // 8
+        assert view == whole
+        backend.close()
+
+
+def test_a_backend_without_a_page_cache_says_that_nothing_is_there() -> None:
+    backend = Retrying(MemoryBackend())
+    put(backend, KEY, b"some bytes")
+    assert not backend.read_cached(KEY, 0, 4, [])
+
+
+def test_under_faults_every_read_is_one_of_the_medium(stored: Path) -> None:
+    (stored / KEY).read_bytes()
+    backend = Faulty(PosixBackend(stored), seed=0, plan=())
+    assert not backend.read_cached(KEY, 0, BYTES, [])
+    backend.close()
