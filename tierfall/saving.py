@@ -23,6 +23,7 @@ from tierfall.core.capture.filling import Filling
 from tierfall.core.capture.flights import Slab
 from tierfall.core.capture.places import Places
 from tierfall.core.capture.targets import TargetCache
+from tierfall.core.collector import collector_paused
 from tierfall.core.device import cuda_available
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
@@ -78,8 +79,9 @@ class Saver:
         """Begin the capture of ``state`` as the next checkpoint of ``line``; see ``Checkpointer.save``."""
         metrics = telling.checked_metrics(metrics)
         tags = telling.checked_tags(tags)
-        view = describe(state, self._recall)
-        layout, header = self._lay_out(view)
+        with collector_paused():
+            view = describe(state, self._recall)
+            layout, header = self._lay_out(view)
         place = line.next(step)
         rules = self._session.coordinator.ledger.rules
         tiers = tuple(n for n in tiers_owed(rules, place.ordinal) if n in self._session.stores)
@@ -88,7 +90,8 @@ class Saver:
         if region is None:
             return handle
         try:
-            snapshot = self._snapshot(region, place, layout, header, view, handle, metrics)
+            with collector_paused():
+                snapshot = self._snapshot(region, place, layout, header, view, handle, metrics)
         except BaseException as error:  # noqa: BLE001 - raised again below
             region.release()
             failure = as_capture_error(place.checkpoint, error)
