@@ -249,11 +249,11 @@ def test_a_copy_that_is_dropped_meanwhile_is_not_called_damaged(
     store = StoredTier(name="disk", run="run", backend=backend)
     look = getattr(store, when)
 
-    def drop_first(id: CheckpointId, *words: Any) -> Any:
-        found = look(id, *words) if when == "files" else None
+    def drop_first(id: CheckpointId, *words: Any, **more: Any) -> Any:
+        found = look(id, *words, **more) if when == "files" else None
         store.remove_mark(id, "pin")
         store.drop(id)
-        return found or look(id, *words)
+        return found or look(id, *words, **more)
 
     setattr(store, when, drop_first)
     with Verifier() as verifier:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import pytest
-from fake_device import FakePlaces, FakeStream
 
 from tests.core.capture.lazy_help import Held
+from tests.core.fake_device import FakePlaces, FakeStream
 from tierfall import saving
 
 
