@@ -153,7 +153,10 @@ def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_systems_that_are_missing_are_named_with_how_to_get_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(system, "find_spec", lambda name: None)
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError(f"something that {name} needs")
+
+    monkeypatch.setattr(system, "import_module", broken)
     assert TorchSave in registry.chosen(registry.KEYS)
     assert Safetensors not in registry.chosen(registry.KEYS)
     line = registry.missing(["torch", "safetensors", "torchsnapshot"])

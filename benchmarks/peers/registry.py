@@ -42,4 +42,4 @@ def missing(keys: Collection[str]) -> str:
         return ""
     names = "; ".join(system.name for system in absent)
     wanted = " ".join(dict.fromkeys(system.requirement for system in absent))
-    return f"left out, since not installed: {names} (pip install {wanted}, or all: {INSTALL_ALL})"
+    return f"left out, since not installed, or not whole: {names} (pip install {wanted}, or all: {INSTALL_ALL})"

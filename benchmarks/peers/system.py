@@ -7,7 +7,7 @@ import shutil
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,7 +50,11 @@ class System(ABC):
 
     @classmethod
     def installed(cls) -> bool:
-        return cls.module is None or find_spec(cls.module) is not None
+        """Say whether its package is there, and all that importing it needs."""
+        try:
+            return cls.module is None or import_module(cls.module) is not None
+        except ImportError:
+            return False
 
     @property
     def target(self) -> Path:
