@@ -46,6 +46,7 @@ _ALL: tuple[Check, ...] = (
     writing.conditional_create_has_one_winner,
     writing.a_lost_conditional_create_leaves_no_litter,
     reading.any_range_can_be_read,
+    reading.what_is_cached_is_the_object,
     reading.reading_past_the_end_is_an_error,
     reading.what_is_missing_is_said_to_be,
     reading.a_scan_is_sorted_and_complete,

@@ -86,6 +86,19 @@ def any_range_can_be_read(bench: Bench) -> None:
         assert bytes(guarded[:4096]) + bytes(guarded[-4096:]) == b"\xaa" * 8192, "memory beside it"
 
 
+def what_is_cached_is_the_object(bench: Bench) -> None:
+    """read_cached fills the views with the object's own bytes, or says False and touches none."""
+    with bench.backend() as backend:
+        data = pattern(1_300_001, seed=5)
+        put(backend, "run/key", data)
+        read(backend, "run/key", 0, len(data))
+        for offset, size in ((0, len(data)), (4097, 500_000)):
+            views = [in_memory(b"\xee" * part) for part in (1, size // 2, size - size // 2 - 1)]
+            came = backend.read_cached("run/key", offset, offset + size, views)
+            wanted = data[offset : offset + size] if came else b"\xee" * size
+            assert b"".join(map(bytes, views)) == wanted, f"{offset}+{size}"
+
+
 def reading_past_the_end_is_an_error(bench: Bench) -> None:
     """An object that ends before the view is full raises BackendError, and not that it is missing."""
     with bench.backend() as backend:

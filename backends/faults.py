@@ -8,7 +8,7 @@ Tierfall survives, each by a test:
 * FAIL_BEFORE of any call, FAIL_AFTER of any call (the work was done, the answer lost), STALL: by retry, or by giving
   up the copy on that tier and saying so; training goes on.
 * TORN_WRITE, LOST_SYNC, DISK_FULL: nothing of the object becomes visible, and older objects stay as they were.
-* BIT_FLIP on READ or WRITE: a checksum finds it before the bytes reach a tensor, and the next copy is read.
+* BIT_FLIP on READ or WRITE: a checksum finds it, and the next copy is read.
 
 Not survived: a medium that changes every copy of a checkpoint, or that answers a conditional create twice with yes.
 """

@@ -6,7 +6,7 @@ A published object is never changed in place, so a reader that holds one needs n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tierfall.backends.coverage import Coverage, Extent
 from tierfall.backends.frame import AbortsOnLeave
@@ -56,6 +56,10 @@ class MemoryBackend:
                 f"{found.nbytes}"
             )
         copy_bytes(data, found[offset : offset + data.nbytes])
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        check_key(key)
+        return False
 
     def stat(self, key: str) -> Stored:
         return Stored(key=key, bytes=self._find("stat", key).nbytes)

@@ -6,7 +6,7 @@ and faults are wrappers' work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from tierfall.backends.coverage import Extent
@@ -112,6 +112,10 @@ class ObjectStoreBackend:
                 f"{what}: bytes {offset} to {offset + data.nbytes} were asked for, but it ends at {offset + filled}; "
                 "it was cut short, or another object was expected"
             )
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        check_key(key)
+        return False
 
     def stat(self, key: str) -> Stored:
         check_key(key)

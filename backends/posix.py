@@ -123,7 +123,7 @@ class PosixBackend:
             raise self._too_short(key, offset, data.nbytes, status)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """See ``CachedReads``. Reads of the medium itself are what somebody wants who only looks: never for those."""
+        """See ``Backend``. Never for who only looks: that one wants reads of the medium itself."""
         check_key(key)
         with self._asking("read", key), self._opened(key) as (file, status):
             if not self._in_page_cache(file, status, offset, end - offset):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
-from tierfall.core.contracts import Backend, CachedReads, Publish, Stored, Traits, Writer
+from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
 
 
 class Wrapper:
@@ -40,9 +40,7 @@ class Wrapper:
         self._inner.read_into(key, offset, view)
 
     def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """See ``CachedReads``. Nothing is done twice: where this fails, ``read_into`` is what there is."""
-        inner = self._inner
-        return isinstance(inner, CachedReads) and inner.read_cached(key, offset, end, views)
+        return self._inner.read_cached(key, offset, end, views)
 
     def stat(self, key: str) -> Stored:
         return self._inner.stat(key)

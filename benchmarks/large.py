@@ -89,7 +89,7 @@ class LargeWorkload(Workload):
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum the bytes of each 4 KiB of each tensor: little to keep, though any change of the state alters it."""
+    """Sum the bytes of each 4 KiB of each tensor: little to keep, though an update of the state alters it."""
     found = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self
 
 PARTS_MAX = 10_000
 """No store takes an object in more parts than this."""
@@ -125,6 +125,12 @@ class Backend(Protocol):
         """Fill ``view`` from ``offset``; an object that ends before the view is full raises BackendError."""
         ...
 
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        """Fill one view after the other, which together are the range up to ``end``, where the system keeps that in
+        memory anyway (its page cache); False, with nothing read, where it does not, or it is not known. Errors are
+        those of ``read_into``."""
+        ...
+
     def stat(self, key: str) -> Stored: ...
 
     def scan(self, prefix: str) -> Iterator[Stored]:
@@ -143,13 +149,3 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class CachedReads(Protocol):
-    """What a backend may have beside: reads of what the system keeps in memory anyway."""
-
-    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
-        """Fill one view after the other, from ``offset`` on, where the range up to ``end`` is in the page cache; False,
-        with nothing read, where it is not, or is not known to be. An object that ends before raises BackendError."""
-        ...

@@ -368,12 +368,14 @@ class Session:
 
     def _let_go(self, *, keep: bool) -> None:
         self._closed = True
-        self.ring.release()
-        for store in self.stores.values():
-            store.close()
-        if hasattr(self, "host"):
-            self.host.close(keep=keep)
-        self._lock.release()
+        try:
+            for store in self.stores.values():
+                store.close()
+            if hasattr(self, "host"):
+                self.host.close(keep=keep)
+        finally:
+            self._lock.release()
+            self.ring.release()
 
 
 def _ignore(value: object, error: BaseException | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.contracts import Backend, CachedReads, Publish, Stored
+from tierfall.core.contracts import Backend, Publish, Stored
 from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
     BackendError,
@@ -158,8 +158,7 @@ class StoredTier:
         """As ``read_into``, into one view after the other, of what is in the page cache; False, with nothing read,
         where it is not."""
         key = self._key(checkpoint, names.shard_name(shard, codec))
-        backend = self.backend
-        return isinstance(backend, CachedReads) and backend.read_cached(key, offset, end, views)
+        return self.backend.read_cached(key, offset, end, views)
 
     def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]:
         """Everything in the step's folder, names relative to it."""

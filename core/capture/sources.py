@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
 from tierfall.core.capture.cutting import Piece, Segment
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
-from tierfall.core.image import NO_VERSION, StateView, as_bytes, copy_whole, naming, version_of
+from tierfall.core.image import StateView, as_bytes, copy_whole, naming
+
+_NO_VERSION = -1
+_VERSION = attrgetter("_version")
 
 
 class Sources:
@@ -19,7 +23,7 @@ class Sources:
         self._tensors: list[torch.Tensor] = view.sources.copy()
         self._plain = view.plain
         self._trails = view.trails
-        self._versions = view.versions.copy()
+        self._versions = _versions(view.sources)
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         return self._tensors[piece.index]
@@ -27,7 +31,7 @@ class Sources:
     def replace(self, piece: Piece, copy: torch.Tensor) -> None:
         """Read a copy from now on, which nobody else knows."""
         self._tensors[piece.index] = copy
-        self._versions[piece.index] = NO_VERSION
+        self._versions[piece.index] = _NO_VERSION
 
     def release(self) -> None:
         self._tensors = []
@@ -87,7 +91,8 @@ class Sources:
         """Raise CaptureError for a tensor that was written to since it was taken, as far as its counter tells."""
         for piece in pieces:
             before = self._versions[piece.index]
-            if before != NO_VERSION and version_of(self._tensors[piece.index]) != before:
+            now = _version(self._tensors[piece.index])
+            if now != before and _NO_VERSION not in (before, now):
                 raise CaptureError(
                     f"save: {self.path(piece)} was changed while it was being captured; nothing of this step is kept. "
                     "Change it only inside optimizer.step(), or wrap it in tierfall.item(..., changes='anytime'), or "
@@ -109,3 +114,16 @@ def _part(source: torch.Tensor, piece: Piece) -> torch.Tensor:
     flat = as_bytes(source)
     assert flat is not None, "a plain tensor has bytes"
     return flat[piece.source_start : piece.source_start + piece.end - piece.start]
+
+
+def _versions(sources: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [
+            *map(_VERSION, sources)
+        ]  # 0, and no error, for what was detached from an inference tensor
+    except RuntimeError:  # an inference tensor is among them
+        return [*map(_version, sources)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return _NO_VERSION if tensor.is_inference() else tensor._version

@@ -14,11 +14,10 @@ from tierfall.core.image.item import Item, OnResize, item
 from tierfall.core.image.layout import Layout, Slot, plan_layout
 from tierfall.core.image.load import LoadPlan, plan_load
 from tierfall.core.image.recall import Recall
-from tierfall.core.image.tensors import NO_VERSION, as_bytes, copy_whole, version_of
+from tierfall.core.image.tensors import as_bytes, copy_whole
 from tierfall.core.image.walk import SourceTensor, StateView, describe
 
 __all__ = [
-    "NO_VERSION",
     "Fill",
     "FillPlan",
     "ImageHeader",
@@ -40,5 +39,4 @@ __all__ = [
     "plan_load",
     "read_header",
     "register_codec",
-    "version_of",
 ]

@@ -118,7 +118,10 @@ class ModuleScan:
         """Return what says which key of a state_dict is a parameter, and how it is named: equal for equal answers."""
         try:
             pointers = array("Q", map(torch.Tensor.data_ptr, self.parameters.values()))
-        except RuntimeError:  # one of another layout has no address
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # one of another layout, or of no shape yet, has no address
             return (object(),)
         bare = [(raw, bare) for raw, bare, _ in self.places] if self.has_wrappers else []
         return (tuple(self.parameters), pointers, bare)

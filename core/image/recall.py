@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tierfall.core.image.naming import Trail
-from tierfall.core.image.tensors import version_of
 from tierfall.core.values import Changes
 
 BLOCK = 256
@@ -27,7 +26,6 @@ _SHAPE = operator.attrgetter("shape")
 _STRIDE = torch.Tensor.stride
 _DTYPE = operator.attrgetter("dtype")
 _NEGATED = torch.Tensor.is_neg
-_VERSION = operator.attrgetter("_version")
 
 
 class Looks(NamedTuple):
@@ -40,11 +38,11 @@ class Looks(NamedTuple):
     negated: list[bool]
 
 
-def look(tensors: Sequence[torch.Tensor]) -> tuple[Looks, list[int]] | None:
-    """Look at tensors, and read their version counters; None where one of them is no plain tensor in strides."""
+def look(tensors: Sequence[torch.Tensor]) -> Looks | None:
+    """Look at tensors; None where one of them is no plain tensor in strides."""
     if set(map(type, tensors)) != {torch.Tensor}:
         return None
-    looks, versions = Looks(array("Q"), [], [], [], []), list[int]()
+    looks = Looks(array("Q"), [], [], [], [])
     try:
         for start in range(0, len(tensors), BLOCK):
             block = tensors[start : start + BLOCK]
@@ -53,17 +51,9 @@ def look(tensors: Sequence[torch.Tensor]) -> tuple[Looks, list[int]] | None:
             looks.strides.extend(map(_STRIDE, block))
             looks.dtypes.extend(map(_DTYPE, block))
             looks.negated.extend(map(_NEGATED, block))
-            versions += _versions(block)
     except RuntimeError:  # sparse, nested and the like have no address, or no shape
         return None
-    return looks, versions
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    try:
-        return [*map(_VERSION, tensors)]
-    except RuntimeError:  # an inference tensor is among them
-        return [*map(version_of, tensors)]
+    return looks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ class TensorTable:
         self.dtypes: list[torch.dtype] = []
         self.shapes: list[tuple[int, ...]] = []
         self.tensors: list[torch.Tensor] = []
-        self.versions: list[int] = []
         self.changes: list[Changes] = []
         self.trails: list[Trail] = []
         self.plain: list[bool] = []
@@ -64,7 +63,6 @@ class TensorTable:
         self.dtypes.append(dtype)
         self.shapes.append(shape)
         self.tensors.append(tensor)
-        self.versions.append(tensors.version_of(tensor))
         self.changes.append(changes)
         self.trails.append(trail)
         self.plain.append(tensors.is_plain(tensor, dtype))
@@ -77,10 +75,9 @@ class TensorTable:
 
         None where ``met`` are not what was stored, or one was stored before.
         """
-        looked = look(met)
-        if looked is None or any(dtype.is_complex for dtype in self.dtypes[first:]):
+        looks = look(met)
+        if looks is None or any(dtype.is_complex for dtype in self.dtypes[first:]):
             return None  # whether a complex one is conjugated, looks do not tell
-        looks, _ = looked
         places = {id(tensor): place for place, tensor in enumerate(met)}
         picked = [places.get(id(tensor)) for tensor in self.tensors[first:]]
         first_at = {at: self._first_at[at] for at in looks.pointers if at in self._first_at}
@@ -103,7 +100,7 @@ class TensorTable:
             first_at=first_at,
         )
 
-    def take(self, part: Part, met: Sequence[torch.Tensor], versions: Sequence[int]) -> bool:
+    def take(self, part: Part, met: Sequence[torch.Tensor]) -> bool:
         """Take the tensors of a part in again; False where one of them, or of their names, stands here already."""
         if not self._taken.isdisjoint(part.names) or not self._first_at.keys().isdisjoint(
             part.first_at
@@ -118,7 +115,6 @@ class TensorTable:
         self.trails += part.trails
         self.plain += part.plain
         self.tensors += [met[place] for place in part.picked]
-        self.versions += [versions[place] for place in part.picked]
         return True
 
     def _alias(

@@ -12,7 +12,6 @@ from tierfall.core.image import dtypes
 UNSCALED = (
     "a quantized tensor without a scale has no values; make it with torch.quantize_per_tensor"
 )
-NO_VERSION = -1
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,11 +50,6 @@ def _refuse_subclass(kind: type[torch.Tensor]) -> str:
     if kind.__name__ == "NestedTensor":
         return "a nested tensor cannot be saved; save its components instead"
     return f"tensors of class {kind.__module__}.{kind.__qualname__} cannot be saved; convert it to a plain tensor"
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the counter of changes in place, NO_VERSION for a tensor that has none."""
-    return NO_VERSION if tensor.is_inference() else tensor._version
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -62,15 +62,14 @@ class SourceTensor(NamedTuple):
 class StateView:
     """A state at one moment: its tensors (aliases resolved), and its values written down.
 
-    Of each tensor, in columns: itself, detached (``sources``), its version counter, when it may change, its place, and
-    whether its elements can be copied as they lie (``plain``). ``parameters`` are those of all modules in the state,
+    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, and whether its elements
+    can be copied as they lie (``plain``). ``parameters`` are those of all modules in the state,
     and bare ones: by id, the name and itself. ``structure`` holds all that a layout depends on: equal structures have
     equal layouts.
     """
 
     names: tuple[str, ...]
     sources: list[torch.Tensor]
-    versions: list[int]
     changes: tuple[Changes, ...]
     trails: list[Trail]
     plain: tuple[bool, ...]
@@ -105,7 +104,6 @@ def describe(state: Mapping[Any, object], recall: Recall | None = None) -> State
     return StateView(
         names=names,
         sources=table.tensors,
-        versions=table.versions,
         changes=tuple(table.changes),
         trails=table.trails,
         plain=tuple(table.plain),
@@ -331,10 +329,10 @@ class _Walk:
         first = len(self.table.names)
         part = self._recall.part(name)
         self._recalled.add(name)
-        if part is not None and (looked := look(met)) is not None:
-            looks, versions = looked
-            if part.is_again(first, about, looks) and self.table.take(part, met, versions):
-                return part.node
+        looks = look(met) if part is not None else None
+        same = part is not None and looks is not None and part.is_again(first, about, looks)
+        if part is not None and same and self.table.take(part, met):
+            return part.node
         values = len(self.values)
         node = walk()
         again = len(self.values) == values and self.table.part(first, about, met, node)

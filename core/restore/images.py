@@ -80,6 +80,10 @@ class Image(Protocol):
         self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
     ) -> memoryview: ...
 
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        """Bring a chunk that is in the page cache as it is into one view after the other; False where it is not."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
@@ -124,7 +128,6 @@ class StoredImage:
             return False
 
     def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
-        """Bring a chunk that is in the page cache into one view after the other; False where it is not there."""
         start, end = manifest.chunk_range(index)
         return self.store.read_cached(self.id, self.shard, start, end, views)
 
@@ -162,6 +165,9 @@ class PackedImage:
         fits = end - start <= len(buffer)
         frame = (buffer if fits else memoryview(bytearray(end - start)))[: end - start]
         return self._unpack(index, frame, view, start, again=again)
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        return False  # a frame is nothing that a tensor could hold
 
     def _unpack(
         self, index: int, frame: memoryview, view: memoryview, start: int, *, again: bool
@@ -205,6 +211,9 @@ class RegionImage:
             settled = buffer[: end - start]
             np.copyto(np.frombuffer(settled, np.uint8), np.frombuffer(view, np.uint8))
             return settled
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        return False  # it lies in memory already
 
     @contextmanager
     def _still_there(self) -> Iterator[None]:

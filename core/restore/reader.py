@@ -22,7 +22,7 @@ from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError,
 from tierfall.core.image import Fill
 from tierfall.core.records import DIGEST_PREFIX, Manifest
 from tierfall.core.restore.device_copies import DeviceCopies, Piece
-from tierfall.core.restore.images import READ_THREADS, Image, PackedImage, StoredImage
+from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
 from tierfall.core.restore.landing import Landing, copy_bytes
 from tierfall.core.streams import Streams
 
@@ -64,8 +64,8 @@ class ChunkReader:
         self._manifest = manifest
         self._tally = tally
 
-    def read(self, index: int, buffer: memoryview, *, again: bool = False) -> memoryview:
-        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``. ``again``: not from a cache.
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``.
 
         Raises IntegrityError when every copy of it is damaged, or all were dropped meanwhile, and the retryable error
         when one could not be read and no other is good: that copy may well be.
@@ -74,7 +74,7 @@ class ChunkReader:
         failures: list[TierfallError] = []
         for image in self._images:
             try:
-                view = self._read(image, index, buffer, again=again)
+                view = self._read(image, index, buffer)
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
                 self._tally.passed_over(self._what(image, index), error)
@@ -93,17 +93,11 @@ class ChunkReader:
             + "; ".join(map(str, failures))
         )
 
-    @property
-    def lands(self) -> bool:
-        """Whether ``land`` can be asked: the fastest copy is a raw image on a stored tier."""
-        return isinstance(self._images[0], StoredImage)
-
     def land(self, index: int, pieces: Callable[[xxhash.xxh3_128], Iterable[memoryview]]) -> bool:
         """Bring chunk ``index`` to where it belongs, if the fastest copy has it in the page cache: ``pieces`` are the
         memory that it goes to, and hash what they got. False where it must be read otherwise, since it is not there, or
         is not good there."""
         image, digest = self._images[0], xxhash.xxh3_128()
-        assert isinstance(image, StoredImage)
         try:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
@@ -115,17 +109,16 @@ class ChunkReader:
         self._tally.read(image.tier, end - start)
         return True
 
-    def _read(self, image: Image, index: int, buffer: memoryview, *, again: bool) -> memoryview:
+    def _read(self, image: Image, index: int, buffer: memoryview) -> memoryview:
         """Return a good chunk of an image. What comes from storage is read twice before it is taken for damaged: a
         cache, or the way from there, may be what is not good."""
         try:
-            view = image.read(self._manifest, index, buffer, again=again)
-            return self._checked(image, index, view)
+            return self._checked(image, index, image.read(self._manifest, index, buffer))
         except IntegrityError as error:
-            if again or image.in_memory:
+            if image.in_memory:
                 raise
             self._tally.passed_over(self._what(image, index), error)
-        return self._read(image, index, buffer, again=True)
+        return self._checked(image, index, image.read(self._manifest, index, buffer, again=True))
 
     def _what(self, image: Image, index: int) -> str:
         return f"chunk {index} of {self._manifest.line.checkpoint} on {image.tier}"
@@ -220,13 +213,11 @@ def read_fills(
         low, high = manifest.chunk_range(index)
         start, end = low - manifest.data_start, high - manifest.data_start
         with pool.lend(high - low) as buffer:
-            tried = reader.lands and landing.is_in_host_memory(start, end)
-            if tried and reader.land(
+            if landing.is_in_host_memory(start, end) and reader.land(
                 index, lambda digest: landing.pieces(start, end, buffer.view, digest)
             ):
                 return
-            view = reader.read(index, buffer.view, again=tried)
-            _scatter(view, start, landing, copies, buffer)
+            _scatter(reader.read(index, buffer.view), start, landing, copies, buffer)
 
     try:
         in_threads(threads, read, _chunks_of(manifest, fills))

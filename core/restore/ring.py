@@ -16,8 +16,8 @@ class Ring:
     def __init__(
         self, chunk_bytes: int, *, count_max: int = READ_THREADS + 1, streams: Streams | None = None
     ) -> None:
-        """By default one buffer more than is read into at once: a device reads that one. Together they take
-        BUFFER_BYTES at most, if that is more than one."""
+        """By default one buffer more than is read into at once: a device reads that one. Their chunks take
+        BUFFER_BYTES together at most, unless one takes more."""
         count = max(1, min(count_max, BUFFER_BYTES // chunk_bytes))
         self.pool = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=count)
         self.streams = streams or Streams()

@@ -71,6 +71,7 @@ class Flusher:
             if free and begin:
                 self._begin_next(lane, now_s)
             if lane.active is None:
+                lane.read_beside = ()
                 return
             entry = lane.active.entry
             # a save wants room: read from storage what lies there too, so that memory becomes free

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from tierfall.core.buffers import Buffer, BufferPool
 from tierfall.core.packing.frames import frame_bytes_max
@@ -94,11 +95,12 @@ class SharedReads:
             while found := [held for held in self._held if held.covers(run, buffer)]:
                 held = next((held for held in found if held.state is _State.READ), found[0])
                 held.spare.append(buffer)
-                self._changed.wait_for(held.is_settled, max(0.0, deadline - time.monotonic()))
+                left_s = deadline - time.monotonic()
+                self._changed.wait_for(partial(_any_settled, found), max(0.0, left_s))
                 if held.state is _State.READ:
                     return held, False
                 buffer = self._leave(held)
-                if not held.is_settled():
+                if not _any_settled(found):
                     break
             self._held.append(_Held(run, buffer))
             return self._held[-1], True
@@ -123,3 +125,7 @@ class SharedReads:
             if held.state is not _State.FAILED:
                 self._held.remove(held)
             return held.buffer
+
+
+def _any_settled(found: Sequence[_Held]) -> bool:
+    return any(held.is_settled() for held in found)

@@ -440,3 +440,51 @@ def test_a_save_in_inference_mode_spoils_none_after_it(
             trainer.step()
     for step, before in wanted.items():
         assert_same(saved(tmp_path / "disk", step), before)
+
+
+class Average:
+    """Keeps averages of weights, and hands them out by swapping them in and out, as training code does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._fill(self.kept)
+        found = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._fill(weights)
+        return found
+
+    def _fill(self, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(values[name])
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.kept = state
+
+
+def test_a_state_dict_may_write_to_what_was_met_before(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = Trainer()
+    trainer.state["average"] = Average(trainer.model)
+    with tierfall.open(make_config()) as ckpt:
+        for step in (1, 2, 3):
+            before = trainer.now()
+            ckpt.save(step, trainer.state).wait()
+            assert_same(saved(tmp_path / "disk", step), before)
+            trainer.step()
+
+
+def test_a_module_made_in_inference_mode_can_be_saved_again_and_again(
+    make_config: MakeConfig,
+) -> None:
+    trainer = Trainer()
+    with torch.inference_mode():
+        trainer.state["teacher"] = torch.nn.Linear(4, 4).requires_grad_(False)
+    with tierfall.open(make_config()) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, trainer.state).wait()
+            trainer.step()

@@ -331,3 +331,16 @@ def test_module_does_not_go_into_something_else() -> None:
     image, _ = make_image({"m": nn.Linear(1, 1), "rng": None})
     with pytest.raises(RestoreError, match="m: the checkpoint has a module, the state has a dict"):
         restore({"m": {"weight": torch.ones(1, 1), "bias": torch.ones(1)}, "rng": None}, image)
+
+
+def test_a_shared_parameter_has_its_first_name() -> None:
+    """Names of optimizer state follow it: they stand in every image."""
+    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    one.register_parameter("again", one.weight)
+    other.weight = one.weight
+    view = describe({"one": one, "other": other, "rng": None})
+    assert [name for name, _ in view.parameters.values()] == [
+        "one.weight",
+        "one.bias",
+        "other.bias",
+    ]

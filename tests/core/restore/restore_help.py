@@ -117,6 +117,9 @@ class DictImage:
         buffer[: end - start] = self.made.image[start:end]
         return buffer[: end - start]
 
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        return False
+
 
 class Tiers:
     """Copies by tier and checkpoint, fastest tier first."""

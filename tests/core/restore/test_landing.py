@@ -6,19 +6,32 @@ import ctypes
 import os
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import xxhash
-from restore_help import CHUNK, SHARD, Made, Tiers, checkpoint, holds, passed_over, state_of
+from restore_help import (
+    CHUNK,
+    ELEMENTS,
+    SHARD,
+    Made,
+    Tiers,
+    checkpoint,
+    holds,
+    passed_over,
+    state_of,
+)
 
+from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
 from tierfall.core.errors import BackendError, RestoreError, UnreachableError
-from tierfall.core.image import Fill
+from tierfall.core.image import Fill, FillPlan, ImageHeader, plan_fill
 from tierfall.core.restore.images import StoredImage
 from tierfall.core.restore.landing import PIECE_BYTES, STRAIGHT_BYTES, Landing, copy_bytes
+from tierfall.core.restore.restore import Request, restore
+from tierfall.core.restore.ring import Ring
 from tierfall.core.values import CheckpointId, Codec, Shard
 
 ONE = CheckpointId(5, 1)
@@ -123,6 +136,7 @@ class CachedStore:
     from_cache: list[tuple[int, int]] = field(default_factory=list)
     from_disk: list[tuple[int, int]] = field(default_factory=list)
     error: Callable[[int], BackendError | None] = lambda offset: None
+    spoils: Callable[[int], bool] = lambda offset: False
 
     def __post_init__(self) -> None:
         self.made = Made(bytearray(self.made.image), self.made.manifest, self.made.commit)
@@ -145,6 +159,8 @@ class CachedStore:
     ) -> None:
         self.from_disk.append((offset, view.nbytes))
         view[:] = self.made.image[offset : offset + view.nbytes]
+        if self.spoils(offset):
+            view[3] ^= 8
 
     def read_cached(
         self,
@@ -245,3 +261,45 @@ def test_with_no_good_copy_of_a_cached_chunk_the_state_is_said_to_be_half_filled
     tiers.store.flip(2, disk=True)
     with pytest.raises(RestoreError, match="HALF FILLED"):
         tiers.restore(state_of(-1))
+
+
+@pytest.mark.parametrize("chunk", range(6))
+def test_a_chunk_that_came_damaged_from_the_disk_is_read_once_more(chunk: int) -> None:
+    """Something on the way may have been at fault, once."""
+    tiers, state = CachedTiers("far"), state_of(-1)
+    tiers.store.cache.clear()
+    start = tiers.store.made.manifest.chunk_range(chunk)[0]
+    tiers.store.spoils = lambda offset: (
+        offset == start and [o for o, _ in tiers.store.from_disk].count(start) == 1
+    )
+    restored = tiers.restore(state)
+    assert restored is not None
+    assert holds(state, 5)
+    assert set(restored.tally.bytes) == {"disk"}
+    assert any(f"chunk {chunk} of {ONE} on disk" in each for each in passed_over(restored))
+
+
+def test_what_is_cached_goes_onto_a_device_by_its_stream() -> None:
+    tiers, state, stream = CachedTiers(), state_of(-1), FakeStream()
+    ring = Ring(CHUNK, count_max=8, streams=FakeStreams(stream))  # type: ignore[arg-type]
+
+    def plan(header: ImageHeader) -> FillPlan:
+        made = plan_fill(state, header)
+        fills = tuple(replace(f, targets=(*f.targets, beside)) for f in made.fills)
+        return replace(made, fills=fills)
+
+    beside = torch.zeros(4 * ELEMENTS, dtype=torch.uint8).as_subclass(OnDevice)
+    restored = restore(
+        tiers.listings(),
+        Request(),
+        open_image=lambda tier, id, shard: tiers.images[tier, id],
+        make_plan=plan,
+        shard=SHARD,
+        ring=ring,
+    )
+    ring.release()
+    stream.close()
+    assert restored is not None
+    assert bool((state["w"] == 5.0).all())
+    assert beside.as_subclass(torch.Tensor).numpy().tobytes() == state["w"].numpy().tobytes()
+    assert len(stream.enqueued) == 5  # chunks, of which none came by the host alone
