@@ -215,6 +215,32 @@ def test_a_hanging_read_is_waited_for_no_longer_than_was_said() -> None:
     tiers.check_buffers()
 
 
+def test_who_waits_takes_what_comes_first() -> None:
+    """The first read hangs, and a second tier reads for itself: the third gets its bytes from that one."""
+    tiers = Tiers("a", "b", "c", wait_s=0.0)
+    reading = {"a": threading.Event(), "b": threading.Event()}
+    go_on = {"a": threading.Event(), "b": threading.Event()}
+
+    def hold(run: CopyRun) -> None:
+        reading[run.tier].set()
+        assert go_on[run.tier].wait(PATIENCE_S)
+
+    tiers.before_read = hold
+    a = Worker(tiers, run_to("a"))
+    assert reading["a"].wait(PATIENCE_S)
+    b = Worker(tiers, run_to("b"))
+    assert reading["b"].wait(PATIENCE_S)
+    tiers.shared._wait_s = 2 * PATIENCE_S
+    c = Worker(tiers, run_to("c"))
+    wait_until(lambda: tiers.waiting() == 1, "c waits")
+    go_on["b"].set()
+    assert c.started().end() == b.started().end() == wants(run_to("c"))
+    go_on["a"].set()
+    assert a.started().end() == wants(run_to("a"))
+    assert [run.tier for run in tiers.reads] == ["a", "b"]
+    tiers.check_buffers()
+
+
 def test_a_read_that_fails_is_the_readers_alone() -> None:
     """Of three who want it the first fails: one of the others reads, and the third takes it from that one."""
     tiers = Tiers("a", "b", "c")
