@@ -223,9 +223,8 @@ class Lane:
         elif outcome.side is Side.SOURCE and self._blame(transfer, task.source, outcome.error):
             insort(transfer.waiting, task.number)
         elif outcome.side is not Side.SOURCE and getattr(outcome.error, "retryable", False):
-            insort(
-                transfer.waiting, task.number
-            )  # what has arrived stays, and it goes on from there
+            # what has arrived stays, and it goes on from there
+            insort(transfer.waiting, task.number)
             self.stalled = outcome.error
         else:
             transfer.error = outcome.error
