@@ -7,6 +7,7 @@ there (docs/decisions/0014). What goes onto a device is only queued: reading goe
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,8 @@ from tierfall.core.restore.device_copies import DeviceCopies, Piece
 from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
 from tierfall.core.restore.landing import Landing, copy_bytes
 from tierfall.core.streams import Streams
+
+logger = logging.getLogger("tierfall")
 
 MEMORY_THREADS = 8
 BUFFER_BYTES = 64 << 20
@@ -102,8 +105,10 @@ class ChunkReader:
             if not image.read_cached(self._manifest, index, pieces(digest)):
                 return False
             self._compare(image, index, DIGEST_PREFIX + digest.hexdigest())
-        except (IntegrityError, BackendError) as error:
-            self._tally.passed_over(f"{self._what(image, index)}, in the page cache", error)
+        except (IntegrityError, BackendError):  # whoever reads it otherwise tells of it
+            logger.debug(
+                "%s is not good in the page cache", self._what(image, index), exc_info=True
+            )
             return False
         start, end = self._manifest.chunk_range(index)
         self._tally.read(image.tier, end - start)
@@ -117,8 +122,10 @@ class ChunkReader:
         except IntegrityError as error:
             if image.in_memory:
                 raise
-            self._tally.passed_over(self._what(image, index), error)
-        return self._checked(image, index, image.read(self._manifest, index, buffer, again=True))
+            first = error
+        view = self._checked(image, index, image.read(self._manifest, index, buffer, again=True))
+        self._tally.passed_over(f"the first read of {self._what(image, index)}", first)
+        return view
 
     def _what(self, image: Image, index: int) -> str:
         return f"chunk {index} of {self._manifest.line.checkpoint} on {image.tier}"
