@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ from tests.steps import state_of
 from tierfall.backends import wrap
 
 SHARED = Path("/dev/shm")
+
+# A suite that was started in the background (nohup, a CI's &) may ignore Ctrl-C, which tests send to themselves and to
+# what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
