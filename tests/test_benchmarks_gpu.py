@@ -18,6 +18,7 @@ from benchmarks.__main__ import parse
 from benchmarks.figures import Results
 from benchmarks.plan import Plan
 from tests.core.fake_device import FakePlaces, FakeStream
+from tests.tiny_plan import tiny_plan
 from tierfall import saving
 from tierfall.config import Config
 from tierfall.core.capture.flights import Slab
@@ -111,19 +112,7 @@ def rehearsal(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
 
 
 def plan(folder: Path, **words: Any) -> Plan:
-    for name in ("files", "memory"):
-        (folder / name).mkdir()
-    return Plan(
-        folder=folder / "files",
-        memory=folder / "memory",
-        file_system="tmpfs",
-        size_bytes=1 << 20,
-        rounds=2,
-        seed=0,
-        only=frozenset({"gpu"}),
-        parameters=PARAMETERS,
-        **words,
-    )
+    return tiny_plan(folder, "gpu", rounds=2, parameters=PARAMETERS, **words)
 
 
 def rehearse(folder: Path, rehearsal: Rehearsal) -> Results:

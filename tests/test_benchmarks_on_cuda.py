@@ -17,6 +17,7 @@ from benchmarks.figures import Results
 from benchmarks.peers import measure
 from benchmarks.peers import memory as peer_memory
 from benchmarks.plan import Plan
+from tests.tiny_plan import tiny_plan
 from tierfall.core.device import PageLock
 
 
@@ -34,18 +35,7 @@ def make_buffer(tensors: list[torch.Tensor], **more: Any) -> None:
 
 def plan(folder: Path, only: str = "") -> Plan:
     """For a device that every torch has, and that holds no bytes."""
-    for name in ("files", "memory"):
-        (folder / name).mkdir()
-    return Plan(
-        folder=folder / "files",
-        memory=folder / "memory",
-        file_system="tmpfs",
-        size_bytes=1 << 20,
-        rounds=1,
-        seed=0,
-        only=frozenset({only}),
-        device="meta",
-    )
+    return tiny_plan(folder, only, device="meta")
 
 
 def say(line: str) -> None:

@@ -30,6 +30,7 @@ from benchmarks.peers.files import Safetensors, TorchSave
 from benchmarks.peers.ours import Bare, Tierfall
 from benchmarks.plan import Plan
 from benchmarks.workload import Workload, shape_for
+from tests.tiny_plan import tiny_plan
 
 IN_PROCESS = [Tierfall, Bare, TorchSave, Safetensors, Dcp, DcpThread]
 alone = pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
@@ -248,19 +249,7 @@ def test_flush_that_was_given_up_is_under_way_no_longer(
 
 
 def plan(folder: Path, *keys: str) -> Plan:
-    """A tiny plan of one round, in folders that are there."""
-    for name in ("files", "memory"):
-        (folder / name).mkdir()
-    return Plan(
-        folder=folder / "files",
-        memory=folder / "memory",
-        file_system="tmpfs",
-        size_bytes=3 << 20,
-        rounds=1,
-        seed=0,
-        only=frozenset({"training", "peers"}),
-        systems=frozenset(keys),
-    )
+    return tiny_plan(folder, "training", "peers", size_bytes=3 << 20, systems=frozenset(keys))
 
 
 def tell(found: Results) -> str:

@@ -223,9 +223,8 @@ class Saver:
         try:
             self._session.coordinator.post(request)
             self._session.wait(done)
-        except (
-            BaseException
-        ):  # Ctrl-C, say: nobody will take the region, nor may another image go for it
+        except BaseException:
+            # Ctrl-C, say: nobody will take the region, nor may another image go for it
             request.cancelled.set()
             with lock:
                 given_up = True

@@ -69,9 +69,9 @@ class Session:
         self.attempt: Attempt | None = None
         self._closed = False
         folder = prepare_folder(run_folder(config, run))
+        self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         self._lock = RunLock.take(folder / lock_name(SLOT), run=run)
         self.stores: dict[str, StoredTier] = {}
-        self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         try:
             self.host = HostTier(
                 name=config.host.name,

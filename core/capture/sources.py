@@ -118,9 +118,8 @@ def _part(source: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def _versions(sources: Sequence[torch.Tensor]) -> list[int]:
     try:
-        return [
-            *map(_VERSION, sources)
-        ]  # 0, and no error, for what was detached from an inference tensor
+        # 0, and no error, for what was detached from an inference tensor
+        return [*map(_VERSION, sources)]
     except RuntimeError:  # an inference tensor is among them
         return [*map(_version, sources)]
 

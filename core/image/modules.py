@@ -118,11 +118,8 @@ class ModuleScan:
         """Return what says which key of a state_dict is a parameter, and how it is named: equal for equal answers."""
         try:
             pointers = array("Q", map(torch.Tensor.data_ptr, self.parameters.values()))
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # one of another layout, or of no shape yet, has no address
-            return (object(),)
+        except (RuntimeError, ValueError):
+            return (object(),)  # one of another layout, or of no shape yet, has no address
         bare = [(raw, bare) for raw, bare, _ in self.places] if self.has_wrappers else []
         return (tuple(self.parameters), pointers, bare)
 
@@ -183,10 +180,6 @@ class Scans:
         for each in found.keys() & self.parameters.keys():
             del found[each]
         self.parameters.update(found)
-
-    def name_of(self, parameter: torch.Tensor) -> str | None:
-        found = self.parameters.get(id(parameter))
-        return None if found is None else found[0]
 
 
 def scan_state(state: Mapping[object, object]) -> Scans:

@@ -71,15 +71,16 @@ class Flusher:
             if free and begin:
                 self._begin_next(lane, now_s)
             if lane.active is None:
-                lane.read_beside = ()
                 return
             entry = lane.active.entry
             # a save wants room: read from storage what lies there too, so that memory becomes free
             lane.spare_memory = self.memory_is_short()
             others = (other for other in self._lanes.values() if other is not lane)
-            lane.read_beside = [run for other in others for run in other.reading()]
             lane.advance(
-                now_s, self._marks_of(entry), name_latest=self._is_newest(lane.tier, entry)
+                now_s,
+                self._marks_of(entry),
+                name_latest=self._is_newest(lane.tier, entry),
+                beside=[run for other in others for run in other.reading()],
             )
             transfer = lane.aborted()
             if transfer is None:

@@ -55,8 +55,7 @@ class LaneLimits:
 
 
 class Lane:
-    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is;
-    ``read_beside`` is what other lanes are reading."""
+    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is."""
 
     def __init__(
         self,
@@ -80,7 +79,6 @@ class Lane:
         self.full = False
         self.spare_memory = False
         self.stalled: BaseException | None = None
-        self.read_beside: Sequence[CopyRun] = ()
         self.edge_bytes: dict[str, int] = {}
         self._bad_sources: dict[CheckpointId, set[str]] = {}
 
@@ -111,14 +109,21 @@ class Lane:
             )
         )
 
-    def advance(self, now_s: float, marks: Sequence[Mark], *, name_latest: bool) -> None:
-        """Dispatch what can be done now."""
+    def advance(
+        self,
+        now_s: float,
+        marks: Sequence[Mark],
+        *,
+        name_latest: bool,
+        beside: Sequence[CopyRun],
+    ) -> None:
+        """Dispatch what can be done now; ``beside`` is what other lanes are reading."""
         transfer = self.active
         if transfer is None:
             return
         ready = now_s >= self.not_before_s
         if transfer.phase is Phase.COPYING and ready:
-            self._dispatch_runs(transfer)
+            self._dispatch_runs(transfer, beside)
         if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
             self._finish(transfer, marks, name_latest)
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
@@ -243,9 +248,9 @@ class Lane:
         self.active.in_flight += 1
         self._submit(task)
 
-    def _dispatch_runs(self, transfer: Transfer) -> None:
+    def _dispatch_runs(self, transfer: Transfer, beside: Sequence[CopyRun]) -> None:
         while transfer.in_flight < self._limits.parallel and transfer.error is None:
-            number = self._next_run(transfer)
+            number = self._next_run(transfer, beside)
             if number is None or self._is_far_ahead(transfer, number):
                 return
             source = self._source(transfer, chunk=transfer.runs[number][1] - 1)
@@ -259,11 +264,11 @@ class Lane:
             if not self._dispatch_run(transfer, number, source):
                 return
 
-    def _next_run(self, transfer: Transfer) -> int | None:
+    def _next_run(self, transfer: Transfer, beside: Sequence[CopyRun]) -> int | None:
         """Choose what another lane is just reading from the same place, so that it is read once; else the first."""
         if not self._limits.window:
             source = self._source(transfer)
-            for run in self.read_beside:
+            for run in beside:
                 if (run.id, run.source) == (transfer.entry.id, source):
                     number = transfer.waiting_within(run)
                     if number is not None:

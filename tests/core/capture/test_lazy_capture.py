@@ -261,23 +261,15 @@ def test_a_step_that_the_scaler_skips_brackets_nothing(make_config: MakeConfig) 
     trainer = Trainer()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def step(*, overflow: bool) -> None:
-        scaler.scale(trainer.model(torch.randn(4, 40)).pow(2).mean()).backward()
-        if overflow:
-            trainer.model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index]
-        scaler.step(trainer.optimizer)
-        scaler.update()
-        trainer.optimizer.zero_grad()
-
     with tierfall.open(make_config()) as ckpt:
         warmed_up(ckpt, trainer)
-        step(overflow=False)
+        trainer.scaled_step(scaler, overflow=False)
         lazy_save(ckpt, trainer, 2)
         before = trainer.now()
-        step(overflow=True)
+        trainer.scaled_step(scaler, overflow=True)
         assert_same(trainer.now(), before)
         assert not ckpt.save(3, trainer.state).stats.lazy
-        step(overflow=False)
+        trainer.scaled_step(scaler, overflow=False)
         lazy_save(ckpt, trainer, 4)
 
 

@@ -119,8 +119,14 @@ def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
     for name, target in (("one", one), ("other", other), ("apart", apart)):
         fills.append(Fill(name=name, start=at, end=at + len(target), targets=(target,)))
         at += len(target)
-    landing = Landing(fills)
-    assert [view is not None for view in landing._straight] == [False, False, True]
+    image, digest, start = os.urandom(at), xxhash.xxh3_128(), 0
+    scratch = memoryview(bytearray(PIECE_BYTES))
+    for view in Landing(fills).pieces(0, at, scratch, digest):
+        view[:] = image[start : start + view.nbytes]
+        start += view.nbytes
+        memory.fill_(0xEE)  # as another thread does, for what lies there too
+    assert digest.digest() == xxhash.xxh3_128_digest(image)
+    assert apart.numpy().tobytes() == image[-len(apart) :]
 
 
 # Whole restores --------------------------------------------------------------------------------------
