@@ -1,7 +1,8 @@
 """Fitting stored tensors into tensors that are there: the same dtype and shape, in place.
 
 A target whose elements do not lie in order gets its bytes through a temporary. Targets that are one memory are filled
-once; one memory that two stored tensors would go into is refused, since which one came last would be chance.
+once; one memory that two stored tensors would go into is refused, since which one came last would be chance. So are two
+targets of one stored tensor that overlap in part: they cannot both hold its values.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Fitter:
         self._builder = builder
         self._report = report
         self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
+        self._targets: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self.copies: list[Callable[[], None]] = []
 
     def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
@@ -82,6 +84,20 @@ class Fitter:
                 )
             return False
         claims.append((live, slot, name))
+        return self._is_apart(slot, live, name)
+
+    def _is_apart(self, slot: int, live: torch.Tensor, name: str) -> bool:
+        """Say whether ``live`` shares no memory with the slot's other targets; report it where it does."""
+        targets = self._targets.setdefault(slot, [])
+        for other, other_name in targets:
+            if tensors.overlap(other, live):
+                self._report.refuses(
+                    name,
+                    f"overlaps in part with {other_name} in the state, and the checkpoint has one tensor for both; "
+                    f"clone one of them, or restore one with only=[...]",
+                )
+                return False
+        targets.append((live, name))
         return True
 
     def _target(self, slot: int, live: torch.Tensor, name: str) -> None:

@@ -34,10 +34,16 @@ def refusal(tensor: torch.Tensor) -> str | None:
 def _is_cut_off(tensor: torch.Tensor) -> bool:
     if not tensor.numel() or dtypes.is_packed(tensor.dtype):
         return False
-    last = tensor.storage_offset() + sum(
+    return (tensor.storage_offset() + _reach(tensor)) * tensor.element_size() > (
+        tensor.untyped_storage().nbytes()
+    )
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How many elements lie from the first to the last of a tensor that is not empty, both included."""
+    return 1 + sum(
         (length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _refuse_subclass(kind: type[torch.Tensor]) -> str:
@@ -174,3 +180,16 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.is_conj() == other.is_conj()
         and one.is_neg() == other.is_neg()
     )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether the spans of memory of two tensors, each from its first to its last element, have bytes in common."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    (start, end), (other_start, other_end) = _span(one), _span(other)
+    return start < other_end and other_start < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + _reach(tensor) * tensor.element_size()

@@ -305,6 +305,20 @@ def test_untied_data_into_tied_targets_is_refused_unless_lenient() -> None:
     assert shared.tolist() == [1, 1, 1]
 
 
+def test_one_tensor_into_targets_that_overlap_in_part_is_refused() -> None:
+    shared = torch.arange(6.0)
+    image, _ = make_image({"a": shared, "b": shared, "rng": None})
+    memory = torch.zeros(12)
+    with pytest.raises(RestoreError, match="b: overlaps in part with a"):
+        restore({"a": memory[:6], "b": memory[5:11], "rng": None}, image)
+    with pytest.raises(RestoreError, match="b: overlaps in part with a"):
+        restore({"a": memory[:6], "b": memory[1::2], "rng": None}, image, strict=False)
+    assert memory.tolist() == [0] * 12
+    beside = {"a": memory[:6], "b": memory[6:], "rng": None}
+    restore(beside, image)
+    assert memory.tolist() == [0, 1, 2, 3, 4, 5] * 2
+
+
 def test_overlapping_views_are_each_stored_whole() -> None:
     base = torch.arange(5.0)
     state = {"x": base[:4], "y": base[1:], "z": base.view(torch.int32), "s": base[::2], "rng": None}
