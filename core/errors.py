@@ -10,6 +10,7 @@
     |-- RestoreError         no checkpoint could be restored, or it does not fit the state
     |-- IntegrityError       stored bytes are not the bytes that were written
     |-- CapacityError        a tier has no room
+    |-- RanksError           the ranks of a run did not act together: one is missing, or made another call
     |-- LockError            another process owns the run on this machine
     `-- BackendError         storage refused or failed
         |-- KeyInvalidError       a name that could leave the tier's folder
@@ -67,6 +68,10 @@ class IntegrityError(TierfallError):
 
 class CapacityError(TierfallError):
     """A tier has no room for a checkpoint; the message holds what is needed and what there is."""
+
+
+class RanksError(TierfallError):
+    """The ranks of a run did not act together; the message names who was missing, or did something else."""
 
 
 class LockError(TierfallError):

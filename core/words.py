@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_NAMED_MAX = 8
 _VOWELS = ("a", "e", "i", "o", "un")
 
 
 def with_article(noun: str) -> str:
     """Put ``a`` or ``an`` before a noun, by its letters: ``an int``, ``a dict``."""
     return f"{'an' if noun.lower().startswith(_VOWELS) else 'a'} {noun}"
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Name a few ranks of many: ``rank 3``, ``ranks 2, 3``, ``ranks 0, 1, ... and 4 more``."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED_MAX]))}{more}"

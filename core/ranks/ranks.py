@@ -1,0 +1,162 @@
+"""All that one process has of the other ranks: its place among them, the council, agreements, and the post."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from tierfall.core.errors import RanksError
+from tierfall.core.ranks.council import Bodies, Council, Topic
+from tierfall.core.ranks.joining import Place, join
+from tierfall.core.ranks.post import StorePost
+from tierfall.core.ranks.together import AGREE, Together
+from tierfall.core.ranks.topology import ALONE, Topology
+from tierfall.core.values import Shard
+
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """All ranks have spoken (for rank 0), or all below this leader of a node (``passed``)."""
+
+    topic: Topic
+    bodies: Bodies
+    passed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """Rank 0 has decided."""
+
+    topic: Topic
+    body: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """One rank tells rank 0 what only it knows."""
+
+    topic: Topic
+    body: Any
+    rank: int
+
+
+News = Gathered | Announced | Told
+
+
+class Ranks:
+    """See the module. ``alone`` is the one rank of a run without others: the same, and nothing is ever sent."""
+
+    def __init__(self, topology: Topology, post: StorePost | None, *, timeout_s: float) -> None:
+        self.topology = topology
+        self._post = post
+        self._lock = threading.Lock()
+        self._listener: Callable[[News], None] | None = None
+        self._unheard: list[News] = []
+        self.council = Council(topology, post.send if post else _nobody)
+        self._together = Together(self.council, timeout_s=timeout_s)
+        self.agree = self._together.agree
+        self.council.on_gathered = self._gathered
+        self.council.on_passed = self._passed
+        self.council.on_announced = self._announced
+        self.council.on_told = lambda topic, body, rank: self._hear(
+            Told(topic=topic, body=body, rank=rank)
+        )
+        if post is not None:
+            post.start(self.council.take, self._lose)
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        return cls(ALONE, None, timeout_s=1.0)
+
+    @classmethod
+    def join(cls, place: Place, bootstrap: Store, *, run: str, timeout_s: float) -> Ranks:
+        """Meet the others; see ``joining.join``."""
+        return cls(*join(place, bootstrap, run=run, timeout_s=timeout_s), timeout_s=timeout_s)
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.topology.rank, self.topology.world_size)
+
+    @property
+    def slot(self) -> int:
+        """This rank's place among those of its node."""
+        return self.topology.local_ranks.index(self.topology.rank)
+
+    @property
+    def many(self) -> bool:
+        return self.topology.world_size > 1
+
+    def check(self) -> None:
+        """Raise RanksError where the others cannot be reached any more."""
+        if self._together.lost is not None:
+            raise RanksError(
+                f"rank {self.topology.rank}: the other ranks cannot be reached, so nothing that is saved becomes a "
+                f"checkpoint: {self._together.lost}"
+            ) from self._together.lost
+
+    def listen(self, listener: Callable[[News], None]) -> None:
+        """Hand what is said from now on, and what was said before, to ``listener``."""
+        with self._lock:
+            self._listener = listener
+            for news in self._unheard:
+                listener(news)
+            self._unheard.clear()
+
+    def close(self, timeout_s: float) -> None:
+        """Leave. What the others still need from here is their stores: so all leave together, within ``timeout_s``."""
+        if self._post is None:
+            return
+        try:
+            self.agree("close", None, _nothing, timeout_s=timeout_s)
+        except RanksError as error:
+            logger.warning(
+                "close: rank %d does not wait for the others: %s", self.topology.rank, error
+            )
+        self._post.close(timeout_s)
+
+    def leave(self) -> None:
+        """Leave at once, as after an error."""
+        if self._post is not None:
+            self._post.close(1.0)
+
+    def _hear(self, news: News) -> None:
+        with self._lock:
+            if self._listener is None:
+                self._unheard.append(news)
+            else:
+                self._listener(news)
+
+    def _gathered(self, topic: Topic, bodies: Bodies) -> None:
+        if topic[0] == AGREE:
+            self._together.take_gathered(topic, bodies)
+        else:
+            self._hear(Gathered(topic=topic, bodies=bodies))
+
+    def _passed(self, topic: Topic, bodies: Bodies) -> None:
+        if topic[0] != AGREE:
+            self._hear(Gathered(topic=topic, bodies=bodies, passed=True))
+
+    def _announced(self, topic: Topic, body: Any) -> None:
+        if topic[0] == AGREE:
+            self._together.take_announced(topic, body)
+        else:
+            self._hear(Announced(topic=topic, body=body))
+
+    def _lose(self, error: BaseException) -> None:
+        logger.error("rank %d: the other ranks cannot be reached: %s", self.topology.rank, error)
+        self._together.lose(error)
+
+
+def _nothing(bodies: Bodies) -> None:
+    """Nothing is to be decided."""
+
+
+def _nobody(rank: int, data: bytes) -> None:
+    raise AssertionError(f"a rank that is alone sends nothing, not to rank {rank}")
