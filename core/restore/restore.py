@@ -1,7 +1,7 @@
 """Restoring: the newest step that can be restored, from the fastest copies that are good, or the reason why not.
 
-"Nothing there" is said only when every tier answered. A copy that is damaged gives way to the next one, a step that is
-damaged everywhere to the next older step, and each such turn stands in the report.
+``choosing`` says which may be taken. A copy that is damaged gives way to the next one, a step that is damaged
+everywhere to the next older step, on all ranks at once, and each such turn stands in the report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tierfall.core import names
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.errors import (
     BackendError,
     IntegrityError,
@@ -23,12 +23,31 @@ from tierfall.core.errors import (
 )
 from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.records import Commit, Manifest
+from tierfall.core.restore.choosing import Request, choose
 from tierfall.core.restore.images import Image, checked_manifest, unpacked
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
 from tierfall.core.restore.ring import Ring
 from tierfall.core.values import CheckpointId, Shard
 
+__all__ = [
+    "HALF_FILLED",
+    "PASSABLE",
+    "Failure",
+    "MakePlan",
+    "OpenImage",
+    "Plan",
+    "Request",
+    "Restored",
+    "Together",
+    "choose",
+    "fill_first",
+    "find_images",
+    "restore",
+]
+
 logger = logging.getLogger("tierfall")
+
+HALF_FILLED = "; THE STATE IS HALF FILLED: do not train on it"
 
 
 class Plan(Protocol):
@@ -36,19 +55,6 @@ class Plan(Protocol):
 
     @property
     def fills(self) -> Sequence[Fill]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from;
-    ``operation`` and ``advice`` are words for messages."""
-
-    step: int | None = None
-    attempt: int | None = None
-    tier: str | None = None
-    ignore_unreachable: bool = False
-    operation: str = "restore"
-    advice: str = "or pass unreachable='ignore' to go on without it"
 
 
 OpenImage = Callable[[str, CheckpointId, Shard], Image]
@@ -62,6 +68,22 @@ class Restored:
     checkpoint: KnownCheckpoint
     plan: Plan
     tally: Tally
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What the first rank that failed says of a checkpoint; ``for_good``: no older one is to be tried either."""
+
+    rank: int
+    message: str
+    for_good: bool
+
+
+PASSABLE = (IntegrityError, BackendError, NotSupportedError)
+"""What lets an older step be tried. Whatever else a rank tells the others ends the restore on all of them."""
+
+Together = Callable[[KnownCheckpoint, BaseException | None], Failure | None]
+"""Tells the other ranks how a checkpoint was filled here (None: well), and returns how it was there (None: well)."""
 
 
 def restore(
@@ -83,41 +105,64 @@ def restore(
     was tried; its text says when targets are half filled.
     """
     tally = Tally()
-    _look(listings, request, tally)
-    candidates = _candidates(listings, request, tally)
+    candidates = choose(listings, request, tally)
     if not candidates:
-        _check_nothing(listings, request, tally)
         return None
+    return fill_first(
+        candidates,
+        listings,
+        request,
+        tally,
+        open_image=open_image,
+        make_plan=make_plan,
+        shard=shard,
+        ring=ring,
+        chunks_max=chunks_max,
+    )
+
+
+def fill_first(
+    candidates: Sequence[KnownCheckpoint],
+    listings: Sequence[Listing],
+    request: Request,
+    tally: Tally,
+    *,
+    open_image: OpenImage,
+    make_plan: MakePlan,
+    shard: Shard,
+    ring: Ring | None = None,
+    chunks_max: int | None = None,
+    together: Together | None = None,
+) -> Restored:
+    """Fill the targets of a plan from the first of ``candidates`` that is good; the rest is as for ``restore``.
+
+    With several ranks, ``candidates`` are the same on all. ``together`` is called once per candidate, however filling
+    it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
+    others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is.
+    """
     touched = False
     for checkpoint in candidates:
+        plan: Plan | None = None
+        error: BaseException | None = None
         try:
             tiers = _tiers(checkpoint, request, listings)
             images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
             with _Job(images, manifest, tally, ring, chunks_max) as job:
-                plan = _plan(make_plan, job.read_header(), touched)
+                plan = make_plan(job.read_header())
                 touched = True
                 job.fill(plan)
-            return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
-        except (IntegrityError, BackendError, NotSupportedError) as error:
-            if getattr(error, "retryable", False) and not request.ignore_unreachable:
-                raise RestoreError(
-                    f"{request.operation} of {checkpoint.id}: a copy could not be read, and no other is good: {error}. "
-                    f"Try again, {request.advice}" + _half(touched)
-                ) from error
-            tally.passed_over(f"step {checkpoint.id}", error)
-            logger.error("restore: step %s is passed over: %s", checkpoint.id, error)
-            if request.step is not None:
-                raise RestoreError(
-                    f"{request.operation} of {checkpoint.id}: {error}" + _half(touched)
-                ) from error
-        except BaseException as error:  # out of memory, Ctrl-C: what was filled so far is told
-            if not touched or isinstance(error, RestoreError):
-                raise
-            what = f"{request.operation} of {checkpoint.id}: {error!r}" + _half(touched)
-            if isinstance(error, Exception):
-                raise RestoreError(what) from error
-            error.add_note(what)
-            raise
+        except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
+            error = _judge(failure, checkpoint, request, tally, touched)
+        try:
+            elsewhere = _hear(together, checkpoint, error, request, touched)
+            if error is not None and not isinstance(error, PASSABLE):
+                raise error
+            if elsewhere is not None:
+                _follow(elsewhere, error, checkpoint, request, tally, touched)
+            elif plan is not None and error is None:
+                return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
+        finally:
+            del error  # its traceback holds this frame, and so the targets
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
@@ -125,96 +170,93 @@ def restore(
     )
 
 
-def _plan(make_plan: MakePlan, header: ImageHeader, touched: bool) -> Plan:
+def _judge(
+    error: BaseException,
+    checkpoint: KnownCheckpoint,
+    request: Request,
+    tally: Tally,
+    touched: bool,
+) -> BaseException:
+    """Return the error itself, one of PASSABLE, where an older step may be tried; else what the restore ends with."""
+    of = f"{request.operation} of {checkpoint.id}"
+    if not isinstance(error, PASSABLE):
+        return _ended(error, of, touched)
+    if error.retryable and not request.ignore_unreachable:
+        text = f"{of}: a copy could not be read, and no other is good: {error}. Try again, {request.advice}"
+        return _caused(RestoreError(text + _half(touched)), error)
+    _pass_over(checkpoint, error, tally)
+    if request.step is not None:
+        return _caused(RestoreError(f"{of}: {error}" + _half(touched)), error)
+    return error
+
+
+def _hear(
+    together: Together | None,
+    checkpoint: KnownCheckpoint,
+    error: BaseException | None,
+    request: Request,
+    touched: bool,
+) -> Failure | None:
+    """Tell the other ranks how it went here, and hear how it went there. Where they cannot be reached, that ends the
+    restore, unless it has ended here already."""
+    if together is None:
+        return None
     try:
-        return make_plan(header)
-    except RestoreError as error:
-        if not touched:
+        return together(checkpoint, error)
+    except BaseException as lost:
+        over = error is not None and not isinstance(error, PASSABLE)
+        if over and isinstance(lost, Exception):
+            assert error is not None
+            error.add_note(f"the other ranks may not know of it: {lost}")
+            return None
+        ended = _ended(lost, f"{request.operation} of {checkpoint.id}", touched)
+        if ended is lost:
             raise
-        raise RestoreError(f"{error}" + _half(touched)) from error
+        raise ended from lost
+
+
+def _follow(
+    elsewhere: Failure,
+    error: BaseException | None,
+    checkpoint: KnownCheckpoint,
+    request: Request,
+    tally: Tally,
+    touched: bool,
+) -> None:
+    """Do what another rank's failure asks of this one: end, or pass the checkpoint over."""
+    text = f"rank {elsewhere.rank}: {elsewhere.message}"
+    if elsewhere.for_good:
+        raise RestoreError(f"{request.operation} of {checkpoint.id}: {text}" + _half(touched))
+    if error is None:
+        _pass_over(checkpoint, text, tally)
+
+
+def _pass_over(checkpoint: KnownCheckpoint, reason: object, tally: Tally) -> None:
+    tally.passed_over(f"step {checkpoint.id}", reason)
+    logger.error("restore: step %s is passed over: %s", checkpoint.id, reason)
+
+
+def _ended(error: BaseException, of: str, touched: bool) -> BaseException:
+    """Return what a restore ends with that an error cut short: where targets were touched, it says so."""
+    if not touched:
+        return error
+    if isinstance(error, RestoreError):
+        return _caused(RestoreError(f"{error}" + _half(touched)), error)
+    said = str(error) if isinstance(error, TierfallError) else repr(error)
+    what = f"{of}: {said}" + _half(touched)
+    if isinstance(error, Exception):
+        return _caused(RestoreError(what), error)
+    error.add_note(what)
+    return error
+
+
+def _caused(error: RestoreError, cause: BaseException) -> RestoreError:
+    error.__cause__ = cause
+    return error
 
 
 def _half(touched: bool) -> str:
-    return "; THE STATE IS HALF FILLED: do not train on it" if touched else ""
-
-
-def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
-    """Refuse to take "could not look" for "nothing there"."""
-    for listing in listings:
-        for damage in listing.damaged:
-            tally.passed_over(f"tier {listing.tier}", damage)
-        if listing.error is None or (request.tier is not None and listing.tier != request.tier):
-            continue
-        tally.passed_over(f"tier {listing.tier}", listing.error)
-        if request.ignore_unreachable:
-            logger.warning("restore: goes on without tier %s: %s", listing.tier, listing.error)
-            continue
-        if _found_elsewhere(listings, request):
-            continue
-        named = "name a step (step=...), " if request.step is None else ""
-        raise RestoreError(
-            f"{request.operation}: tier {listing.tier} could not be read and may hold something newer: "
-            f"{listing.error}. Try again, {named}{request.advice}"
-        ) from listing.error
-
-
-def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
-    """A step that was asked for by name, and is there, needs no look at the other tiers."""
-    return request.step is not None and any(
-        copy.id.step == request.step and request.attempt in (None, copy.id.attempt)
-        for listing in listings
-        for copy in listing.copies
-    )
-
-
-def _candidates(
-    listings: Sequence[Listing], request: Request, tally: Tally
-) -> list[KnownCheckpoint]:
-    """Newest first: what the request allows, minus what was deleted or left behind."""
-    candidates = []
-    for checkpoint in reversed(merge(listings)):
-        if request.tier is not None and request.tier not in checkpoint.copies:
-            continue
-        if request.step is not None and checkpoint.id.step != request.step:
-            continue
-        if request.attempt is not None and checkpoint.id.attempt != request.attempt:
-            continue
-        if checkpoint.tombstoned:
-            tally.passed_over(f"step {checkpoint.id}", "deleted by a person")
-        elif checkpoint.abandoned and (request.step is None or request.attempt is None):
-            tally.passed_over(
-                f"step {checkpoint.id}",
-                "its line was left behind; name it by step= and attempt= to go back to it",
-            )
-        else:
-            candidates.append(checkpoint)
-    return candidates
-
-
-def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
-    """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
-    live = [c for c in merge(listings) if not c.tombstoned]
-    damaged = any(listing.damaged for listing in listings)
-    named = request.step is not None or request.attempt is not None
-    unread = [x.tier for x in listings if x.error is not None and request.tier in (None, x.tier)]
-    if not (live or damaged or named or unread):
-        return
-    asked = "" if request.step is None else f" of step {request.step}"
-    if request.attempt is not None:
-        asked += f" of attempt {request.attempt}"
-    where = f" on tier {request.tier}" if request.tier else ""
-    there = ", ".join(f"{c.id} on {'+'.join(c.copies)}" for c in live[-6:])
-    there = there or ("only something damaged" if damaged else "none")
-    if unread:
-        there += (
-            f"; tier {', '.join(unread)} could not be read, so it is not known whether this is a first start: try "
-            "again, or open with fresh=True to begin anew"
-        )
-    reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-6:])
-    raise RestoreError(
-        f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
-        + (f" ({reasons})" if reasons else "")
-    )
+    return HALF_FILLED if touched else ""
 
 
 class _Job:
@@ -312,6 +354,6 @@ def find_images(
     if manifest is None or not images:
         raise next((e for e in failures if e.retryable), None) or IntegrityError(
             f"no copy of {checkpoint.id} has good records: "
-            + "; ".join(str(error) for error in failures)
+            + ("; ".join(map(str, failures)) or "no tier that answered here holds it")
         )
     return images, manifest
