@@ -73,7 +73,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     for listing in listings:
         for copy in listing.copies:
             found.setdefault(copy.id, {})[listing.tier] = copy
-    found = {id: _of_one_life(copies) for id, copies in found.items()}
+    found = {id: of_one_life(copies) for id, copies in found.items()}
     commits = {
         id: next((c.commit for c in copies.values() if c.commit is not None), None)
         for id, copies in found.items()
@@ -87,7 +87,7 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     )
 
 
-def _of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
+def of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
     """Tell copies apart that only share a name: a run that began anew while a tier could not be asked may give the same
     attempt number twice. What was saved last counts; the others are damage."""
     commits = [copy.commit for copy in copies.values() if copy.commit is not None]

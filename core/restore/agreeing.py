@@ -1,0 +1,270 @@
+"""Agreeing: which checkpoints all ranks restore, by what each of them sees of the tiers.
+
+Each rank describes what it alone can tell of (``describing``). Rank 0 brings that together, leaves out what has not
+every shard somewhere, and chooses for all; and after each checkpoint that was tried, all hear whether any rank failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any
+
+from tierfall.core import names
+from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.errors import (
+    IntegrityError,
+    NotSupportedError,
+    RanksError,
+    RestoreError,
+    TierfallError,
+)
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.records import Commit
+from tierfall.core.restore.choosing import Request, choose
+from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, Failure, Together
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.words import ranks_named
+
+logger = logging.getLogger("tierfall")
+
+_NAMED_MAX = 8
+
+
+# All ranks together ----------------------------------------------------------------------------------
+
+
+def agree_to_restore(
+    ranks: Ranks,
+    listings: Sequence[Listing],
+    request: Request,
+    *,
+    mine: Sequence[str],
+    tally: Tally,
+    timeout_s: float | None = None,
+) -> list[KnownCheckpoint]:
+    """Return what all ranks may restore, newest first, the same on all; nothing where there is truly nothing.
+
+    Every rank calls it with the same ``request``. ``listings`` are of all tiers, fastest first; ``mine`` names those
+    that this rank speaks for, so that a tier which many ranks see is described once. A checkpoint that no tier here
+    holds has no copies. Raises what ``choose`` does, on all ranks; NotSupportedError where the newest checkpoint was
+    saved by another number of ranks; RanksError where a rank did not come.
+    """
+    order = [listing.tier for listing in listings]
+
+    def decide(bodies: dict[int, Any]) -> dict[str, Any]:
+        _check_same_request({rank: body["request"] for rank, body in bodies.items()})
+        described = {rank: body["tiers"] for rank, body in bodies.items()}
+        return choose_together(described, order, request)
+
+    body = {"request": asdict(request), "tiers": describe(listings, mine=mine)}
+    decision = ranks.agree("restore", body, decide, timeout_s=timeout_s)
+    for what, reason in decision["fallbacks"]:
+        tally.passed_over(what, reason)
+    lives = {
+        CheckpointId(*id): life
+        for id, life in zip(decision["order"], decision["lives"], strict=True)
+    }
+    saved_by, there_are = decision["world_size"], ranks.topology.world_size
+    if lives and saved_by != there_are:
+        raise NotSupportedError(
+            f"{request.operation} of {next(iter(lives))}: {_ranks(saved_by)} saved it, and there {_are(there_are)} "
+            f"now: resharding at a restore is not supported yet: start with {_ranks(saved_by)}, or export it"
+        )
+    here = {known.id: known for known in merge(_held_to(lives, x) for x in listings)}
+    unknown = {id: KnownCheckpoint(id=id, commit=None, copies={}, abandoned=False) for id in lives}
+    return [here.get(id, unknown[id]) for id in lives]
+
+
+def together(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
+    """Make what ``fill_first`` tells the other ranks by. ``timeout_s`` is how much longer than the fastest rank the
+    slowest may take to fill its targets."""
+
+    def tell(checkpoint: KnownCheckpoint, error: BaseException | None) -> Failure | None:
+        id = checkpoint.id
+        failed = None
+        if error is not None:
+            said = str(error) if isinstance(error, TierfallError) else repr(error)
+            for_good = not isinstance(error, PASSABLE)
+            failed = {"message": said.removesuffix(HALF_FILLED), "for_good": for_good}
+        body = {"id": [id.step, id.attempt], "failed": failed}
+        worst = ranks.agree("restore: fill", body, _worst, timeout_s=timeout_s)
+        return None if worst is None else Failure(**worst)
+
+    return tell
+
+
+def _worst(bodies: Mapping[int, Any]) -> dict[str, Any] | None:
+    """Return the failure that all ranks follow: the first that ends the restore, or else the first."""
+    tried = {rank: tuple(body["id"]) for rank, body in bodies.items()}
+    others = [rank for rank, id in tried.items() if id != tried[0]]
+    if others:
+        raise RanksError(
+            f"restore: {ranks_named(others)} filled {CheckpointId(*tried[others[0]])} where rank 0 filled "
+            f"{CheckpointId(*tried[0])}"
+        )
+    failed = [{"rank": r, **b["failed"]} for r, b in bodies.items() if b["failed"] is not None]
+    return next((f for f in failed if f["for_good"]), failed[0] if failed else None)
+
+
+def _check_same_request(requests: Mapping[int, dict[str, Any]]) -> None:
+    for what, ours in requests[0].items():
+        others = [rank for rank, request in requests.items() if request[what] != ours]
+        if others:
+            raise RanksError(
+                f"restore: {ranks_named(others)} asked for {what}={requests[others[0]][what]!r} where rank 0 asked for "
+                f"{what}={ours!r}: every rank asks for the same"
+            )
+
+
+def _held_to(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
+    """Take what only shares its name with what was agreed on for damage: its shards are not of one checkpoint."""
+
+    def held(copy: FoundCopy) -> FoundCopy:
+        life = lives.get(copy.id)
+        if copy.commit is None or life in (None, copy.commit.line.attempt_id):
+            return copy
+        damage = IntegrityError(
+            f"{listing.tier}: {copy.id} is of another life of this run than the one that the ranks agreed on"
+        )
+        return replace(copy, commit=None, marks=frozenset(), damage=damage)
+
+    return replace(listing, copies=tuple(map(held, listing.copies)))
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _are(count: int) -> str:
+    return f"{'is' if count == 1 else 'are'} {count}"
+
+
+# What rank 0 decides ---------------------------------------------------------------------------------
+
+
+def choose_together(
+    described: Mapping[int, Mapping[str, Any]], order: Sequence[str], request: Request
+) -> dict[str, Any]:
+    """Choose for all ranks, of what each has described; the answer is made of what JSON holds.
+
+    ``order``: what may be restored, newest first; ``lives``: the attempt id of each; ``world_size``: how many ranks
+    saved them; ``fallbacks``: what was passed over, and why. Raises RestoreError as ``choose`` does, and where what is
+    there lacks shards: a run whose checkpoints are only partly in reach does not begin anew.
+    """
+    listings = merge_ranks(described, order)
+    whole, lacking = complete(listings)
+    tally = Tally()
+    partial = {copy.id for listing in listings for copy in listing.copies} - whole - lacking.keys()
+    for id in sorted(partial):
+        reason = "only some ranks had sealed it in memory, and no tier that answered holds the rest"
+        tally.passed_over(f"step {id}", reason)
+        logger.warning("restore: step %s is no checkpoint: %s", id, reason)
+    candidates = choose([_without(partial, listing) for listing in listings], request, tally)
+    taken: list[KnownCheckpoint] = []
+    for known in candidates:
+        if lack := _lack(known, request.tier):
+            tally.passed_over(f"step {known.id}", lack)
+        else:
+            taken.append(known)
+    if candidates and not taken:
+        raise RestoreError(
+            f"{request.operation}: no checkpoint is there whole: "
+            + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
+            + ". Bring back the machines or tiers that hold the rest, or open with fresh=True to begin anew"
+        )
+    taken = _of_one_size(taken, tally)
+    commits = [known.commit for known in taken if known.commit is not None]
+    return {
+        "order": [[known.id.step, known.id.attempt] for known in taken],
+        "lives": [commit.line.attempt_id for commit in commits],
+        "world_size": commits[0].world_size if commits else None,
+        "fallbacks": [[f.what, f.reason] for f in tally.fallbacks],
+    }
+
+
+def _without(ids: Collection[CheckpointId], listing: Listing) -> Listing:
+    return replace(listing, copies=tuple(copy for copy in listing.copies if copy.id not in ids))
+
+
+def complete(
+    listings: Iterable[Listing],
+) -> tuple[frozenset[CheckpointId], dict[CheckpointId, str]]:
+    """Return the checkpoints of which every shard is on some tier, and what the other committed ones lack.
+
+    What some ranks sealed in memory, and nothing completes, is neither: its start died while it sealed.
+    """
+    whole: set[CheckpointId] = set()
+    lacking: dict[CheckpointId, str] = {}
+    for known in merge(listings):
+        lack = _lack(known)
+        if not lack:
+            whole.add(known.id)
+        elif known.commit is None or any(
+            copy.state is CopyState.COMMITTED for copy in known.copies.values()
+        ):
+            lacking[known.id] = lack
+    return frozenset(whole), lacking
+
+
+def whole_on(listing: Listing, id: CheckpointId) -> bool:
+    """Say whether every shard of a checkpoint is on one tier."""
+    copy = listing.copy(id)
+    return copy is not None and copy.commit is not None and not _absent([copy.commit])
+
+
+def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
+    """Say what a checkpoint lacks on all tiers, or on ``tier``; nothing where every shard is there."""
+    copies = [copy for name, copy in known.copies.items() if tier in (None, name)]
+    commits = [copy.commit for copy in copies if copy.commit is not None]
+    if not commits:
+        return "; ".join(str(copy.damage) for copy in copies)
+    absent = _absent(commits)
+    where = "on no tier that answered" if tier is None else f"not on tier {tier}"
+    return f"{absent} {where}" if absent else ""
+
+
+def _absent(commits: Sequence[Commit]) -> str:
+    """Name the ranks whose shards these records do not name: ``ranks 8, 9 of 16 are``; nothing where they name all."""
+    world_size = commits[0].world_size
+    there = frozenset().union(*(_shards(commit, world_size) for commit in commits))
+    count = world_size - len(there)
+    if not count:
+        return ""
+    # A record may claim any number of ranks: no more of them are listed than are named.
+    first = ranks_named(islice((r for r in range(world_size) if r not in there), _NAMED_MAX))
+    more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
+    return f"{first}{more} of {world_size} {'is' if count == 1 else 'are'}"
+
+
+def _shards(commit: Commit, world_size: int) -> frozenset[int]:
+    """Return the ranks whose image and manifest a record names."""
+    named = {file.name for file in commit.files}
+    shards = (names.parse_shard(file.name) for file in commit.files if file.digest is None)
+    return frozenset(
+        shard.rank
+        for shard in shards
+        if shard is not None
+        and shard.world_size == world_size
+        and shard.rank < world_size
+        and names.manifest_name(shard) in named
+    )
+
+
+def _of_one_size(taken: list[KnownCheckpoint], tally: Tally) -> list[KnownCheckpoint]:
+    """Stop before the first that another number of ranks saved: it is good, and must not be passed over for an older
+    one."""
+    for number, known in enumerate(taken):
+        assert known.commit is not None
+        assert taken[0].commit is not None
+        if known.commit.world_size != taken[0].commit.world_size:
+            tally.passed_over(
+                f"step {known.id} and older",
+                f"{_ranks(known.commit.world_size)} saved it: resharding at a restore is not supported yet",
+            )
+            return taken[:number]
+    return taken
