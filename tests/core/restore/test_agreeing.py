@@ -1,0 +1,350 @@
+"""Which checkpoints several ranks restore: those of which every shard is somewhere, chosen once for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from restore_help import Made, Tiers
+from several_help import (
+    Rank,
+    all_named,
+    network,
+    on_all,
+    put_parts,
+    put_shared,
+    sharded,
+)
+
+from tierfall.core.catalog import KnownCheckpoint, Listing
+from tierfall.core.errors import (
+    IntegrityError,
+    NotSupportedError,
+    RanksError,
+    RestoreError,
+    UnreachableError,
+)
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.agreeing import (
+    agree_to_restore,
+    choose_together,
+    complete,
+    whole_on,
+)
+from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.restore import Request
+from tierfall.core.values import CheckpointId
+
+ORDER = ("host", "nvme", "store")
+
+
+def several(count: int) -> list[Tiers]:
+    return [Tiers(*ORDER) for _ in range(count)]
+
+
+def described(ranks: list[Tiers]) -> dict[int, Any]:
+    """Every rank has a node of its own: it speaks for its memory and disk, and rank 0 for the store."""
+    return {
+        rank: json.loads(json.dumps(describe(tiers.listings(), mine=mine_of(rank))))
+        for rank, tiers in enumerate(ranks)
+    }
+
+
+def mine_of(rank: int) -> tuple[str, ...]:
+    return ORDER if rank == 0 else ORDER[:2]
+
+
+def seen(ranks: list[Tiers]) -> tuple[Listing, ...]:
+    return merge_ranks(described(ranks), ORDER)
+
+
+def chosen(ranks: list[Tiers], **request: Any) -> dict[str, Any]:
+    decision = choose_together(described(ranks), ORDER, Request(**request))
+    assert json.loads(json.dumps(decision)) == decision
+    return decision
+
+
+def lost(tiers: Tiers) -> None:
+    """A node is gone, with its memory and its disk."""
+    for tier, id in list(tiers.found):
+        if tier != "store":
+            del tiers.found[tier, id]
+
+
+# What is whole ---------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_many_nodes_is_whole_where_each_holds_its_part() -> None:
+    ranks = several(4)
+    put_parts(ranks, "nvme", 5)
+    whole, lacking = complete(seen(ranks))
+    assert (whole, lacking) == ({CheckpointId(5, 1)}, {})
+
+
+def test_shards_may_lie_on_different_tiers() -> None:
+    """One of four nodes is gone: its shard is taken from the store, which holds no other."""
+    ranks = several(4)
+    put_parts(ranks, "nvme", 5)
+    lost(ranks[3])
+    assert complete(seen(ranks))[1] == {
+        CheckpointId(5, 1): "rank 3 of 4 is on no tier that answered"
+    }
+    ranks[0].put("store", sharded(5, 3, 4))
+    merged = seen(ranks)
+    assert complete(merged) == ({CheckpointId(5, 1)}, {})
+    assert [whole_on(listing, CheckpointId(5, 1)) for listing in merged] == [False, False, False]
+
+
+def test_what_is_whole_on_one_tier_is_told_from_what_is_not() -> None:
+    ranks = several(2)
+    put_shared(ranks, "store", 5)
+    put_parts(ranks, "nvme", 5)
+    lost(ranks[1])
+    host, nvme, store = seen(ranks)
+    assert [whole_on(x, CheckpointId(5, 1)) for x in (host, nvme, store)] == [False, False, True]
+
+
+def test_the_ranks_that_are_nowhere_are_named() -> None:
+    ranks = several(16)
+    put_parts(ranks, "nvme", 5)
+    for tiers in ranks[8:10]:
+        lost(tiers)
+    assert list(complete(seen(ranks))[1].values()) == [
+        "ranks 8, 9 of 16 are on no tier that answered"
+    ]
+
+
+def test_a_record_that_claims_a_thousand_million_ranks_costs_no_memory() -> None:
+    tiers = Tiers(*ORDER)
+    made = sharded(5, 0, 2)
+    tiers.put("nvme", replace(made, commit=replace(made.commit, world_size=10**9)))
+    (text,) = complete(seen([tiers]))[1].values()
+    assert text == (
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 999999992 more of 1000000000 are on no tier that answered"
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_shard_is_there_only_with_image_and_manifest(index: int) -> None:
+    tiers = several(2)
+    parts = [sharded(5, rank, 2) for rank in range(2)]
+    record = all_named(parts)
+    files = tuple(file for file in record.files if file != parts[1].commit.files[index])
+    tiers[0].put("store", Made(parts[0].image, parts[0].manifest, replace(record, files=files)))
+    assert complete(seen(tiers)) == (
+        frozenset(),
+        {CheckpointId(5, 1): "rank 1 of 2 is on no tier that answered"},
+    )
+
+
+def test_what_only_some_ranks_had_sealed_in_memory_is_no_checkpoint() -> None:
+    ranks = several(2)
+    ranks[0].put("host", sharded(5, 0, 2))
+    assert complete(seen(ranks)) == (frozenset(), {})
+    decision = chosen(ranks)
+    assert decision["order"] == []
+    assert decision["fallbacks"][0][0] == "step 5@1"
+    assert "only some ranks had sealed it" in decision["fallbacks"][0][1]
+
+
+def test_what_memory_and_another_tier_hold_together_is_whole() -> None:
+    ranks = several(2)
+    ranks[0].put("host", sharded(5, 0, 2))
+    ranks[1].put("nvme", sharded(5, 1, 2))
+    assert complete(seen(ranks)) == ({CheckpointId(5, 1)}, {})
+
+
+def test_records_that_are_damaged_everywhere_are_lacking_and_say_why() -> None:
+    ranks = several(1)
+    ranks[0].put("nvme", sharded(5, 0, 1), commit=None, damage=IntegrityError("digest"))
+    assert complete(seen(ranks)) == (frozenset(), {CheckpointId(5, 1): "rank 0: digest"})
+
+
+# What rank 0 chooses ---------------------------------------------------------------------------------
+
+
+def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by_name() -> None:
+    ranks = several(2)
+    for step in (3, 4):
+        put_shared(ranks, "store", step)
+    put_parts(ranks, "nvme", 5)
+    lost(ranks[1])
+    decision = chosen(ranks)
+    assert decision["order"] == [[4, 1], [3, 1]]
+    assert decision["lives"] == [f"{1:032x}"] * 2
+    assert decision["world_size"] == 2
+    assert decision["fallbacks"] == [["step 5@1", "rank 1 of 2 is on no tier that answered"]]
+
+
+def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_start() -> None:
+    ranks = several(2)
+    put_parts(ranks, "nvme", 5)
+    lost(ranks[1])
+    for request in ({}, {"step": 5}, {"ignore_unreachable": True}):
+        with pytest.raises(RestoreError, match="rank 1 of 2 is on no tier that answered"):
+            chosen(ranks, **request)
+
+
+def test_nothing_is_said_where_there_is_nothing() -> None:
+    assert chosen(several(3)) == {"order": [], "lives": [], "world_size": None, "fallbacks": []}
+
+
+def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
+    ranks = several(2)
+    put_shared(ranks, "store", 4)
+    ranks[1].errors["nvme"] = UnreachableError("timeout")
+    with pytest.raises(RestoreError, match=r"nvme could not be read .* rank 1: timeout"):
+        chosen(ranks)
+    assert chosen(ranks, ignore_unreachable=True)["order"] == [[4, 1]]
+
+
+def test_a_tier_that_is_named_must_hold_every_shard_itself() -> None:
+    ranks = several(2)
+    put_shared(ranks, "store", 4)
+    put_shared(ranks, "store", 5)
+    put_parts(ranks, "nvme", 5)
+    lost(ranks[1])
+    assert chosen(ranks, tier="store")["order"] == [[5, 1], [4, 1]]
+    with pytest.raises(RestoreError, match="step 5@1: rank 1 of 2 is not on tier nvme"):
+        chosen(ranks, tier="nvme")
+
+
+def test_a_line_that_went_back_stays_where_it_is_though_its_newest_is_not_whole() -> None:
+    """Steps that a person left behind do not come back because a node is gone."""
+    ranks = several(2)
+    for step in (3, 4):
+        put_shared(ranks, "store", step)
+    put_parts(ranks, "nvme", 4, attempt=2, started_from=CheckpointId(3, 1))
+    lost(ranks[1])
+    assert chosen(ranks)["order"] == [[3, 1]]
+
+
+def test_a_good_checkpoint_of_another_number_of_ranks_is_not_passed_over_for_an_older_one() -> None:
+    ranks = several(2)
+    put_shared(ranks, "store", 3)
+    put_shared([*ranks, Tiers(*ORDER)], "store", 4)
+    put_shared(ranks, "store", 5)
+    decision = chosen(ranks)
+    assert decision["order"] == [[5, 1]]
+    assert decision["fallbacks"][-1][0] == "step 4@1 and older"
+    assert "3 ranks saved it" in decision["fallbacks"][-1][1]
+
+
+# All ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two() -> Iterator[list[Rank]]:
+    """Two ranks, each on a node of its own."""
+    with network("ab") as ranks:
+        yield [Rank(one, Tiers(*ORDER), mine=mine_of(n)) for n, one in enumerate(ranks)]
+
+
+def agreed(ranks: list[Rank], **request: Any) -> list[Any]:
+    return on_all(
+        lambda rank=rank: agree_to_restore(
+            rank.ranks,
+            rank.tiers.listings(),
+            Request(**request),
+            mine=rank.mine,
+            tally=rank.tally,
+        )
+        for rank in ranks
+    )
+
+
+def ids(known: list[KnownCheckpoint]) -> list[str]:
+    return [str(one.id) for one in known]
+
+
+def test_all_ranks_agree_on_one_order_and_each_knows_its_own_copies(two: list[Rank]) -> None:
+    tiers = [rank.tiers for rank in two]
+    put_shared(tiers, "store", 3)
+    put_shared(tiers, "store", 4)
+    put_parts(tiers, "nvme", 4)
+    del tiers[1].found["nvme", CheckpointId(4, 1)]
+    first, second = agreed(two)
+    assert ids(first) == ids(second) == ["4@1", "3@1"]
+    assert list(first[0].copies) == ["nvme", "store"]
+    assert list(second[0].copies) == ["store"]
+    assert first[0].commit is not None
+
+
+def test_what_was_passed_over_stands_in_the_report_of_every_rank(two: list[Rank]) -> None:
+    tiers = [rank.tiers for rank in two]
+    put_shared(tiers, "store", 3)
+    tiers[0].put("nvme", sharded(5, 0, 2))
+    agreed(two)
+    for rank in two:
+        (said,) = rank.tally.fallbacks
+        assert (said.what, said.reason) == ("step 5@1", "rank 1 of 2 is on no tier that answered")
+
+
+def test_a_checkpoint_that_this_rank_sees_nowhere_is_a_candidate_without_copies(
+    two: list[Rank],
+) -> None:
+    put_shared([rank.tiers for rank in two], "store", 5)
+    two[1].tiers.found.clear()
+    (known,) = agreed(two)[1]
+    assert (known.id, known.commit, known.copies) == (CheckpointId(5, 1), None, {})
+
+
+def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> None:
+    """Rank 1's disk holds an older start's checkpoint of the very same name."""
+    tiers = [rank.tiers for rank in two]
+    parts = []
+    for rank in range(2):
+        made = sharded(5, rank, 2)
+        line = replace(made.commit.line, attempt_id="f" * 32)
+        commit = replace(made.commit, line=line, wall_time_s=9.0)
+        parts.append(Made(made.image, replace(made.manifest, line=line), commit))
+    tiers[0].put("store", replace(parts[0], commit=all_named(parts)))
+    tiers[1].put("nvme", sharded(5, 1, 2))
+    first, second = agreed(two)
+    assert first[0].commit is not None
+    assert second[0].commit is None
+    assert "another life" in str(second[0].copies["nvme"].damage)
+
+
+def test_a_first_start_is_one_for_all(two: list[Rank]) -> None:
+    assert agreed(two) == [[], []]
+
+
+def test_what_rank_0_refuses_is_refused_on_every_rank(two: list[Rank]) -> None:
+    two[1].tiers.errors["nvme"] = UnreachableError("timeout")
+    outcomes = agreed(two)
+    assert [type(outcome) for outcome in outcomes] == [RestoreError, RestoreError]
+    assert all("rank 1: timeout" in str(outcome) for outcome in outcomes)
+
+
+def test_another_number_of_ranks_is_said_and_no_older_step_is_taken(two: list[Rank]) -> None:
+    tiers = [rank.tiers for rank in two]
+    put_shared(tiers, "store", 4)
+    put_shared([*tiers, Tiers(*ORDER)], "store", 5)
+    for outcome in agreed(two):
+        assert isinstance(outcome, NotSupportedError)
+        assert "restore of 5@1: 3 ranks saved it, and there are 2 now" in str(outcome)
+        assert "start with 3 ranks, or export it" in str(outcome)
+
+
+def test_one_rank_alone_is_told_of_checkpoints_of_more() -> None:
+    tiers = Tiers(*ORDER)
+    put_shared([tiers, Tiers(*ORDER)], "store", 5)
+    with pytest.raises(NotSupportedError, match="2 ranks saved it, and there is 1 now"):
+        agree_to_restore(Ranks.alone(), tiers.listings(), Request(), mine=ORDER, tally=Tally())
+
+
+@pytest.mark.parametrize("request_", [{"step": 5}, {"tier": "nvme"}, {"ignore_unreachable": True}])
+def test_ranks_that_ask_for_different_things_are_told(
+    two: list[Rank], request_: dict[str, Any]
+) -> None:
+    outcomes = on_all(
+        [two[0].restore, lambda: two[1].restore(**request_)],
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, RanksError)
+        assert f"rank 1 asked for {next(iter(request_))}=" in str(outcome)

@@ -1,0 +1,190 @@
+"""What ranks see of the tiers, told to the others and brought together as one picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from several_help import all_named, sharded
+
+from tierfall.core.catalog import FoundCopy, Listing
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    RanksError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.records import Commit
+from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.values import CheckpointId, CopyState
+
+ID = CheckpointId(5, 1)
+
+
+def found(commit: Commit | None, **members: Any) -> FoundCopy:
+    known = {"id": ID, "state": CopyState.COMMITTED, "bytes": 100, "commit": commit}
+    return FoundCopy(**(known | members))
+
+
+def part(rank: int, **members: Any) -> Commit:
+    return replace(sharded(5, rank, 2).commit, **members)
+
+
+def merged(*copies: FoundCopy | None, tier: str = "nvme") -> Listing:
+    """What rank 0, 1, ... hold of one tier, as rank 0 sees it."""
+    described = {
+        rank: describe([Listing(tier=tier, copies=(copy,) if copy else ())], mine=[tier])
+        for rank, copy in enumerate(copies)
+    }
+    (listing,) = merge_ranks(carried(described), [tier])
+    return listing
+
+
+def carried(described: dict[int, Any]) -> dict[int, Any]:
+    """As it comes to rank 0."""
+    return {rank: json.loads(json.dumps(said)) for rank, said in described.items()}
+
+
+def only(listing: Listing) -> FoundCopy:
+    (copy,) = listing.copies
+    return copy
+
+
+def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
+    listings = (
+        Listing(
+            tier="host",
+            copies=(found(part(0), state=CopyState.SEALED, marks=frozenset({"pin", "tag-a"})),),
+            damaged=(IntegrityError("block 3"),),
+        ),
+        Listing(
+            tier="nvme",
+            copies=(
+                found(None, id=CheckpointId(4, 1), damage=NotSupportedError("format 2")),
+                found(part(1)),
+            ),
+        ),
+        Listing(tier="store", error=UnreachableError("timeout")),
+    )
+    told = json.loads(json.dumps(describe(listings, mine=["host", "nvme", "store"])))
+    host, nvme, store = merge_ranks({0: told}, ["host", "nvme", "store"])
+    assert host.copies == listings[0].copies
+    assert [str(damage) for damage in host.damaged] == ["rank 0: block 3"]
+    assert nvme.copies[1] == listings[1].copies[1]
+    assert isinstance(nvme.copies[0].damage, NotSupportedError)
+    assert str(nvme.copies[0].damage) == "rank 0: format 2"
+    assert isinstance(store.error, UnreachableError)
+    assert str(store.error) == "rank 0: timeout"
+
+
+def test_a_rank_speaks_only_for_the_tiers_that_are_its_own() -> None:
+    listings = [Listing(tier="nvme", copies=(found(part(0)),)), Listing(tier="store")]
+    assert list(describe(listings, mine=["store"])) == ["store"]
+
+
+def test_the_order_of_tiers_is_the_chain_s_whoever_speaks_first() -> None:
+    described = {0: describe([Listing(tier="store")], mine=["store"])}
+    described[1] = describe([Listing(tier="host")], mine=["host"])
+    assert [x.tier for x in merge_ranks(described, ["host", "store"])] == ["host", "store"]
+
+
+def test_a_tier_that_nobody_has_looked_at_is_not_taken_for_empty() -> None:
+    (listing,) = merge_ranks({0: {}, 1: {}}, ["nvme"])
+    assert isinstance(listing.error, RanksError)
+    assert "no rank has looked at tier nvme" in str(listing.error)
+
+
+def test_records_of_several_nodes_become_one_that_names_all_shards() -> None:
+    copy = only(merged(found(part(0), marks=frozenset({"pin"})), found(part(1), bytes=70)))
+    assert copy.commit is not None
+    assert copy.commit.files == part(0).files + part(1).files
+    assert copy.commit.line == part(0).line
+    assert copy.bytes == 170
+    assert copy.marks == {"pin"}
+    assert copy.damage is None
+
+
+def test_one_copy_that_several_ranks_see_is_counted_once() -> None:
+    record = all_named([sharded(5, 0, 2), sharded(5, 1, 2)])
+    copy = only(merged(found(record), found(record)))
+    assert copy.bytes == 100
+    assert copy.commit == record
+
+
+def test_two_records_that_name_different_files_of_one_name_are_damage() -> None:
+    record = part(0)
+    image = replace(record.files[0], bytes=record.files[0].bytes + 1)
+    copy = only(merged(found(record), found(replace(record, files=(image, record.files[1])))))
+    assert copy.commit is None
+    assert isinstance(copy.damage, IntegrityError)
+    assert "nvme of rank 1" in str(copy.damage)
+    assert "rank-00000-of-00002.safetensors is another than that on nvme of rank 0" in str(
+        copy.damage
+    )
+
+
+@pytest.mark.parametrize("change", ["ordinal", "world_size"])
+def test_two_records_of_one_life_that_contradict_each_other_are_damage(change: str) -> None:
+    record = part(1)
+    if change == "ordinal":
+        record = replace(record, line=replace(record.line, ordinal=99))
+    else:
+        record = replace(record, world_size=3)
+    copy = only(merged(found(part(0)), found(record)))
+    assert copy.commit is None
+    assert "contradicts that on nvme of rank 0" in str(copy.damage)
+
+
+def test_of_two_lives_under_one_name_the_one_that_was_saved_last_is_kept() -> None:
+    line = replace(part(1).line, attempt_id="f" * 32)
+    newer = part(1, line=line, wall_time_s=2.0)
+    listing = merged(found(part(0), marks=frozenset({"tombstone"})), found(newer))
+    copy = only(listing)
+    assert copy.commit == newer
+    assert copy.marks == set(), "the mark is of the other life"
+    assert ["another life" in str(damage) for damage in listing.damaged] == [True]
+
+
+def test_a_damaged_record_of_one_node_leaves_what_the_others_hold() -> None:
+    bad = found(None, damage=IntegrityError("commit.json: digest"), marks=frozenset({"tombstone"}))
+    listing = merged(bad, found(part(1)))
+    assert only(listing).commit == part(1)
+    assert only(listing).marks == {"tombstone"}
+    assert [str(damage) for damage in listing.damaged] == ["rank 0: commit.json: digest"]
+
+
+def test_records_that_are_damaged_on_every_node_are_damage_not_absence() -> None:
+    bad = found(None, damage=IntegrityError("commit.json: digest"))
+    listing = merged(bad, bad)
+    assert only(listing).commit is None
+    assert str(only(listing).damage) == "rank 0: commit.json: digest"
+    assert [str(damage) for damage in listing.damaged] == ["rank 1: commit.json: digest"]
+
+
+class ThirdPartyError(TierfallError):
+    retryable = True
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (UnreachableError("no"), UnreachableError),
+        (AccessDeniedError("no"), AccessDeniedError),
+        (ThirdPartyError("no"), UnreachableError),
+        (type("Odd", (BackendError,), {})("no"), BackendError),
+    ],
+)
+def test_a_tier_that_one_rank_cannot_read_is_a_tier_that_cannot_be_read(
+    error: TierfallError, kind: type[TierfallError]
+) -> None:
+    described = {0: describe([Listing(tier="nvme", copies=(found(part(0)),))], mine=["nvme"])}
+    described[1] = describe([Listing(tier="nvme", error=error)], mine=["nvme"])
+    (listing,) = merge_ranks(carried(described), ["nvme"])
+    assert type(listing.error) is kind
+    assert str(listing.error) == "rank 1: no"
+    assert only(listing).commit == part(0)

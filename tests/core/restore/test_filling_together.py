@@ -1,0 +1,339 @@
+"""One rank that fails takes all with it: to the next older step, or to an error that names it. Never to a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from restore_help import Tiers, flip, holds, start_of, state_of
+from several_help import Rank, network, on_all, put_shared
+
+from tierfall.core.catalog import KnownCheckpoint
+from tierfall.core.errors import (
+    IntegrityError,
+    RanksError,
+    RestoreError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.image import plan_fill
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.agreeing import together
+from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.restore import (
+    Failure,
+    Request,
+    Restored,
+    Together,
+    choose,
+    fill_first,
+)
+from tierfall.core.values import CheckpointId, Shard
+
+HALF = "HALF FILLED"
+HALF_WORDS = "; THE STATE IS HALF FILLED: do not train on it"
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Rank]]:
+    """Three ranks on two nodes; the store holds steps 3, 4 and 5 of all."""
+    with network("aab") as joined:
+        made = [
+            Rank(one, Tiers("store"), mine=["store"] if number == 0 else [])
+            for number, one in enumerate(joined)
+        ]
+        for step in (3, 4, 5):
+            put_shared([rank.tiers for rank in made], "store", step)
+        yield made
+
+
+def restored(ranks: list[Rank], **request: Any) -> list[Any]:
+    return on_all(lambda rank=rank: rank.restore(**request) for rank in ranks)
+
+
+def damage(rank: Rank, step: int, chunk: int = 5) -> None:
+    flip(rank.tiers.images["store", CheckpointId(step, 1)], chunk)
+
+
+def words(error: BaseException) -> str:
+    return str(error) + "".join(getattr(error, "__notes__", ()))
+
+
+# Over the council ------------------------------------------------------------------------------------
+
+
+def test_all_ranks_restore_the_newest_step(ranks: list[Rank]) -> None:
+    for outcome, rank in zip(restored(ranks), ranks, strict=True):
+        assert isinstance(outcome, Restored)
+        assert holds(rank.state, 5)
+        assert rank.tally.fallbacks == []
+        assert rank.tried == [CheckpointId(5, 1)]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_one_damaged_shard_takes_all_ranks_to_the_older_step(
+    ranks: list[Rank], number: int
+) -> None:
+    damage(ranks[number], 5)
+    for outcome, rank in zip(restored(ranks), ranks, strict=True):
+        assert isinstance(outcome, Restored)
+        assert outcome.checkpoint.id == CheckpointId(4, 1)
+        assert holds(rank.state, 4)
+        (said,) = [f for f in rank.tally.fallbacks if f.what == "step 5@1"]
+        assert "chunk 5 is damaged" in said.reason
+        assert said.reason.startswith(f"rank {number}: ") == (rank is not ranks[number])
+
+
+def test_different_ranks_may_fail_at_different_steps(ranks: list[Rank]) -> None:
+    damage(ranks[0], 5)
+    damage(ranks[2], 4, chunk=0)
+    restored(ranks)
+    assert [holds(rank.state, 3) for rank in ranks] == [True] * 3
+    assert {tuple(rank.tried) for rank in ranks} == {tuple(CheckpointId(s, 1) for s in (5, 4, 3))}
+
+
+def test_a_checkpoint_that_one_rank_does_not_find_is_passed_over_by_all(ranks: list[Rank]) -> None:
+    del ranks[1].tiers.found["store", CheckpointId(5, 1)]
+    restored(ranks)
+    assert [holds(rank.state, 4) for rank in ranks] == [True] * 3
+    assert "rank 1: no copy of 5@1 has good records: no tier that answered here holds it" in [
+        f.reason for f in ranks[2].tally.fallbacks
+    ]
+
+
+def test_with_no_step_left_every_rank_says_what_was_tried(ranks: list[Rank]) -> None:
+    for step, rank in zip((3, 4, 5), ranks, strict=True):
+        damage(rank, step)
+    for number, outcome in enumerate(restored(ranks)):
+        assert isinstance(outcome, RestoreError)
+        assert "none of the checkpoints can be read whole" in str(outcome)
+        assert HALF in str(outcome)
+        assert ("rank 2: chunk 5 is damaged" in str(outcome)) == (number != 2)
+
+
+def test_a_step_that_was_named_is_never_another_one_on_any_rank(ranks: list[Rank]) -> None:
+    damage(ranks[2], 4)
+    outcomes = restored(ranks, step=4)
+    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
+    assert str(outcomes[2]).startswith("restore of 4@1: chunk 5 is damaged")
+    assert str(outcomes[0]).startswith("restore of 4@1: rank 2: restore of 4@1: chunk 5 is damaged")
+    for outcome, rank in zip(outcomes, ranks, strict=True):
+        assert str(outcome).count(HALF) == 1
+        assert rank.tried == [CheckpointId(4, 1)]
+
+
+def test_a_copy_that_does_not_answer_on_one_rank_ends_the_restore_on_all(ranks: list[Rank]) -> None:
+    image = ranks[1].tiers.images["store", CheckpointId(5, 1)]
+    image.errors[start_of(image, 2)] = UnreachableError("timeout")
+    outcomes = restored(ranks)
+    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
+    assert "rank 1: restore of 5@1: a copy could not be read" in str(outcomes[0])
+    assert "Try again" in str(outcomes[2])
+    assert isinstance(outcomes[1].__cause__, UnreachableError)
+
+
+def test_one_that_does_not_answer_is_passed_over_by_all_where_that_was_asked_for(
+    ranks: list[Rank],
+) -> None:
+    image = ranks[1].tiers.images["store", CheckpointId(5, 1)]
+    image.errors[start_of(image, 2)] = UnreachableError("timeout")
+    restored(ranks, ignore_unreachable=True)
+    assert [holds(rank.state, 4) for rank in ranks] == [True] * 3
+
+
+def test_a_state_that_does_not_fit_on_one_rank_is_said_on_all(ranks: list[Rank]) -> None:
+    ranks[1].state["w"] = torch.zeros(7)
+    outcomes = restored(ranks)
+    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert str(outcome).startswith("restore of 5@1: rank 1: ")
+        assert str(outcome).endswith(HALF_WORDS), "here every tensor was filled"
+    assert HALF not in str(outcomes[1]), "its own state was not touched"
+    assert torch.equal(ranks[1].state["w"], torch.zeros(7))
+    assert {len(rank.tried) for rank in ranks} == {1}
+
+
+def test_a_state_that_does_not_fit_ends_all_though_an_earlier_rank_would_go_on(
+    ranks: list[Rank],
+) -> None:
+    damage(ranks[0], 5)
+    ranks[2].state["w"] = torch.zeros(7)
+    outcomes = restored(ranks)
+    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
+    assert str(outcomes[0]).startswith("restore of 5@1: rank 2: ")
+    assert {len(rank.tried) for rank in ranks} == {1}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no more")])
+@pytest.mark.parametrize("touched", [False, True])
+def test_whatever_ends_one_rank_is_told_to_the_others(
+    ranks: list[Rank], error: BaseException, touched: bool
+) -> None:
+    if touched:
+        damage(ranks[1], 5)
+
+    def make_plan(header: Any) -> Any:
+        if ranks[1].tried or not touched:
+            raise error
+        return plan_fill(ranks[1].state, header)
+
+    ranks[1].make_plan = make_plan
+    outcomes = restored(ranks)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, RestoreError)
+        assert (
+            f"rank 1: {'restore of 4@1: ' if touched and isinstance(error, Exception) else ''}"
+            in (str(outcome))
+        )
+        assert type(error).__name__ in str(outcome)
+        assert str(outcome).count(HALF) == 1
+    if touched and isinstance(error, Exception):
+        assert isinstance(outcomes[1], RestoreError)
+        assert outcomes[1].__cause__ is error
+    else:
+        assert outcomes[1] is error
+    assert (HALF in words(outcomes[1])) == touched
+
+
+def test_a_rank_that_is_gone_ends_the_restore_of_the_others() -> None:
+    with network("ab", timeout_s=0.5) as joined:
+        ranks = [Rank(one, Tiers("store"), mine=["store"]) for one in joined]
+        put_shared([rank.tiers for rank in ranks], "store", 5)
+
+        def die() -> None:
+            raise SystemExit
+
+        ranks[1].before_fill = die
+        outcomes = restored(ranks)
+        assert isinstance(outcomes[1], SystemExit)
+        assert isinstance(outcomes[0], RestoreError)
+        assert isinstance(outcomes[0].__cause__, RanksError)
+        assert "rank 1 did not call restore: fill within 0.5 s" in str(outcomes[0])
+        assert HALF in str(outcomes[0])
+
+
+def test_a_rank_that_went_on_after_its_error_is_not_taken_for_one_that_restores(
+    ranks: list[Rank],
+) -> None:
+    """Rank 2 gave up, and restores another step by name: what it fills belongs to another call."""
+    tell = [together(rank.ranks) for rank in ranks]
+    known = [
+        KnownCheckpoint(id=CheckpointId(s, 1), commit=None, copies={}, abandoned=False)
+        for s in (5, 5, 4)
+    ]
+    outcomes = on_all(
+        lambda tell=tell, known=known: tell(known, None)
+        for tell, known in zip(tell, known, strict=True)
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, RanksError)
+        assert "rank 2 filled 4@1 where rank 0 filled 5@1" in str(outcome)
+
+
+def test_one_rank_alone_restores_the_same_way() -> None:
+    rank = Rank(Ranks.alone(), Tiers("store"), mine=["store"])
+    assert rank.restore() is None
+    for step in (4, 5):
+        put_shared([rank.tiers], "store", step)
+    damage(rank, 5)
+    assert rank.restore() is not None
+    assert holds(rank.state, 4)
+
+
+# What is told, and what is done where that fails -------------------------------------------------------
+
+
+class Alone:
+    """One rank's fills, with a ``together`` by hand."""
+
+    def __init__(self) -> None:
+        self.tiers = Tiers("store")
+        for step in (4, 5):
+            put_shared([self.tiers], "store", step)
+        self.state = state_of(-1)
+        self.told: list[tuple[str, type | None]] = []
+
+    def fill(self, answer: Callable[[], Failure | None], **request: Any) -> Restored:
+        def tell(known: KnownCheckpoint, error: BaseException | None) -> Failure | None:
+            self.told.append((str(known.id), None if error is None else type(error)))
+            return answer()
+
+        listings, asked, tally = self.tiers.listings(), Request(**request), Tally()
+        call: Together = tell
+        return fill_first(
+            choose(listings, asked, tally),
+            listings,
+            asked,
+            tally,
+            open_image=lambda tier, id, shard: self.tiers.images[tier, id],
+            make_plan=lambda header: plan_fill(self.state, header),
+            shard=Shard(0, 1),
+            together=call,
+        )
+
+    def damage(self, step: int) -> None:
+        flip(self.tiers.images["store", CheckpointId(step, 1)], 5)
+
+
+def raising(error: BaseException) -> Callable[[], Failure | None]:
+    def answer() -> Failure | None:
+        raise error
+
+    return answer
+
+
+def test_each_candidate_is_told_of_once() -> None:
+    alone = Alone()
+    alone.damage(5)
+    answers = iter([Failure(rank=0, message="x", for_good=False), None])
+    alone.fill(lambda: next(answers))
+    assert alone.told == [("5@1", IntegrityError), ("4@1", None)]
+
+
+def test_own_damage_is_not_restored_though_no_rank_is_said_to_have_failed() -> None:
+    alone = Alone()
+    alone.damage(5)
+    assert alone.fill(lambda: None).checkpoint.id == CheckpointId(4, 1)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("error", [RanksError("rank 3 is gone"), OSError("x")])
+def test_where_the_others_cannot_be_told_the_restore_ends(error: Exception, damaged: bool) -> None:
+    alone = Alone()
+    if damaged:
+        alone.damage(5)
+    with pytest.raises(RestoreError, match=HALF) as caught:
+        alone.fill(raising(error))
+    assert caught.value.__cause__ is error
+    assert ("rank 3 is gone" if isinstance(error, TierfallError) else "OSError('x')") in str(
+        caught.value
+    )
+    assert len(alone.told) == 1
+
+
+def test_where_nothing_was_filled_yet_the_ranks_error_is_raised_as_it_is() -> None:
+    alone = Alone()
+    flip(alone.tiers.images["store", CheckpointId(5, 1)], 0)
+    error = RanksError("rank 3 is gone")
+    with pytest.raises(RanksError) as caught:
+        alone.fill(raising(error))
+    assert caught.value is error
+
+
+def test_an_interrupt_while_the_others_are_waited_for_goes_through() -> None:
+    alone = Alone()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        alone.fill(raising(KeyboardInterrupt()))
+    assert HALF in words(caught.value)
+
+
+def test_an_own_error_is_raised_though_the_others_cannot_be_told() -> None:
+    alone = Alone()
+    alone.state["w"] = torch.zeros(7)
+    with pytest.raises(RestoreError, match="w") as caught:
+        alone.fill(raising(RanksError("rank 3 is gone")))
+    assert "the other ranks may not know of it: rank 3 is gone" in words(caught.value)
+    with pytest.raises(KeyboardInterrupt):
+        alone.fill(raising(KeyboardInterrupt()))
