@@ -313,6 +313,19 @@ def test_where_the_others_cannot_be_told_the_restore_ends(error: Exception, dama
     assert len(alone.told) == 1
 
 
+def test_an_older_step_that_does_not_fit_says_so_in_the_plan_s_own_words() -> None:
+    alone = Alone()
+    put_shared([alone.tiers], "store", 4, state={"w": torch.zeros(7), "epoch": 4, "rng": None})
+    alone.damage(5)
+    with pytest.raises(RestoreError) as caught:
+        alone.fill(
+            lambda: None if len(alone.told) == 2 else Failure(rank=0, message="x", for_good=False)
+        )
+    assert isinstance(caught.value.__cause__, RestoreError)
+    assert str(caught.value) == str(caught.value.__cause__) + HALF_WORDS
+    assert alone.told == [("5@1", IntegrityError), ("4@1", RestoreError)]
+
+
 def test_where_nothing_was_filled_yet_the_ranks_error_is_raised_as_it_is() -> None:
     alone = Alone()
     flip(alone.tiers.images["store", CheckpointId(5, 1)], 0)
