@@ -13,12 +13,13 @@ import torch
 from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config, load_config
 from tierfall.core.catalog import Listing
-from tierfall.core.errors import ConfigError, NotSupportedError, RestoreError
+from tierfall.core.errors import ConfigError, RestoreError
 from tierfall.core.image import plan_load
 from tierfall.core.restore.images import Image, StoredImage
 from tierfall.core.restore.restore import OpenImage, Request, restore
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.line import as_step
+from tierfall.place import find_ranks
 from tierfall.reading import Reader, moved, open_place, resolve_path
 from tierfall.stores import SHARD
 
@@ -40,25 +41,15 @@ def open(
     the checkpoints that are there behind, so that a start which restores none may save. Validates, opens the tiers,
     takes an attempt, and adopts what an earlier start left in host memory.
 
+    With several ranks, each calls this, and all that follows, in the same order. They find each other by
+    ``process_group``, by ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun.
+
     Raises ConfigError for what is wrong in the configuration or in what lies in memory, LockError while another process
-    trains this run on this machine, BackendError where a tier refuses.
+    trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not come.
     """
-    if process_group is not None or _ranks() > 1:
-        raise NotSupportedError(
-            "open: more than one rank is not supported yet; start one process (WORLD_SIZE=1)"
-        )
     settings = load_config(config, run=run)
-    return Checkpointer(settings, run=settings.run, fresh=fresh)
-
-
-def _ranks() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdigit():
-        raise ConfigError(f"open: WORLD_SIZE is {text!r} in the environment, expected a number")
-    return int(text)
+    ranks = find_ranks(settings, run=settings.run, process_group=process_group)
+    return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks)
 
 
 def load(

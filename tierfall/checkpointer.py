@@ -21,13 +21,17 @@ from tierfall.core.capture.capturer import Capturer
 from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import (
     ConfigError,
+    NotSupportedError,
     RestoreError,
     StepError,
     TierfallError,
 )
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import plan_fill
-from tierfall.core.restore.restore import Request, Restored, restore
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.agreeing import agree_to_restore, together
+from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.restore import Request, Restored, choose, fill_first
 from tierfall.core.scheduler.tasks import (
     PersonsOrder,
 )
@@ -41,10 +45,12 @@ from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 from tierfall.saving import Saver
 from tierfall.session import Session
-from tierfall.stores import SHARD
+from tierfall.starting import mine, report_failure
 
 logger = logging.getLogger("tierfall")
 _open: set[Checkpointer] = set()
+FILL_WAITS = 10
+"""A rank that has filled its part of a restore waits for the others for so many times ``max_wait``."""
 
 
 class Checkpointer:
@@ -54,17 +60,20 @@ class Checkpointer:
     by any.
     """
 
-    def __init__(self, config: Config, *, run: str, fresh: bool = False) -> None:
+    def __init__(
+        self, config: Config, *, run: str, fresh: bool = False, ranks: Ranks | None = None
+    ) -> None:
         self._config = config
         self._run = run
         self._pid = os.getpid()
         self._closed = False
         _check_first(config, run)
-        self._session = Session(config, run=run)
+        self._session = _open_session(config, run, ranks or Ranks.alone())
         try:
-            attempt = self._session.take_attempt()
+            first = self._session.begin_line()
+            assert self._session.attempt is not None
             self._session.host.create_now()
-            self._line = SavingLine(run, attempt, begun=fresh or self._knows_of_nothing())
+            self._line = SavingLine(run, self._session.attempt, begun=fresh or first)
             if fresh:
                 self._say_left_behind(self._session.known(), None)
             self._session.start()
@@ -102,7 +111,11 @@ class Checkpointer:
         step = as_step(step)
         self._line.check(step)
         self._finish_capture(in_order=True)
-        handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
+        try:
+            handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
+        except BaseException as error:
+            self._saver.tell_others(self._line, step, error)
+            raise
         if block:
             handle.wait()
         return handle
@@ -242,8 +255,16 @@ class Checkpointer:
         )
 
     def _restore(self, request: Request, make_plan: Callable[[Any], Any]) -> Restored | None:
-        session = self._session
+        session, tally = self._session, Tally()
         listings = session.list_now()
+        ranks, many = session.ranks, session.ranks.many
+        if many:
+            told = mine(self._config, ranks)
+            candidates = agree_to_restore(ranks, listings, request, mine=told, tally=tally)
+        else:
+            candidates = choose(listings, request, tally)
+        if not candidates:
+            return None
         regions = session.ask(
             lambda: {
                 e.id: e.region
@@ -251,13 +272,18 @@ class Checkpointer:
                 if e.region is not None and e.region.sealed
             }
         )
-        return restore(
+        return fill_first(
+            candidates,
             listings,
             request,
+            tally,
             open_image=session.open_image(regions),
             make_plan=make_plan,
-            shard=SHARD,
+            shard=ranks.shard,
             ring=session.ring,
+            together=together(ranks, timeout_s=FILL_WAITS * self._config.max_wait_s)
+            if many
+            else None,
         )
 
     def _continue_from(self, restored: Restored) -> None:
@@ -292,12 +318,6 @@ class Checkpointer:
                 _some([str(c.id) for c in left]),
             )
 
-    def _knows_of_nothing(self) -> bool:
-        """Say whether every tier answered and none holds a checkpoint of this run."""
-        if any(listing.error is not None for listing in self._session.listings):
-            return False
-        return all(checkpoint.tombstoned for checkpoint in self._session.known())
-
     # Looking, and a person's orders ------------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -320,6 +340,8 @@ class Checkpointer:
 
     def _order(self, kind: PersonsOrder, step: int, attempt: int | None) -> None:
         self._check_usable()
+        if self._session.ranks.many:
+            raise NotSupportedError(f"{kind}: with several ranks this is not supported yet")
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._finish_capture()
@@ -413,6 +435,7 @@ class Checkpointer:
             _open.discard(self)
             self._saver.close()
             self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
+            self._session.ranks.close(max(1.0, left_s()))
         if self._config.on_error is OnError.RAISE:
             self._raise_failures()
 
@@ -475,6 +498,7 @@ class Checkpointer:
 
     def _raise_failures(self) -> None:
         coordinator = self._session.coordinator
+        self._session.ranks.check()
         if (failure := self._session.workers.failure) is not None:
             raise TierfallError(f"the coordinator stopped: {failure!r}") from failure
         if coordinator.fenced is not None and not self._closed:
@@ -483,6 +507,16 @@ class Checkpointer:
         del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
         if fresh and self._config.on_error is OnError.RAISE:
             raise fresh[0]
+
+
+def _open_session(config: Config, run: str, ranks: Ranks) -> Session:
+    try:
+        return Session(config, run=run, ranks=ranks)
+    except BaseException as error:
+        if ranks.many:
+            report_failure(ranks, error)
+            ranks.leave()
+        raise
 
 
 def _some(things: Sequence[str]) -> str:

@@ -65,6 +65,10 @@ class SavingLine:
             started_from=self.started_from,
         )
 
+    def is_at(self, step: int) -> bool:
+        """Say whether ``step`` is the last that was saved, or restored."""
+        return step == self._last_step
+
     def advance(self, line: Line) -> None:
         """Note that the capture of a checkpoint has begun."""
         self.saved_any = True

@@ -30,7 +30,7 @@ from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout, Recall, StateView, describe, plan_layout
 from tierfall.core.pace import Pace
 from tierfall.core.records import Line
-from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun
+from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun, SaveGivenUp
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
 from tierfall.core.streams import Streams
 from tierfall.core.units import format_size
@@ -38,7 +38,6 @@ from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
 from tierfall.line import SavingLine
 from tierfall.policies.bundle import Trial, choose_lazy, tiers_owed
 from tierfall.session import Session
-from tierfall.stores import SHARD
 from tierfall.tiers.device import DeviceSlab
 
 logger = logging.getLogger("tierfall")
@@ -86,7 +85,7 @@ class Saver:
         rules = self._session.coordinator.ledger.rules
         tiers = tuple(n for n in tiers_owed(rules, place.ordinal) if n in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
-        region = self._room(handle, place, layout, metrics, tags)
+        region = self._room(handle, line, place, layout, metrics, tags)
         if region is None:
             return handle
         try:
@@ -105,6 +104,18 @@ class Saver:
             self._capturer.give_up(snapshot, error)
             raise
         return handle
+
+    def tell_others(self, line: SavingLine, step: int, error: BaseException) -> None:
+        """A save ended by an exception: no other rank is to wait for it, and all lines stay at the same place."""
+        place = line.next(step)
+        if self._session.ranks.many and not line.is_at(step):
+            line.advance(place)
+            outcome = (
+                SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
+            )
+            self._session.coordinator.post(
+                SaveGivenUp(id=place.checkpoint, error=error, outcome=outcome)
+            )
 
     def close(self) -> None:
         """Let go of host memory, and of the device's."""
@@ -125,6 +136,7 @@ class Saver:
     def _room(
         self,
         handle: SaveHandle,
+        line: SavingLine,
         place: Line,
         layout: Layout,
         metrics: Mapping[str, Any],
@@ -137,7 +149,7 @@ class Saver:
         region, error = self._ask_for_region(place.checkpoint, layout.image_bytes, records)
         if region is None:
             assert error is not None
-            self._skip(handle, error)
+            self._skip(line, handle, error)
         return region
 
     def _snapshot(
@@ -174,7 +186,7 @@ class Saver:
         )
         return Snapshot(
             line=line,
-            shard=SHARD,
+            shard=self._session.ranks.shard,
             geometry=Geometry(
                 image_bytes=layout.image_bytes, data_start=layout.data_start, chunk_bytes=chunk
             ),
@@ -233,11 +245,12 @@ class Saver:
             raise
         return answer[0], answer[1]
 
-    def _skip(self, handle: SaveHandle, error: BaseException) -> None:
+    def _skip(self, line: SavingLine, handle: SaveHandle, error: BaseException) -> None:
         if not isinstance(error, CapacityError):
             raise error
         handle.tell_given_up(SaveOutcome.SKIPPED, error)
         self.counts.skipped += 1
+        self.tell_others(line, handle.step, error)
         if self._config.on_error is OnError.RAISE:
             raise error
 

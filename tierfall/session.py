@@ -28,6 +28,7 @@ from tierfall.core.errors import (
     UnreachableError,
 )
 from tierfall.core.lock import RunLock
+from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.records import Attempt, read_manifest
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.restore.ring import Ring
@@ -39,9 +40,8 @@ from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion, geometry
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.policies import bundle
+from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.stores import (
-    SHARD,
-    SLOT,
     lane_limits,
     lane_pools,
     list_all,
@@ -61,24 +61,32 @@ T = TypeVar("T")
 class Session:
     """See the module. ``attempt`` is this process's line of saving."""
 
-    def __init__(self, config: Config, *, run: str, accept_arena: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run: str,
+        ranks: Ranks | None = None,
+        accept_arena: bool = False,
+    ) -> None:
         """Open everything but the attempt; ``start`` follows. Whatever fails leaves nothing open."""
         self.config = config
         self.run = run
+        self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
         self._closed = False
         folder = prepare_folder(run_folder(config, run))
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
-        self._lock = RunLock.take(folder / lock_name(SLOT), run=run)
+        self._lock = RunLock.take(folder / lock_name(self.ranks.slot), run=run)
         self.stores: dict[str, StoredTier] = {}
         try:
             self.host = HostTier(
                 name=config.host.name,
                 run=run,
                 folder=folder,
-                slot=SLOT,
-                shard=SHARD,
+                slot=self.ranks.slot,
+                shard=self.ranks.shard,
                 capacity_bytes=config.host.capacity_bytes,
                 progress=_say_progress(config.host.name),
             )
@@ -94,6 +102,7 @@ class Session:
                     problem,
                 )
             self.listings = list_all(config, self.host, self.stores, self.errors)
+            self._held = self.listings
             self._check_adoption(accept_arena)
         except BaseException:
             self._let_go(keep=True)
@@ -138,9 +147,29 @@ class Session:
 
     # Attempts ----------------------------------------------------------------------------------------
 
+    def begin_line(self) -> bool:
+        """Take an attempt, together with the other ranks; say whether nothing is known of any checkpoint."""
+        if not self.ranks.many:
+            self.take_number(self.next_number())
+            return self.knows_of_nothing()
+        start = start_together(self)
+        self._held = held_by_all(self, start)
+        return start.first
+
     def take_attempt(self) -> Attempt:
-        """Take a number above any seen, on the most shared tier first; two starts never get the same."""
-        number = 1 + max(
+        """Take another attempt, as ``begin_line`` does, and return it."""
+        self.begin_line()
+        return self._writer()
+
+    def knows_of_nothing(self) -> bool:
+        """Say whether every tier answered and none holds a checkpoint of this run."""
+        if any(listing.error is not None for listing in self.listings):
+            return False
+        return all(checkpoint.tombstoned for checkpoint in self.known())
+
+    def next_number(self) -> int:
+        """Say which attempt's number would be above any that is seen here."""
+        return 1 + max(
             (
                 *(n for listing in self.listings for n in listing.attempts),
                 *(c.id.attempt for listing in self.listings for c in listing.copies),
@@ -149,9 +178,10 @@ class Session:
                 0,
             )
         )
+
+    def take_number(self, number: int) -> Attempt:
+        """Take that attempt, or one above it, on the most shared tier first; two starts never get the same."""
         identity = secrets.token_hex(16)
-        answered = {x.tier for x in self.listings if x.error is None}
-        reachable = [s for s in reversed(self.stores.values()) if s.name in answered]
         while True:
             attempt = Attempt(
                 run=self.run,
@@ -161,10 +191,18 @@ class Session:
                 pid=os.getpid(),
                 wall_time_s=time.time(),
             )
-            if self._take(attempt, reachable):
-                self.attempt = attempt
+            if self.adopt_attempt(attempt):
                 return attempt
             number += 1
+
+    def adopt_attempt(self, attempt: Attempt) -> bool:
+        """Write as ``attempt`` from now on; False where a tier knows another one by its number."""
+        answered = {x.tier for x in self.listings if x.error is None}
+        reachable = [s for s in reversed(self.stores.values()) if s.name in answered]
+        if not self._take(attempt, reachable):
+            return False
+        self.attempt = attempt
+        return True
 
     def check_newest(self) -> None:
         """Raise FencedError where a tier knows a newer attempt than this process's: it must not come back above it."""
@@ -216,8 +254,8 @@ class Session:
         Without an attempt nothing is committed, copied or collected: only orders are carried out. Another node may be
         at work on a shared tier then, and what looks unfinished there may be its own.
         """
-        ledger = Ledger(tier_rules(self.config), self.config.host.name)
-        ledger.load(merge(self.listings), self.listings)
+        ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
+        ledger.load(merge(self._held), self._held)
         self._adopt(ledger)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.workers = Workers(
@@ -236,15 +274,21 @@ class Session:
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,
             unread=[x.tier for x in self.listings if x.error is not None],
+            council=self.ranks.council if self.ranks.many else None,
+            shared={tier.name: is_shared(tier) for tier in self.config.stored},
         )
         if self.attempt is None:
             self.coordinator.start_tending()
         else:
             self.coordinator.start()
         self.workers.start(self.coordinator)
+        self.ranks.listen(self.coordinator.post)
 
     def _discard_leftovers(self) -> None:
-        for store in self.stores.values():
+        for tier in self.config.stored:
+            store = self.stores.get(tier.name)
+            if store is None or not is_owner(tier, self.ranks):
+                continue
             try:
                 store.discard_unfinished()
             except BackendError as error:
@@ -254,7 +298,11 @@ class Session:
         """Take over what an earlier start sealed; what is damaged there is said above, and makes room."""
         self.host.release_damaged()
         for id, image in self.host.images().items():
-            entry = ledger.entries[id]
+            entry = ledger.entries.get(id)
+            if entry is None or self.host.name not in entry.states:
+                logger.info("open: %s in memory is let go: other ranks have no part of it", id)
+                image.region.release()
+                continue
             entry.region = image.region
             entry.adopted = True
             entry.manifest = read_manifest(

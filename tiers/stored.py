@@ -346,13 +346,16 @@ class StoredTier:
         self.discard(checkpoint)
         return marks
 
-    def discard(self, checkpoint: CheckpointId) -> None:
-        """Remove what is left in the folder of a step that is not committed."""
+    def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None:
+        """Remove what is left in the folder of a step that is not committed: all, or one shard's files. Those whose
+        writers live stay then, as other ranks may be at work there."""
         prefix = names.step_prefix(self._run, checkpoint)
         for stored in list(self.backend.scan(prefix)):
-            if names.is_ours(stored.key.removeprefix(prefix)):
+            name = stored.key.removeprefix(prefix)
+            if names.is_ours(name) and shard in (None, names.parse_shard(name)):
                 self.backend.delete(stored.key)
-        self.backend.discard_unfinished(prefix)
+        if shard is None:
+            self.backend.discard_unfinished(prefix)
 
     def discard_unfinished(self) -> int:
         return self.backend.discard_unfinished(f"{self._run}/")

@@ -53,6 +53,11 @@ def with_packed(commit: Commit, shard: Shard, files: tuple[NamedFile, ...]) -> C
     return replace(commit, files=(*files, *others))
 
 
+def files_of(commit: Commit, shard: Shard) -> tuple[NamedFile, ...]:
+    """Return what a commit record names of one shard: its image, its manifest, the record of its frames."""
+    return tuple(file for file in commit.files if names.parse_shard(file.name) == shard)
+
+
 def plain(commit: Commit) -> Commit:
     """Return a record that names every image raw, whatever the tier has that it was read on."""
     files = tuple(

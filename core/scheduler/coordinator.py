@@ -18,13 +18,18 @@ from tierfall.core.errors import (
     FencedError,
     StepError,
 )
-from tierfall.core.records import stops_drop
+from tierfall.core.packing.files import files_of
+from tierfall.core.ranks.council import Council
+from tierfall.core.ranks.ranks import Announced, Gathered, Told
+from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.admission import Admissions
+from tierfall.core.scheduler.commits import Commits
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.lane import Lane, LaneLimits
-from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import (
     Admission,
@@ -34,17 +39,20 @@ from tierfall.core.scheduler.tasks import (
     CaptureFailed,
     CaptureSealed,
     ChangeMark,
+    CommitCopy,
     CopyRun,
     DropCopy,
     Event,
+    Landed,
     OpenShard,
     Order,
     Outcome,
     ReadMarks,
+    SaveGivenUp,
     Task,
 )
 from tierfall.core.snapshot import HostMemory
-from tierfall.core.values import CheckpointId, CopyState, SaveOutcome, WhenFull
+from tierfall.core.values import CheckpointId, SaveOutcome, WhenFull
 from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
 
 logger = logging.getLogger("tierfall")
@@ -82,8 +90,11 @@ class Coordinator:
         max_wait_s: float,
         when_full: WhenFull = WhenFull.WAIT,
         unread: Collection[str] = (),
+        council: Council | None = None,
+        shared: Mapping[str, bool] | None = None,
     ) -> None:
-        """``unread`` names the tiers that could not be looked at when the run was opened."""
+        """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
+        reached by ``council``, and ``shared`` says of each tier whether all of them see it."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -140,6 +151,24 @@ class Coordinator:
             dispatch=self._dispatch,
             unread=unread,
         )
+        self._saves = Saves(ledger=ledger, lanes=self.lanes, flusher=self._flusher)
+        self.commits: Commits | None = None
+        if council is not None:
+            self.commits = Commits(
+                council=council,
+                ledger=ledger,
+                shared=shared or {},
+                flusher=self._flusher,
+                dropper=self.dropper,
+                give_up_save=self._saves.give_up,
+                dispatch=self._dispatch,
+                max_wait_s=max_wait_s,
+            )
+            self._flusher.others = self._saves.others = self.commits
+            self.dropper.plans = self.commits.decides
+            self.dropper.has_dropped = self.commits.has_dropped
+            for lane in self.lanes.values():
+                lane.land_only = True
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
         self._flusher.memory_is_short = self._admissions.is_short
@@ -230,13 +259,14 @@ class Coordinator:
             found = self.ledger.entries.get(id)
             wanted = found is not None and tier in found.owed
             if tier in self.lanes and not wanted and not self.lanes[tier].is_at(id):
-                self.dropper.collect(tier, id, "it was left unfinished")
+                shard = found.shard if found is not None and self.commits else None
+                self.dropper.collect(tier, id, "it was left unfinished", shard=shard)
 
     def _note_owed(self) -> None:
         view = self.ledger.view()
         for checkpoint in view.checkpoints:
             entry = self.ledger.entries[checkpoint.id]
-            if entry.commit is not None:
+            if entry.commit is not None and entry.shard == self.ledger.shard:
                 owed = self._policies.still_owed(view, checkpoint)
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
@@ -255,6 +285,8 @@ class Coordinator:
             self._admissions.admit(now_s, self.fenced)
         for lane in self.lanes.values():  # what was given up for a save just now is aborted now
             self._flusher.drive(lane, now_s, begin=False)
+        if self.commits is not None:
+            self.commits.tick(now_s)
         if self.fenced is None:
             self.dropper.retry(now_s)
             self._collect_unfinished()
@@ -278,73 +310,24 @@ class Coordinator:
         match event:
             case Admission():
                 self._admissions.ask(event)
-            case CaptureBegun():
-                self._begun(event)
-            case CaptureAdvanced():
-                if entry := self.ledger.entries.get(event.id):
-                    entry.final_chunks = event.final_chunks
-            case CaptureSealed():
-                self._sealed(event.id)
-            case CaptureFailed():
-                self._capture_failed(event)
+            case (
+                CaptureBegun()
+                | CaptureAdvanced()
+                | CaptureSealed()
+                | CaptureFailed()
+                | SaveGivenUp()
+            ):
+                self._saves.take(event)
             case Order():
                 self._orders.give(event)
+            case Gathered() | Announced() | Told():
+                if self.commits is not None:
+                    self.commits.hear(event)
             case Ask():
                 self._answer(event)
             case Outcome():
                 self._tasks_out -= 1
                 self._took(event, now_s)
-
-    def _begun(self, event: CaptureBegun) -> None:
-        snapshot = event.snapshot
-        entry = Entry(
-            id=snapshot.id,
-            ordinal=snapshot.line.ordinal,
-            started_from=snapshot.line.started_from,
-            shard=snapshot.shard,
-            attempt_id=snapshot.line.attempt_id,
-            geometry=snapshot.geometry,
-            region=snapshot.region,
-            snapshot=snapshot,
-            handle=snapshot.handle,
-        )
-        entry.owed.update(name for name in event.tiers if name in self.lanes)
-        entry.set_state(self.ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
-        self.ledger.entries[entry.id] = entry
-        if self.fenced is not None:
-            entry.give_up(tuple(entry.owed), self.fenced)
-        for tier in entry.owed & self.ledger.failing.keys():
-            self._flusher.tell_failing(entry, tier)
-
-    def _sealed(self, id: CheckpointId) -> None:
-        entry = self.ledger.entries[id]
-        assert entry.snapshot is not None
-        entry.manifest = entry.snapshot.manifest
-        entry.commit = entry.snapshot.commit
-        entry.snapshot = None
-        entry.set_state(self.ledger.host, CopyState.SEALED)
-
-    def _capture_failed(self, event: CaptureFailed) -> None:
-        id, error = event.id, event.error
-        entry = self.ledger.entries.get(id)
-        if entry is None:  # it was interrupted before it was announced, or reported before
-            event.region.release()
-            return
-        if entry.snapshot is None:
-            return
-        self.errors.append(error)
-        logger.error("save: step %d is given up: %s", id.step, error)
-        if entry.handle is not None:
-            entry.handle.tell_given_up(SaveOutcome.FAILED, error)
-        entry.owed.clear()
-        entry.snapshot = None
-        entry.set_state(self.ledger.host, CopyState.LEAVING)
-        self._stop_lanes(entry, error)
-
-    def _stop_lanes(self, entry: Entry, error: BaseException) -> None:
-        for lane in self.lanes.values():
-            if lane.active is not None and lane.active.entry is entry:
-                lane.give_up(error)
 
     def _answer(self, event: Ask) -> None:
         try:
@@ -364,16 +347,30 @@ class Coordinator:
                 self.dropper.take_marks(task, outcome)
             case ChangeMark() as task:
                 self._orders.take_mark(task, outcome)
+            case CommitCopy():
+                assert self.commits is not None
+                self.commits.took(outcome, now_s)
             case task:
                 lane = self.lanes[task.tier]
-                commit = lane.take(outcome)
-                if commit is not None:
-                    self._flusher.committed(lane, task.id, commit)
+                done = lane.take(outcome)
+                if done is not None:
+                    self._copied(lane, task.id, done)
                 elif lane.stalled is not None:
                     self._flusher.stalled(lane, task.id, lane.stalled, now_s)
                 elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
                     logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
                     self.ledger.failing.pop(lane.tier, None)
+
+    def _copied(self, lane: Lane, id: CheckpointId, done: Commit | Landed) -> None:
+        """All of a copy has arrived; alone, it is committed with that."""
+        if self.commits is None:
+            assert isinstance(done, Commit)
+            self._flusher.committed(lane.tier, id, done.stored_bytes)
+            return
+        entry = self.ledger.entries[id]
+        lane.succeeded(entry)
+        files = done.files if isinstance(done, Landed) else files_of(done, entry.shard)
+        self.commits.landed(lane.tier, entry, files)
 
     # Asking ----------------------------------------------------------------------------------------
 
@@ -397,7 +394,9 @@ class Coordinator:
     def _next_s(self, now_s: float) -> float | None:
         waits = self._admissions.deadlines_s()
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
-        retries = (self.dropper.next_s(), self._orders.next_s())
+        retries = [self.dropper.next_s(), self._orders.next_s()]
+        if self.commits is not None:
+            retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)
 
 

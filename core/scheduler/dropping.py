@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
-from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.core.view import Decision, Verdict, View
 
 logger = logging.getLogger("tierfall")
@@ -22,7 +22,10 @@ PlanRetention = Callable[[View, str], tuple[Decision, ...]]
 
 
 class Dropper:
-    """What is leaving, and which tiers' marks are to be read before more may leave."""
+    """What is leaving, and which tiers' marks are to be read before more may leave.
+
+    ``plans`` says that retention is worked out here; ``has_dropped`` hears of each committed copy that is to go.
+    """
 
     def __init__(
         self,
@@ -46,11 +49,13 @@ class Dropper:
         self._changed: set[CheckpointId] = set()
         self.dropped = 0
         self.paused = False
+        self.plans = True
+        self.has_dropped: Callable[[DropCopy], None] = lambda task: None
         self._cancelled = False
 
     def survey(self, tier: str) -> None:
         """Ask for the marks of a tier to be read, and for its retention to be worked out after that."""
-        if not self._cancelled:
+        if self.plans and not self._cancelled:
             self._due.add(tier)
 
     def survey_all(self) -> None:
@@ -169,23 +174,28 @@ class Dropper:
         if not ordered and entry.tombstoned:
             self.delete(id)  # a tombstone is for all copies: it goes with the last
             return False
-        entry.set_state(tier, CopyState.LEAVING)
-        self._leave(
-            DropCopy(
-                tier=tier,
-                id=id,
-                reason=reason,
-                tombstoned=entry.tombstoned,
-                next_latest=self._newest_left(tier, without=id),
-            )
+        task = DropCopy(
+            tier=tier,
+            id=id,
+            reason=reason,
+            tombstoned=entry.tombstoned,
+            next_latest=self._newest_left(tier, without=id),
         )
+        self.has_dropped(task)
+        self.leave(task)
         return True
 
-    def collect(self, tier: str, id: CheckpointId, reason: str) -> None:
-        """Remove what is left of a copy that was never committed."""
-        self._leave(DropCopy(tier=tier, id=id, reason=reason, unfinished=True))
+    def collect(
+        self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None
+    ) -> None:
+        """Remove what is left of a copy that was never committed; of one ``shard`` only, where others' may go on."""
+        self.leave(DropCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
 
-    def _leave(self, task: DropCopy) -> None:
+    def leave(self, task: DropCopy) -> None:
+        """Let a copy go, whatever was planned."""
+        entry = self._ledger.entries.get(task.id)
+        if entry is not None and not task.unfinished:
+            entry.set_state(task.tier, CopyState.LEAVING)
         if task.id in self._leaving[task.tier] or (self._cancelled and task.unfinished):
             return
         self._leaving[task.tier].add(task.id)
@@ -219,7 +229,7 @@ class Dropper:
         """What looked unfinished is a checkpoint: the answer to its commit was lost."""
         entry = self._ledger.entries.get(task.id)
         if entry is None:
-            entry = self._ledger.entries[task.id] = entry_of(task.id, commit)
+            entry = self._ledger.entries[task.id] = entry_of(task.id, commit, self._ledger.shard)
         if entry.attempt_id != commit.line.attempt_id:
             return
         entry.set_state(task.tier, CopyState.COMMITTED, commit.stored_bytes)

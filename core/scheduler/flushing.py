@@ -12,10 +12,11 @@ from typing import Protocol
 
 from tierfall.core import names
 from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
-from tierfall.core.records import Commit, Mark
+from tierfall.core.records import Mark
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.transfer import Transfer
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
@@ -42,7 +43,7 @@ class Counters:
 
 class Flusher:
     """See the module. ``memory_is_short`` tells whether a save wants room in memory, ``is_unpinning`` whether a pin is
-    just being taken away."""
+    just being taken away; ``others`` are the other ranks of the run."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Flusher:
         self._dropper = dropper
         self._plan_eviction = plan_eviction
         self._max_wait_s = max_wait_s
+        self.others = Alone(ledger)
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.fenced: FencedError | None = None
@@ -78,8 +80,8 @@ class Flusher:
             others = (other for other in self._lanes.values() if other is not lane)
             lane.advance(
                 now_s,
-                self._marks_of(entry),
-                name_latest=self._is_newest(lane.tier, entry),
+                self.marks_of(entry),
+                name_latest=self.is_newest(lane.tier, entry),
                 beside=[run for other in others for run in other.reading()],
             )
             transfer = lane.aborted()
@@ -90,7 +92,9 @@ class Flusher:
     def _begin_next(self, lane: Lane, now_s: float) -> None:
         left = self._ledger.abandoned()
         for entry in self._ledger.ordered():
-            if lane.tier not in entry.owed:
+            if lane.tier not in entry.owed or lane.tier in entry.landed:
+                continue
+            if not self.others.may_begin(lane.tier, entry.id):
                 continue
             if entry.id in left:
                 entry.give_up([lane.tier], entry.given_up("its line was left behind"))
@@ -98,19 +102,23 @@ class Flusher:
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
                 )
-                self.give_up_copy(entry, lane.tier, error)
+                if not self.others.cannot(entry, lane.tier, error):
+                    self.give_up_copy(entry, lane.tier, error)
             else:
                 if self._make_room(lane, entry, now_s):
                     leftover = (lane.tier, entry.id) in self._ledger.unfinished
                     lane.begin(entry, leftover=leftover)
+                    self.others.has_begun(lane.tier, entry)
                 return
 
     def _make_room(self, lane: Lane, entry: Entry, now_s: float) -> bool:
         """Admit a copy to a tier before it begins: drop what may go, and wait while it goes."""
         if self._dropper.paused or self._dropper.busy(lane.tier):
             return False
+        if not self.others.decides and not lane.full:
+            return True  # rank 0 has made it
         capacity = next(r.capacity_bytes for r in self._ledger.rules if r.name == lane.tier)
-        need = _image_bytes(entry)
+        need = _image_bytes(entry) * self.others.ranks_on(lane.tier)
         free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
@@ -121,7 +129,7 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
-        if plan.drops and (lane.full or plan.missing_bytes == 0):
+        if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
             lane.full = False
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
@@ -138,6 +146,7 @@ class Flusher:
         self._dropper.survey(lane.tier)
         self._is_failing(
             lane,
+            entry,
             CapacityError(
                 f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
                 f"dropped there; it is tried again when room is made, and every {LONGEST_RETRY_S:g} s. "
@@ -145,9 +154,9 @@ class Flusher:
             ),
         )
 
-    def _is_failing(self, lane: Lane, error: BaseException) -> None:
+    def _is_failing(self, lane: Lane, entry: Entry, error: BaseException) -> None:
         """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
-        if lane.tier in self._ledger.failing:
+        if self.others.cannot(entry, lane.tier, error) or lane.tier in self._ledger.failing:
             return
         self._ledger.failing[lane.tier] = error
         self.errors.append(error)
@@ -165,11 +174,11 @@ class Flusher:
         lane.not_before_s = min(lane.not_before_s, now_s)
         self._ledger.failing.pop(lane.tier, None)
 
-    def committed(self, lane: Lane, id: CheckpointId, commit: Commit) -> None:
-        """``commit`` is the record as it stands on the tier."""
-        entry = self._ledger.entries[id]
-        entry.set_state(lane.tier, CopyState.COMMITTED, commit.stored_bytes)
-        entry.marks[lane.tier] = frozenset(mark.name for mark in self._marks_of(entry))
+    def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
+        """A checkpoint is committed on a tier, where it takes ``stored_bytes``."""
+        entry, lane = self._ledger.entries[id], self._lanes[tier]
+        entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
+        entry.marks[lane.tier] = frozenset(mark.name for mark in self.marks_of(entry))
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
         entry.in_doubt.discard(lane.tier)
@@ -189,7 +198,8 @@ class Flusher:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
             entry.in_doubt.add(lane.tier)
         if isinstance(error, FencedError):
-            self._fence(error)
+            self.fence(error)
+            self.others.is_fenced(error)
         if lane.tier not in entry.owed:
             if entry.tombstoned:
                 lane.forget_stall()
@@ -208,7 +218,7 @@ class Flusher:
         )  # fmt: skip
         lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
         if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
-            self._is_failing(lane, _flush_error(entry, lane.tier, error))
+            self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
     def stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
         """A copy could not go on, and keeps what has arrived: it is tried again from there."""
@@ -222,7 +232,8 @@ class Flusher:
             id, lane.tier, lane.not_before_s - now_s, error,
         )  # fmt: skip
         if lane.failing_for_s(now_s) >= self._max_wait_s:
-            self._is_failing(lane, _flush_error(lane.active.entry, lane.tier, error))
+            entry = lane.active.entry
+            self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
     def _report(self, entry: Entry, tier: str, error: BaseException) -> None:
         if entry.handle is not None:
@@ -230,7 +241,7 @@ class Flusher:
         self.errors.append(error)
         logger.error("%s", error)
 
-    def _fence(self, error: FencedError) -> None:
+    def fence(self, error: FencedError) -> None:
         """A newer attempt exists: nothing more is written by this process."""
         if self.fenced is None:
             self.fenced = error
@@ -242,14 +253,14 @@ class Flusher:
             lane.give_up(error)
         self._dropper.cancel()
 
-    def _marks_of(self, entry: Entry) -> tuple[Mark, ...]:
+    def marks_of(self, entry: Entry) -> tuple[Mark, ...]:
         """The marks that go along with a copy."""
         if not entry.pinned or entry.commit is None or self.is_unpinning(entry.id):
             return ()
         wall_time_s = entry.commit.wall_time_s
         return (Mark(name=names.PIN_MARK, checkpoint=entry.id, wall_time_s=wall_time_s),)
 
-    def _is_newest(self, tier: str, entry: Entry) -> bool:
+    def is_newest(self, tier: str, entry: Entry) -> bool:
         """Say whether ``latest`` of a tier may come to name this one: it never goes back."""
         left = self._ledger.abandoned()
         return not any(

@@ -20,6 +20,7 @@ from tierfall.core.scheduler.tasks import (
     AbortShard,
     CopyRun,
     FinishCopy,
+    Landed,
     OpenShard,
     Outcome,
     Side,
@@ -55,7 +56,8 @@ class LaneLimits:
 
 
 class Lane:
-    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is."""
+    """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is;
+    with ``land_only``, copies end before their commit, which is somebody else's to do."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class Lane:
         self.not_before_s = 0.0
         self.full = False
         self.spare_memory = False
+        self.land_only = False
         self.stalled: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
         self._bad_sources: dict[CheckpointId, set[str]] = {}
@@ -162,8 +165,9 @@ class Lane:
 
     # Outcomes --------------------------------------------------------------------------------------
 
-    def take(self, outcome: Outcome) -> Commit | None:
-        """Take a worker's outcome; returns the tier's commit record when the copy has just been committed."""
+    def take(self, outcome: Outcome) -> Commit | Landed | None:
+        """Take a worker's outcome; returns the tier's commit record when the copy has just been committed, or what has
+        landed when that is all."""
         transfer = self.active
         if transfer is None or transfer.entry.id != outcome.task.id:  # type: ignore[union-attr]
             raise AssertionError(f"lane {self.tier}: an outcome of a copy that is not active")
@@ -179,8 +183,8 @@ class Lane:
             case FinishCopy():
                 if outcome.error is None:
                     self.active = None
-                    commit: Commit = outcome.value
-                    return commit
+                    done: Commit | Landed = outcome.value
+                    return done
                 self._not_finished(transfer, outcome.error)
             case AbortShard():
                 if outcome.error is not None and transfer.error is None:
@@ -329,7 +333,8 @@ class Lane:
                 if self.spare_memory and self._stored_elsewhere(entry, bad):
                     continue
                 final = chunk is not None and chunk < entry.final_chunks
-                if entry.region is not None and (final or entry.readable_on(tier)):
+                whole = entry.readable_on(tier) or entry.awaits_others
+                if entry.region is not None and (final or whole):
                     return Source(tier=tier, region=entry.region)
             elif entry.state(tier) is CopyState.COMMITTED:
                 return Source(tier=tier)
@@ -368,6 +373,7 @@ class Lane:
                 commit=entry.commit,
                 marks=tuple(marks),
                 name_latest=name_latest,
+                land_only=self.land_only,
             )
         )
 

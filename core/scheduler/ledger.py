@@ -27,7 +27,9 @@ class Entry:
 
     ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier why
     the commit record there cannot be used: such a copy has no state, and protects nothing. ``in_doubt`` names tiers
-    where a try to commit it ended without an answer.
+    where a try to commit it ended without an answer. ``awaits_others``: this rank's image is sealed in memory, others'
+    may not be; ``landed`` names tiers that have it, and not all others' yet; ``lost`` says that it was given up while
+    its capture was under way.
     """
 
     id: CheckpointId
@@ -43,6 +45,8 @@ class Entry:
     handle: SaveHandle | None = None
     final_chunks: int = 0
     adopted: bool = False
+    awaits_others: bool = False
+    lost: bool = False
     deleted: bool = False
     marks: dict[str, frozenset[str]] = field(default_factory=dict)
     states: dict[str, CopyState] = field(default_factory=dict)
@@ -50,6 +54,7 @@ class Entry:
     damage: dict[str, str] = field(default_factory=dict)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
+    landed: set[str] = field(default_factory=set)
     in_doubt: set[str] = field(default_factory=set)
 
     @property
@@ -106,10 +111,15 @@ class Entry:
         self.leases[tier] = self.leases.get(tier, 0) + change
 
 
+ALONE = Shard(0, 1)
+
+
 class Ledger:
     """Entries by checkpoint, and the picture of them that policies see."""
 
-    def __init__(self, rules: tuple[TierRules, ...], host: str) -> None:
+    def __init__(self, rules: tuple[TierRules, ...], host: str, *, shard: Shard = ALONE) -> None:
+        """``shard`` is this rank's part of every checkpoint that is saved now."""
+        self.shard = shard
         self.rules = rules
         self.host = host
         self.entries: dict[CheckpointId, Entry] = {}
@@ -121,7 +131,7 @@ class Ledger:
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
         for checkpoint in known:
-            entry = entry_of(checkpoint.id, checkpoint.commit)
+            entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
                     entry.damage[tier] = str(copy.damage)
@@ -204,21 +214,21 @@ class Ledger:
         )
 
 
-def entry_of(id: CheckpointId, commit: Commit | None) -> Entry:
-    """Make an entry of what a commit record says; None where every one is damaged."""
+def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> Entry:
+    """Make an entry of what a commit record says; None where every one is damaged. ``shard`` is this rank's part, where
+    the checkpoint is of as many ranks."""
     return Entry(
         id=id,
         ordinal=commit.line.ordinal if commit else 0,
         started_from=commit.line.started_from if commit else None,
-        shard=_first_shard(commit),
+        shard=_shard(commit, shard),
         attempt_id=commit.line.attempt_id if commit else None,
         commit=plain(commit) if commit else None,
     )
 
 
-def _first_shard(commit: Commit | None) -> Shard:
-    if commit is not None:
-        for file in commit.files:
-            if shard := names.parse_shard(file.name):
-                return shard
-    return Shard(0, 1)
+def _shard(commit: Commit | None, own: Shard) -> Shard:
+    if commit is None or commit.world_size == own.world_size:
+        return own
+    named = (names.parse_shard(file.name) for file in commit.files)
+    return next((shard for shard in named if shard is not None), own)

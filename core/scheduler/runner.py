@@ -16,17 +16,19 @@ from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import BackendError, IntegrityError, TierfallError
-from tierfall.core.packing.files import with_packed
+from tierfall.core.packing.files import files_of, with_packed
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
 from tierfall.core.restore.images import Image, ReadableStore, StoredImage, unpacked
 from tierfall.core.scheduler.sharing import SharedReads
 from tierfall.core.scheduler.tasks import (
     AbortShard,
     ChangeMark,
+    CommitCopy,
     CopyRun,
     DropCopy,
     FinishCopy,
     ImageWriter,
+    Landed,
     OpenShard,
     Outcome,
     ReadMarks,
@@ -75,7 +77,7 @@ class Store(ReadableStore, Protocol):
         next_latest: CheckpointId | None = None,
     ) -> frozenset[str]: ...
 
-    def discard(self, checkpoint: CheckpointId) -> None: ...
+    def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None: ...
 
 
 class _SourceError(Exception):
@@ -121,6 +123,8 @@ class TaskRunner:
                 return self._copy(task)
             case FinishCopy():
                 return self._finish(task, store)
+            case CommitCopy():
+                return self._commit(task, store)
             case AbortShard():
                 self._forget(task.tier)
                 return task.writer.abort()
@@ -138,7 +142,7 @@ class TaskRunner:
             return store.drop(task.id, tombstoned=task.tombstoned, next_latest=task.next_latest)
         if store.holds(task.id):
             return store.read_commit(task.id)  # the answer to its commit was lost
-        return store.discard(task.id)
+        return store.discard(task.id, task.shard)
 
     def _open(self, task: OpenShard, store: Store) -> Commit | tuple[ImageWriter, Manifest | None]:
         """Begin an image; or return the commit record of a copy whose commit succeeded, though its answer was lost.
@@ -162,7 +166,7 @@ class TaskRunner:
         assert cut is not None
         assert pieces is not None
         if task.leftover:
-            store.discard(task.id)
+            store.discard(task.id, _own(task.shard))
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
 
     def _read_manifest(self, task: OpenShard, source: Source) -> Manifest:
@@ -229,30 +233,45 @@ class TaskRunner:
                 "its digest"
             )
 
-    def _finish(self, task: FinishCopy, store: Store) -> Commit:
+    def _finish(self, task: FinishCopy, store: Store) -> Commit | Landed:
         try:
             files = task.writer.finish(task.manifest)
             commit = with_packed(task.commit, task.shard, files)
             store.write_manifest(task.id, task.shard, task.manifest.encode())
-            store.commit(commit, attempt=self._attempt(), marks=task.marks)
+            if not task.land_only:
+                store.commit(commit, attempt=self._attempt(), marks=task.marks)
         except BaseException as error:
             if not getattr(error, "retryable", False):
                 self._take_back(task, store)
             raise  # else all that is there serves the next try
         self._forget(task.tier)
-        if task.name_latest:
-            try:
-                store.name_latest(task.id)
-            except (
-                BackendError
-            ) as error:  # a hint for people; the checkpoint is committed without it
-                logger.warning("%s: could not write 'latest': %s", task.tier, error)
+        if task.land_only:
+            return Landed(files=files_of(commit, task.shard))
+        self._name_latest(task, store)
         return commit
+
+    def _commit(self, task: CommitCopy, store: Store) -> Commit:
+        store.commit(task.commit, attempt=self._attempt(), marks=task.marks)
+        self._name_latest(task, store)
+        return task.commit
+
+    def _name_latest(self, task: FinishCopy | CommitCopy, store: Store) -> None:
+        if not task.name_latest:
+            return
+        try:
+            store.name_latest(task.id)
+        except BackendError as error:  # a hint for people; the checkpoint is committed without it
+            logger.warning("%s: could not write 'latest': %s", task.tier, error)
 
     def _take_back(self, task: FinishCopy, store: Store) -> None:
         """Remove what was published of a copy that could not be committed, so that it takes no room."""
         try:
             if not store.holds(task.id):
-                store.discard(task.id)
+                store.discard(task.id, _own(task.shard))
         except TierfallError as error:
             logger.warning("%s: leftovers of %s stay for now: %s", task.tier, task.id, error)
+
+
+def _own(shard: Shard) -> Shard | None:
+    """Whose files may go from a folder: all, where no other rank writes there."""
+    return shard if shard.world_size > 1 else None

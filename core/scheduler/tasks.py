@@ -9,9 +9,10 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from tierfall.core.documents import Spliced
+from tierfall.core.ranks.ranks import News
 from tierfall.core.records import Commit, Manifest, Mark, NamedFile
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, SaveOutcome, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +84,33 @@ class CopyRun:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishCopy:
     """Publish the image, write the manifest, and commit, unless a newer attempt exists. The outcome's value is the
-    commit record as it stands on the tier."""
+    commit record as it stands on the tier. ``land_only``: the commit is left to whoever knows that all ranks' images
+    are there, and the value is what this rank's came to be (``Landed``)."""
 
     tier: str
     id: CheckpointId
     shard: Shard
     writer: ImageWriter
     manifest: Manifest
+    commit: Commit
+    marks: tuple[Mark, ...]
+    name_latest: bool
+    land_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """One rank's image and records are on a tier, under these names; the checkpoint is not committed yet."""
+
+    files: tuple[NamedFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitCopy:
+    """Commit what all ranks have brought, unless a newer attempt exists."""
+
+    tier: str
+    id: CheckpointId
     commit: Commit
     marks: tuple[Mark, ...]
     name_latest: bool
@@ -108,7 +129,7 @@ class DropCopy:
 
     ``tombstoned`` says that all other copies are to go too; ``next_latest`` is what ``latest`` is to name if it named
     this one. The value of its outcome is the marks that were there, or the commit record by which an unfinished copy
-    was found to be committed.
+    was found to be committed. Of an unfinished one only what belongs to ``shard``, where that is given.
     """
 
     tier: str
@@ -116,6 +137,7 @@ class DropCopy:
     reason: str
     tombstoned: bool = False
     unfinished: bool = False
+    shard: Shard | None = None
     next_latest: CheckpointId | None = None
 
 
@@ -136,7 +158,9 @@ class ChangeMark:
     remove: bool = False
 
 
-Task = OpenShard | CopyRun | FinishCopy | AbortShard | DropCopy | ReadMarks | ChangeMark
+Task = (
+    OpenShard | CopyRun | FinishCopy | CommitCopy | AbortShard | DropCopy | ReadMarks | ChangeMark
+)
 
 
 class Side(StrEnum):
@@ -198,6 +222,15 @@ class CaptureFailed:
     region: HostRegion
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveGivenUp:
+    """A save that was called ended before its capture began: skipped, or with an error."""
+
+    id: CheckpointId
+    error: BaseException
+    outcome: SaveOutcome
+
+
 class PersonsOrder(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
@@ -234,7 +267,9 @@ Event = (
     | CaptureAdvanced
     | CaptureSealed
     | CaptureFailed
+    | SaveGivenUp
     | Order
     | Ask
     | Outcome
+    | News
 )

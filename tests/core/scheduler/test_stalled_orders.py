@@ -88,7 +88,7 @@ def test_what_is_found_committed_after_its_deletion_goes_too() -> None:
         if "step-00000001" in key:
             world.disks["nvme"]._objects[key] = data
     task = DropCopy(tier="nvme", id=FIRST, reason="test", unfinished=True)
-    world.coordinator.dropper._leave(task)
+    world.coordinator.dropper.leave(task)
     world.settle()
     assert world.steps_on("nvme") == [2]
 

@@ -1,0 +1,368 @@
+"""Checkpoints of several ranks: how the copies of all come to be one checkpoint on a tier, or none.
+
+    every rank            rank 0                     leaders of nodes (rank 0 alone, where all see the tier)
+    sealed in memory  ->  all have: it is whole
+                          next on this tier      ->
+    landed on a tier  ->  all have: commit it    ->  commit record
+                          all have: it is there  <-  committed
+    cannot            ->  it is given up there, by all
+    lost              ->  it is given up everywhere, by all
+
+A rank does nothing with a copy that rank 0 has not said, and rank 0 says it as soon as it can know; nobody waits for
+an answer. It belongs to the coordinator's thread and does no I/O: messages go by the council, commits by workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierfall.core.errors import CapacityError, CaptureError, FencedError, FlushError
+from tierfall.core.ranks.council import Bodies, Council, Topic
+from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
+from tierfall.core.records import Commit, NamedFile
+from tierfall.core.scheduler.dropping import Dropper
+from tierfall.core.scheduler.flushing import Flusher
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.others import Alone
+from tierfall.core.scheduler.tasks import CommitCopy, DropCopy, Outcome, Task
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.words import ranks_named
+
+logger = logging.getLogger("tierfall")
+
+COMMIT_AGAIN_S = 1.0
+LOST_REMEMBERED = 64
+
+
+@dataclass(slots=True)
+class _Retry:
+    """A commit that could not be made yet."""
+
+    task: CommitCopy
+    not_before_s: float | None = None
+    tries: int = 0
+
+
+class Commits(Alone):
+    """See the module. ``shared`` says of each stored tier whether all ranks see the same files there."""
+
+    land_only = True
+
+    def __init__(
+        self,
+        *,
+        council: Council,
+        ledger: Ledger,
+        shared: Mapping[str, bool],
+        flusher: Flusher,
+        dropper: Dropper,
+        give_up_save: Callable[[Entry, BaseException, SaveOutcome], None],
+        dispatch: Callable[[Task], None],
+        max_wait_s: float,
+    ) -> None:
+        super().__init__(ledger)
+        self._council = council
+        self._topology = council.topology
+        self.decides = self._topology.is_root
+        self._shared = shared
+        self._flusher = flusher
+        self._dropper = dropper
+        self._give_up_save = give_up_save
+        self._dispatch = dispatch
+        self._max_wait_s = max_wait_s
+        self._admitted: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
+        self._here: dict[tuple[str, CheckpointId], Bodies] = {}
+        self._ended: set[tuple[str, CheckpointId]] = set()
+        self._commits: dict[tuple[str, CheckpointId], _Retry] = {}
+        self._sealed_at_s: dict[CheckpointId, float | None] = {}
+        self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
+
+    # What this rank asks ---------------------------------------------------------------------------
+
+    def ranks_on(self, tier: str) -> int:
+        return self._topology.world_size if self._shared[tier] else len(self._topology.local_ranks)
+
+    def may_begin(self, tier: str, id: CheckpointId) -> bool:
+        return self.decides or id in self._admitted[tier]
+
+    def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
+        return self._lost.get(id)
+
+    def busy(self) -> bool:
+        return bool(self._commits)
+
+    # What this rank says ---------------------------------------------------------------------------
+
+    def has_begun(self, tier: str, entry: Entry) -> None:
+        if self.decides:
+            self._council.announce(_topic("begin", entry.id, tier), None)
+
+    def sealed(self, entry: Entry) -> None:
+        entry.awaits_others = True
+        self._sealed_at_s[entry.id] = None
+        self._council.contribute(_topic("sealed", entry.id), None)
+
+    def landed(self, tier: str, entry: Entry, files: Collection[NamedFile]) -> None:
+        """This rank's part lies on a tier."""
+        entry.landed.add(tier)
+        body = [[file.name, file.bytes, file.digest, file.raw_bytes] for file in files]
+        self._council.contribute(_topic("landed", entry.id, tier), body)
+
+    def cannot(self, entry: Entry, tier: str, error: BaseException) -> bool:
+        self._council.tell(_topic("cannot", entry.id, tier), str(error))
+        return True
+
+    def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
+        self._council.tell(_topic("lost", id), [str(error), str(outcome)])
+
+    def is_fenced(self, error: FencedError) -> None:
+        self._council.tell(("fenced",), str(error))
+
+    def has_dropped(self, task: DropCopy) -> None:
+        latest = task.next_latest
+        body = [task.reason, task.tombstoned, [latest.step, latest.attempt] if latest else None]
+        self._council.announce(_topic("drop", task.id, task.tier), body)
+
+    # What is heard ---------------------------------------------------------------------------------
+
+    def hear(self, news: News) -> None:
+        match news:
+            case Gathered(topic=("sealed", *_), passed=False):
+                self._council.announce(("whole", *news.topic[1:]), None)
+            case Gathered(topic=("landed", *_)):
+                self._all_landed(*_read(news.topic), news.bodies, here_only=news.passed)
+            case Gathered(topic=("committed", *_), passed=False):
+                sizes = {str(rank): size for rank, size in news.bodies.items()}
+                self._council.announce(("there", *news.topic[1:]), sizes)
+            case Announced(topic=("fenced",)):
+                self._flusher.fence(FencedError(str(news.body)))
+            case Announced():
+                self._decided(str(news.topic[0]), *_read(news.topic), news.body)
+            case Told(topic=("fenced",)):
+                self._council.announce(("fenced",), f"rank {news.rank}: {news.body}")
+            case Told():
+                self._told(str(news.topic[0]), *_read(news.topic), news.body, news.rank)
+
+    def _told(self, what: str, id: CheckpointId, tier: str, body: Any, rank: int) -> None:
+        """Rank 0 hears what one rank cannot do: that decides for all, once."""
+        if (tier, id) in self._ended or ("", id) in self._ended:
+            return
+        self._ended.add((tier, id))
+        if what == "cannot":
+            self._council.announce(_topic("given_up", id, tier), f"rank {rank}: {body}")
+        elif what == "late":
+            missing = self._council.missing(_topic("sealed", id))
+            late = ranks_named(missing) if missing else "another rank"
+            text = (
+                f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every "
+                "rank saves the same steps"
+            )
+            self._council.announce(_topic("gone", id), [text, str(SaveOutcome.FAILED)])
+        else:
+            self._council.announce(_topic("gone", id), [f"rank {rank}: {body[0]}", body[1]])
+
+    def _decided(self, what: str, id: CheckpointId, tier: str, body: Any) -> None:
+        entry = self._ledger.entries.get(id)
+        match what:
+            case "begin":
+                self._admitted[tier].add(id)
+            case "gone":
+                self._gone(id, entry, SaveOutcome(body[1]), body[0])
+            case _ if entry is None:
+                logger.debug("%s of %s: this rank does not have it", what, id)
+            case "whole":
+                self._whole(entry)
+            case "commit":
+                self._commit_here(entry, tier, body)
+            case "there":
+                self._there(entry, tier, body)
+            case "given_up":
+                self._given_up(entry, tier, FlushError(f"flush of {id} to {tier}: {body}"))
+            case "drop":
+                self._drop(entry, tier, body)
+
+    # Whole in memory -------------------------------------------------------------------------------
+
+    def _whole(self, entry: Entry) -> None:
+        self._sealed_at_s.pop(entry.id, None)
+        entry.awaits_others = False
+        if entry.state(self._ledger.host) is CopyState.ARRIVING:
+            entry.set_state(self._ledger.host, CopyState.SEALED)
+
+    def _gone(
+        self, id: CheckpointId, entry: Entry | None, outcome: SaveOutcome, reason: str
+    ) -> None:
+        kind = CapacityError if outcome is not SaveOutcome.FAILED else CaptureError
+        error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
+        self._sealed_at_s.pop(id, None)
+        self._council.forget(_topic("sealed", id))
+        self._lost[id] = (error, outcome)
+        while len(self._lost) > LOST_REMEMBERED:
+            del self._lost[next(iter(self._lost))]
+        if entry is not None:
+            for tier in self._shared:
+                self._clear(entry, tier, reason)
+            self._give_up_save(entry, error, outcome)
+
+    # On a tier -------------------------------------------------------------------------------------
+
+    def _all_landed(self, id: CheckpointId, tier: str, bodies: Bodies, *, here_only: bool) -> None:
+        if not self._shared[tier]:
+            local = self._topology.local_ranks
+            self._here[tier, id] = {rank: bodies[rank] for rank in local}
+        if here_only:
+            return
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.commit is None or (tier, id) in self._ended:
+            return
+        if self._shared[tier]:
+            self._commit(entry, tier, replace(entry.commit, files=_files(bodies)))
+            return
+        facts = [entry.commit.wall_time_s, dict(entry.commit.metrics), list(entry.commit.tags)]
+        self._council.announce(_topic("commit", id, tier), facts)
+
+    def _commit_here(self, entry: Entry, tier: str, facts: Any) -> None:
+        """Leave the commit record of a node's own images, now that all nodes have theirs."""
+        bodies = self._here.pop((tier, entry.id), None)
+        if bodies is None or entry.commit is None:
+            return  # not the leader of a node
+        wall_time_s, metrics, tags = facts
+        self._commit(
+            entry,
+            tier,
+            replace(
+                entry.commit,
+                files=_files(bodies),
+                wall_time_s=wall_time_s,
+                metrics=metrics,
+                tags=tuple(tags),
+            ),
+        )
+
+    def _commit(self, entry: Entry, tier: str, commit: Commit) -> None:
+        task = CommitCopy(
+            tier=tier,
+            id=entry.id,
+            commit=commit,
+            marks=self._flusher.marks_of(entry),
+            name_latest=self._flusher.is_newest(tier, entry),
+        )
+        self._commits[tier, entry.id] = _Retry(task)
+        self._dispatch(task)
+
+    def took(self, outcome: Outcome, now_s: float) -> None:
+        """Take what became of a commit."""
+        task = outcome.task
+        assert isinstance(task, CommitCopy)
+        retry = self._commits.get((task.tier, task.id))
+        if retry is None:  # it was given up meanwhile, by all
+            if outcome.error is None:
+                self._dropper.leave(DropCopy(tier=task.tier, id=task.id, reason="it was given up"))
+        elif outcome.error is None:
+            del self._commits[task.tier, task.id]
+            size = task.commit.stored_bytes
+            if self._shared[task.tier]:
+                self._council.announce(_topic("there", task.id, task.tier), {"0": size})
+            else:
+                topic = _topic("committed", task.id, task.tier)
+                self._council.contribute(topic, size, leaders_only=True)
+        elif getattr(outcome.error, "retryable", False):
+            retry.tries += 1
+            retry.not_before_s = now_s + COMMIT_AGAIN_S * min(retry.tries, 60)
+            logger.warning(
+                "%s: the commit of %s is tried again: %s", task.tier, task.id, outcome.error
+            )
+        else:
+            del self._commits[task.tier, task.id]
+            if isinstance(outcome.error, FencedError):
+                self._flusher.fence(outcome.error)
+                self.is_fenced(outcome.error)
+            self._council.tell(_topic("cannot", task.id, task.tier), str(outcome.error))
+
+    def tick(self, now_s: float) -> None:
+        """Try again what is due, and say what waits too long."""
+        for retry in self._commits.values():
+            if retry.not_before_s is not None and now_s >= retry.not_before_s:
+                retry.not_before_s = None
+                self._dispatch(retry.task)
+        for id, since_s in list(self._sealed_at_s.items()):
+            if since_s is None:
+                self._sealed_at_s[id] = now_s
+            elif now_s >= since_s + self._max_wait_s:
+                del self._sealed_at_s[id]
+                self._council.tell(_topic("late", id), None)
+            elif now_s >= since_s + self._max_wait_s / 2:  # so that rank 0 can name who is late
+                self._council.hand_on_what_there_is(_topic("sealed", id))
+
+    def next_s(self, now_s: float) -> float | None:
+        waits = [r.not_before_s for r in self._commits.values() if r.not_before_s is not None]
+        for since_s in self._sealed_at_s.values():
+            if since_s is not None:
+                waits += [since_s + self._max_wait_s / 2, since_s + self._max_wait_s]
+        return min((when for when in waits if when > now_s), default=None)
+
+    def _there(self, entry: Entry, tier: str, sizes: Mapping[str, int]) -> None:
+        leader = 0 if self._shared[tier] else self._topology.local_ranks[0]
+        self._ended.discard((tier, entry.id))
+        self._clean(entry, tier)
+        self._flusher.committed(tier, entry.id, sizes[str(leader)])
+
+    def _given_up(self, entry: Entry, tier: str, error: BaseException) -> None:
+        self._clear(entry, tier, str(error))
+        if tier in entry.owed:
+            self._flusher.give_up_copy(entry, tier, error)
+
+    def _clear(self, entry: Entry, tier: str, reason: str) -> None:
+        """Take back what this rank has brought to a tier of a checkpoint that will not be one there."""
+        landed = tier in entry.landed
+        self._clean(entry, tier)
+        self._commits.pop((tier, entry.id), None)
+        self._council.forget(_topic("landed", entry.id, tier))
+        if landed:
+            entry.set_state(tier, CopyState.ABSENT)
+            self._dropper.collect(tier, entry.id, reason, shard=entry.shard)
+
+    def _clean(self, entry: Entry, tier: str) -> None:
+        entry.landed.discard(tier)
+        self._admitted[tier].discard(entry.id)
+        self._here.pop((tier, entry.id), None)
+
+    # Leaving ---------------------------------------------------------------------------------------
+
+    def _drop(self, entry: Entry, tier: str, body: Any) -> None:
+        if self._topology.is_root:
+            return  # it said so, and is at it
+        reason, tombstoned, latest = body
+        if self._shared[tier] or not self._topology.is_leader:
+            entry.set_state(tier, CopyState.ABSENT)
+            self._ledger.forget_if_gone(entry)
+            return
+        self._dropper.leave(
+            DropCopy(
+                tier=tier,
+                id=entry.id,
+                reason=reason,
+                tombstoned=tombstoned,
+                next_latest=CheckpointId(*latest) if latest else None,
+            )
+        )
+
+
+def _topic(what: str, id: CheckpointId, tier: str = "") -> Topic:
+    return (what, id.step, id.attempt, tier)
+
+
+def _read(topic: Topic) -> tuple[CheckpointId, str]:
+    _, step, attempt, tier = topic
+    return CheckpointId(int(step), int(attempt)), str(tier)
+
+
+def _files(bodies: Bodies) -> tuple[NamedFile, ...]:
+    return tuple(
+        NamedFile(name=name, bytes=size, digest=digest, raw_bytes=raw)
+        for rank in sorted(bodies)
+        for name, size, digest, raw in bodies[rank]
+    )

@@ -1,0 +1,58 @@
+"""What the scheduler asks and tells the other ranks of a run; and the answers where there are none.
+
+Rank 0 decides for all: which copy a tier takes next, when all that belongs to a checkpoint is there, whether it is
+given up, what leaves a tier. ``commits`` is the part of a rank that has others.
+"""
+
+from __future__ import annotations
+
+from tierfall.core.errors import FencedError
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.tasks import DropCopy
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+
+
+class Alone:
+    """The one rank of a run: it decides by itself, and a copy of its image is the checkpoint.
+
+    ``decides``: what a tier takes and what leaves it is planned here. ``land_only``: a copy here is a part of a
+    checkpoint, and is not committed by itself.
+    """
+
+    decides = True
+    land_only = False
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def ranks_on(self, tier: str) -> int:
+        """How many ranks bring images to what this rank sees of a tier."""
+        return 1
+
+    def may_begin(self, tier: str, id: CheckpointId) -> bool:
+        """Say whether the copy to a tier is the one that comes next there."""
+        return True
+
+    def has_begun(self, tier: str, entry: Entry) -> None:
+        """A copy has been admitted to a tier."""
+
+    def has_dropped(self, task: DropCopy) -> None:
+        """A committed copy is to leave a tier."""
+
+    def sealed(self, entry: Entry) -> None:
+        """This rank's image is whole in memory, and outlives the process."""
+        entry.set_state(self._ledger.host, CopyState.SEALED)
+
+    def cannot(self, entry: Entry, tier: str, error: BaseException) -> bool:
+        """A tier does not take a copy from this rank, and has not for long; True where that ends it for all."""
+        return False
+
+    def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
+        """A save will never be whole on this rank."""
+
+    def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
+        """Say why other ranks have given up a checkpoint that this one only begins to save."""
+        return None
+
+    def is_fenced(self, error: FencedError) -> None:
+        """This process must not commit any more."""

@@ -1,0 +1,133 @@
+"""Saves: what becomes of each snapshot from the beginning of its capture until its image is sealed, or given up.
+
+It belongs to the coordinator's thread, and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from tierfall.core.scheduler.flushing import Flusher
+from tierfall.core.scheduler.lane import Lane
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.others import Alone
+from tierfall.core.scheduler.tasks import (
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+    SaveGivenUp,
+)
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+
+logger = logging.getLogger("tierfall")
+
+
+class Saves:
+    """Takes the events of captures. ``others`` are the other ranks of the run."""
+
+    def __init__(self, *, ledger: Ledger, lanes: Mapping[str, Lane], flusher: Flusher) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._flusher = flusher
+        self.others = Alone(ledger)
+
+    def take(
+        self,
+        event: CaptureBegun | CaptureAdvanced | CaptureSealed | CaptureFailed | SaveGivenUp,
+    ) -> None:
+        match event:
+            case CaptureBegun():
+                self._begun(event)
+            case CaptureAdvanced():
+                if entry := self._ledger.entries.get(event.id):
+                    entry.final_chunks = event.final_chunks
+            case CaptureSealed():
+                self._sealed(event.id)
+            case CaptureFailed():
+                self._capture_failed(event)
+            case SaveGivenUp():
+                self.others.lost(event.id, event.error, event.outcome)
+
+    def _begun(self, event: CaptureBegun) -> None:
+        snapshot = event.snapshot
+        entry = Entry(
+            id=snapshot.id,
+            ordinal=snapshot.line.ordinal,
+            started_from=snapshot.line.started_from,
+            shard=snapshot.shard,
+            attempt_id=snapshot.line.attempt_id,
+            geometry=snapshot.geometry,
+            region=snapshot.region,
+            snapshot=snapshot,
+            handle=snapshot.handle,
+        )
+        entry.owed.update(name for name in event.tiers if name in self._lanes)
+        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
+        self._ledger.entries[entry.id] = entry
+        if (fenced := self._flusher.fenced) is not None:
+            entry.give_up(tuple(entry.owed), fenced)
+        for tier in entry.owed & self._ledger.failing.keys():
+            self._flusher.tell_failing(entry, tier)
+        if (lost := self.others.was_lost(entry.id)) is not None:
+            self.give_up(entry, *lost)
+
+    def _sealed(self, id: CheckpointId) -> None:
+        entry = self._ledger.entries[id]
+        assert entry.snapshot is not None
+        entry.manifest = entry.snapshot.manifest
+        entry.commit = entry.snapshot.commit
+        entry.snapshot = None
+        assert entry.geometry is not None
+        entry.final_chunks = entry.geometry.chunk_count
+        if entry.lost:
+            self._unseal(entry)
+        else:
+            self.others.sealed(entry)
+
+    def _unseal(self, entry: Entry) -> None:
+        """An image in memory is of no use any more, nor to any later start."""
+        if entry.region is not None and entry.region.sealed:
+            entry.region.unseal()
+        entry.awaits_others = False
+        entry.set_state(self._ledger.host, CopyState.LEAVING)
+
+    def give_up(self, entry: Entry, error: BaseException, outcome: SaveOutcome) -> None:
+        """Another rank has lost its part of a checkpoint: this one's is of no use."""
+        if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
+            return
+        entry.lost = True
+        self._flusher.errors.append(error)
+        logger.error("%s", error)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(outcome, error)
+        entry.owed.clear()
+        self._stop_lanes(entry, error)
+        if entry.snapshot is None:
+            self._unseal(entry)
+
+    def _capture_failed(self, event: CaptureFailed) -> None:
+        id, error = event.id, event.error
+        entry = self._ledger.entries.get(id)
+        if entry is None:  # it was interrupted before it was announced, or reported before
+            event.region.release()
+            self.others.lost(id, error, SaveOutcome.FAILED)
+            return
+        if entry.snapshot is None:
+            return
+        self._flusher.errors.append(error)
+        logger.error("save: step %d is given up: %s", id.step, error)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(SaveOutcome.FAILED, error)
+        entry.owed.clear()
+        entry.snapshot = None
+        entry.set_state(self._ledger.host, CopyState.LEAVING)
+        self._stop_lanes(entry, error)
+        if not entry.lost:
+            self.others.lost(id, error, SaveOutcome.FAILED)
+
+    def _stop_lanes(self, entry: Entry, error: BaseException) -> None:
+        for lane in self._lanes.values():
+            if lane.active is not None and lane.active.entry is entry:
+                lane.give_up(error)

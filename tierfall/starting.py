@@ -1,0 +1,159 @@
+"""How the ranks of a start come to one attempt, and to one picture of what the tiers hold.
+
+Every rank looks at its own memory, the leader of each node at what its node alone sees, rank 0 at what all see. Rank 0
+puts that together: a checkpoint is there when every rank's part of it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tierfall.config import Config, ObjectTier
+from tierfall.config import StoredTier as StoredSection
+from tierfall.core.catalog import Listing
+from tierfall.core.errors import RanksError, TierfallError
+from tierfall.core.ranks.council import Bodies
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.records import Attempt
+from tierfall.core.restore.agreeing import complete, whole_on
+from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.values import CheckpointId
+from tierfall.core.words import ranks_named
+
+if TYPE_CHECKING:
+    from tierfall.session import Session
+
+TRIES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
+    there; ``complete`` those whose parts are all somewhere; ``first``: no rank found any."""
+
+    attempt: Attempt
+    whole: Mapping[str, frozenset[CheckpointId]]
+    complete: frozenset[CheckpointId]
+    first: bool
+
+
+def is_shared(tier: StoredSection) -> bool:
+    """Say whether all nodes see the same files there."""
+    return isinstance(tier, ObjectTier) or bool(tier.shared)
+
+
+def mine(config: Config, ranks: Ranks) -> tuple[str, ...]:
+    """Name the tiers that this rank tells the others of."""
+    topology = ranks.topology
+    told = [config.host.name]
+    for tier in config.stored:
+        if topology.is_root if is_shared(tier) else topology.is_leader:
+            told.append(tier.name)
+    return tuple(told)
+
+
+def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
+    """Say whether this rank commits, collects and deletes there."""
+    return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
+
+
+def start_together(session: Session) -> Start:
+    """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting."""
+    ranks, config = session.ranks, session.config
+    order = [tier.name for tier in config.chain]
+    number = session.next_number()
+    for _ in range(TRIES):
+        found = ranks.agree(
+            "open",
+            {
+                "number": number,
+                "tiers": describe(session.listings, mine=mine(config, ranks)),
+                "nothing": session.knows_of_nothing(),
+            },
+            lambda bodies: _decide(session, bodies, order),
+        )
+        attempt = Attempt(run=session.run, **found["attempt"])
+        taken = session.adopt_attempt(attempt)
+        refused = ranks.agree("open: attempt", taken, _refused)
+        if not refused:
+            return Start(
+                attempt=attempt,
+                whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
+                complete=_ids(found["complete"]),
+                first=found["first"],
+            )
+        number = attempt.number + 1
+    raise RanksError(
+        f"open: {ranks_named(refused)} found another start's attempt in the place of each of {TRIES} numbers: another "
+        "job of this run's name is starting at the same time"
+    )
+
+
+def report_failure(ranks: Ranks, error: BaseException) -> None:
+    """This rank cannot start: the others, who wait for it, are to know why."""
+    try:
+        ranks.agree("open", {"error": str(error)}, _check_started)
+    except TierfallError:
+        return  # which they raise, and this rank too: its own
+
+
+def _check_started(bodies: Bodies) -> None:
+    for rank, body in bodies.items():
+        if "error" in body:
+            raise RanksError(f"open: rank {rank}: {body['error']}")
+
+
+def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+    _check_started(bodies)
+    listings = merge_ranks({rank: body["tiers"] for rank, body in bodies.items()}, order)
+    found, _ = complete(listings)
+    attempt = session.take_number(max(body["number"] for body in bodies.values()))
+    return {
+        "attempt": {
+            "number": attempt.number,
+            "id": attempt.id,
+            "node": attempt.node,
+            "pid": attempt.pid,
+            "wall_time_s": attempt.wall_time_s,
+        },
+        "whole": {
+            listing.tier: _pairs(c.id for c in listing.copies if whole_on(listing, c.id))
+            for listing in listings
+        },
+        "complete": _pairs(found),
+        "first": all(body["nothing"] for body in bodies.values()),
+    }
+
+
+def _refused(bodies: Bodies) -> list[int]:
+    return [rank for rank, taken in bodies.items() if not taken]
+
+
+def _pairs(ids: Any) -> list[list[int]]:
+    return [[id.step, id.attempt] for id in sorted(ids)]
+
+
+def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
+    return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
+
+
+def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
+    """Leave out, of what this rank found, what other ranks do not have their parts of.
+
+    What lies in memory counts as long as the other parts are on some tier: it is read first.
+    """
+    host = session.config.host.name
+    return tuple(
+        replace(
+            listing,
+            copies=tuple(
+                copy
+                for copy in listing.copies
+                if copy.id
+                in (start.complete if listing.tier == host else start.whole[listing.tier])
+            ),
+        )
+        for listing in session.listings
+    )
