@@ -37,7 +37,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python -m benchmarks
 
 torture: .venv/.installed-dev
-	$(BIN)/python -m pytest -m torture tests/crash
+	$(BIN)/python -m pytest -m torture tests/crash tests/distributed
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist tierfall.egg-info

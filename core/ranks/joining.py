@@ -26,7 +26,7 @@ from tierfall.core.words import ranks_named
 
 logger = logging.getLogger("tierfall")
 
-CONNECT_S = 5.0
+CONNECT_S = 20.0
 LOOK_AGAIN_S = 2.0
 _LOCALHOST = "127.0.0.1"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25

@@ -16,14 +16,13 @@ from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     IntegrityError,
-    NotSupportedError,
     RanksError,
     RestoreError,
     TierfallError,
 )
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.records import Commit
-from tierfall.core.restore.choosing import Request, choose
+from tierfall.core.restore.choosing import Request, check_world, choose, count_of_ranks
 from tierfall.core.restore.describing import describe, merge_ranks
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, Failure, Together
@@ -69,12 +68,8 @@ def agree_to_restore(
         CheckpointId(*id): life
         for id, life in zip(decision["order"], decision["lives"], strict=True)
     }
-    saved_by, there_are = decision["world_size"], ranks.topology.world_size
-    if lives and saved_by != there_are:
-        raise NotSupportedError(
-            f"{request.operation} of {next(iter(lives))}: {_ranks(saved_by)} saved it, and there {_are(there_are)} "
-            f"now: resharding at a restore is not supported yet: start with {_ranks(saved_by)}, or export it"
-        )
+    if lives:
+        check_world(next(iter(lives)), decision["world_size"], ranks.topology.world_size, request)
     here = {known.id: known for known in merge(_held_to(lives, x) for x in listings)}
     unknown = {id: KnownCheckpoint(id=id, commit=None, copies={}, abandoned=False) for id in lives}
     return [here.get(id, unknown[id]) for id in lives]
@@ -134,14 +129,6 @@ def _held_to(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
         return replace(copy, commit=None, marks=frozenset(), damage=damage)
 
     return replace(listing, copies=tuple(map(held, listing.copies)))
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
-def _are(count: int) -> str:
-    return f"{'is' if count == 1 else 'are'} {count}"
 
 
 # What rank 0 decides ---------------------------------------------------------------------------------
@@ -264,7 +251,7 @@ def _of_one_size(taken: list[KnownCheckpoint], tally: Tally) -> list[KnownCheckp
         if known.commit.world_size != taken[0].commit.world_size:
             tally.passed_over(
                 f"step {known.id} and older",
-                f"{_ranks(known.commit.world_size)} saved it: resharding at a restore is not supported yet",
+                f"{count_of_ranks(known.commit.world_size)} saved it: resharding at a restore is not supported yet",
             )
             return taken[:number]
     return taken

@@ -23,7 +23,7 @@ from tierfall.core.errors import (
 )
 from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.records import Commit, Manifest
-from tierfall.core.restore.choosing import Request, choose
+from tierfall.core.restore.choosing import Request, check_world, choose
 from tierfall.core.restore.images import Image, checked_manifest, unpacked
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
 from tierfall.core.restore.ring import Ring
@@ -140,6 +140,9 @@ def fill_first(
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
     others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is.
     """
+    newest = candidates[0]
+    if together is None and newest.commit is not None:
+        check_world(newest.id, newest.commit.world_size, shard.world_size, request)
     touched = False
     for checkpoint in candidates:
         plan: Plan | None = None

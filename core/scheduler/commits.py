@@ -5,7 +5,7 @@
                           next on this tier      ->
     landed on a tier  ->  all have: commit it    ->  commit record
                           all have: it is there  <-  committed
-    cannot            ->  it is given up there, by all
+    cannot            ->  it is given up there, by all (what may pass, a store that does not answer, is waited for)
     lost              ->  it is given up everywhere, by all
 
 A rank does nothing with a copy that rank 0 has not said, and rank 0 says it as soon as it can know; nobody waits for
@@ -111,9 +111,10 @@ class Commits(Alone):
         body = [[file.name, file.bytes, file.digest, file.raw_bytes] for file in files]
         self._council.contribute(_topic("landed", entry.id, tier), body)
 
-    def cannot(self, entry: Entry, tier: str, error: BaseException) -> bool:
-        self._council.tell(_topic("cannot", entry.id, tier), str(error))
-        return True
+    def cannot(self, entry: Entry, tier: str, error: BaseException, *, for_good: bool) -> bool:
+        what = "cannot" if for_good else "stuck"
+        self._council.tell(_topic(what, entry.id, tier), str(error))
+        return for_good
 
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         self._council.tell(_topic("lost", id), [str(error), str(outcome)])
@@ -150,6 +151,9 @@ class Commits(Alone):
         """Rank 0 hears what one rank cannot do: that decides for all, once."""
         if (tier, id) in self._ended or ("", id) in self._ended:
             return
+        if what == "stuck":
+            self._council.announce(_topic("stuck", id, tier), f"rank {rank}: {body}")
+            return
         self._ended.add((tier, id))
         if what == "cannot":
             self._council.announce(_topic("given_up", id, tier), f"rank {rank}: {body}")
@@ -179,6 +183,8 @@ class Commits(Alone):
                 self._commit_here(entry, tier, body)
             case "there":
                 self._there(entry, tier, body)
+            case "stuck" if tier in entry.owed and entry.handle is not None:
+                entry.handle.tell_tier_failed(tier, FlushError(f"flush of {id} to {tier}: {body}"))
             case "given_up":
                 self._given_up(entry, tier, FlushError(f"flush of {id} to {tier}: {body}"))
             case "drop":

@@ -164,7 +164,8 @@ class Coordinator:
                 dispatch=self._dispatch,
                 max_wait_s=max_wait_s,
             )
-            self._flusher.others = self._saves.others = self.commits
+            for part in (self._flusher, self._saves, self.superseder):
+                part.others = self.commits
             self.dropper.plans = self.commits.decides
             self.dropper.has_dropped = self.commits.has_dropped
             for lane in self.lanes.values():

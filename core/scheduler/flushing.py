@@ -102,7 +102,7 @@ class Flusher:
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
                 )
-                if not self.others.cannot(entry, lane.tier, error):
+                if not self.others.cannot(entry, lane.tier, error, for_good=True):
                     self.give_up_copy(entry, lane.tier, error)
             else:
                 if self._make_room(lane, entry, now_s):
@@ -140,6 +140,9 @@ class Flusher:
     def _room_is_missing(
         self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
     ) -> None:
+        then = f"it is tried again when room is made, and every {LONGEST_RETRY_S:g} s"
+        if self.others.land_only:
+            then = "all ranks give it up there"
         found = "the disk is full" if lane.full else f"there is room for {format_size(free)}"
         lane.full = False
         lane.not_before_s = now_s + LONGEST_RETRY_S  # others share the disk, and leave marks there
@@ -149,14 +152,18 @@ class Flusher:
             entry,
             CapacityError(
                 f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
-                f"dropped there; it is tried again when room is made, and every {LONGEST_RETRY_S:g} s. "
-                "Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the disk"
+                f"dropped there; {then}. Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the "
+                "disk"
             ),
         )
 
     def _is_failing(self, lane: Lane, entry: Entry, error: BaseException) -> None:
         """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
-        if self.others.cannot(entry, lane.tier, error) or lane.tier in self._ledger.failing:
+        cause = error.__cause__ or error
+        for_good = not getattr(cause, "retryable", False)
+        if self.others.cannot(entry, lane.tier, error, for_good=for_good):
+            return
+        if lane.tier in self._ledger.failing:
             return
         self._ledger.failing[lane.tier] = error
         self.errors.append(error)

@@ -43,8 +43,9 @@ class Alone:
         """This rank's image is whole in memory, and outlives the process."""
         entry.set_state(self._ledger.host, CopyState.SEALED)
 
-    def cannot(self, entry: Entry, tier: str, error: BaseException) -> bool:
-        """A tier does not take a copy from this rank, and has not for long; True where that ends it for all."""
+    def cannot(self, entry: Entry, tier: str, error: BaseException, *, for_good: bool) -> bool:
+        """A tier does not take a copy from this rank, and has not for long; True where that ends it for all ranks, as
+        what lasts ``for_good`` does."""
         return False
 
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:

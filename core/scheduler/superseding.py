@@ -15,6 +15,7 @@ from tierfall.core.errors import CapacityError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.others import Alone
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
 from tierfall.core.view import Decision, Verdict, View
@@ -29,7 +30,7 @@ class PlanSuperseding(Protocol):
 
 
 class Superseder:
-    """Gives up snapshots; ``superseded`` counts them."""
+    """Gives up snapshots; ``superseded`` counts them. ``others`` are the other ranks, which follow."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Superseder:
         self._lanes = lanes
         self._dropper = dropper
         self._plan = plan_superseding
+        self.others = Alone(ledger)
         self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
@@ -75,6 +77,7 @@ class Superseder:
         """
         doubted = {e.id for e in self._ledger.entries.values() if e.in_doubt}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
+        copied |= {e.id for e in self._ledger.entries.values() if e.landed}
         return doubted | copied | self._dropper.reserved | self._dropper.awaited
 
     def _give_up(self, entry: Entry, reason: str, saved: CheckpointId) -> None:
@@ -93,3 +96,4 @@ class Superseder:
         if entry.handle is not None:
             entry.handle.tell_given_up(SaveOutcome.SUPERSEDED, error)
         logger.warning("%s", error)
+        self.others.lost(entry.id, error, SaveOutcome.SUPERSEDED)

@@ -250,7 +250,7 @@ PRUNE = {
 }
 ADOPTION = {
     "adopt-attached": Point(owner=Arena, method="_adopt", after=True),
-    "adopt-attempt": Point(owner=Session, method="take_attempt"),
+    "adopt-attempt": Point(owner=Session, method="take_number"),
     "adopt-took": Point(owner=StoredTier, method="take_attempt", after=True, fits=_on("slow")),
     "adopt-started": Point(owner=Coordinator, method="start", after=True),
     "adopt-collect": Point(owner=StoredTier, method="discard_unfinished", after=True),

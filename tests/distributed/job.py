@@ -52,6 +52,7 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.store.port),
             "OMP_NUM_THREADS": "1",
+            "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of 127.0.0.1, which nobody may know
             "PYTHONPATH": str(ROOT),
         }
         given = json.dumps({"folder": str(self.folder), **arguments})
@@ -82,6 +83,16 @@ class Job:
         self.processes.clear()
         return answers
 
+    def wait_for_one(self, timeout_s: float = 60.0) -> int:
+        """Wait until one rank has ended, and return which; as a launcher does, before it ends the others."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes):
+                if process.poll() is not None:
+                    return rank
+            time.sleep(0.02)
+        raise AssertionError(f"no rank has ended; the log of rank 0:\n{self.log(0)}")
+
     def run(self, function: str, timeout_s: float = 90.0, **arguments: Any) -> list[Any]:
         return self.start(function, **arguments).wait(timeout_s)
 
@@ -93,3 +104,6 @@ class Job:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self.processes.clear()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 import torch
 
 import tierfall
+from tests.distributed import killing
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.errors import StorageFullError
 
 RANK = int(os.environ["RANK"])
 
@@ -90,9 +95,107 @@ def restore(folder: str, expect: int | None = None, **changes: Any) -> Any:
         }
 
 
-def main() -> None:
-    import logging
+def die(folder: str, steps: list[int], when: str, **changes: Any) -> Any:
+    """Save these steps; then all ranks of the job are killed by whoever started it."""
+    ckpt = tierfall.open(config(folder, **changes))
+    for step in steps:
+        handle = ckpt.save(step, make_state(step))
+        ckpt.wait_captured()
+        handle.captured(20)
+        if when != "sealed":
+            handle.wait(when, 20)
+    Path(folder, f"ready-{RANK}").touch()
+    time.sleep(600)
 
+
+def save_alone(folder: str, only: int, **changes: Any) -> Any:
+    """One rank saves a step that the others do not; all save the next."""
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        said = None
+        if only == RANK:
+            handle = ckpt.save(1, make_state(1))
+            said = outcome_of(handle)
+        ckpt.save(2, make_state(2)).wait("pfs", 20)
+        return {"said": said, "steps": [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]}
+
+
+def bad_state(folder: str, bad: int, **changes: Any) -> Any:
+    """One rank's state cannot be saved at step 1; all save step 2."""
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        state = make_state(1)
+        if bad == RANK:
+            state["extra"]["function"] = main
+        try:
+            said = outcome_of(ckpt.save(1, state))
+        except tierfall.errors.CaptureError as error:
+            said = ["raised", str(error)]
+        ckpt.save(2, make_state(2)).wait("pfs", 20)
+        return {"said": said, "steps": [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]}
+
+
+def refused(folder: str, full: int, **changes: Any) -> Any:
+    """The tier nvme refuses this rank's images; the others' arrive there."""
+    if full == RANK:
+        broken = Path(folder, f"nvme-{os.environ['GROUP_RANK']}", "many")
+        create = PosixBackend.create
+
+        def fail(self: PosixBackend, key: str, **options: Any) -> Any:
+            if key.endswith(".safetensors") and str(broken) in self.place + "/many":
+                raise StorageFullError(f"{key}: no space left on device")
+            return create(self, key, **options)
+
+        PosixBackend.create = fail  # type: ignore[method-assign, assignment]
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        handle = ckpt.save(1, make_state(1))
+        handle.wait("pfs", 20)
+        try:
+            handle.wait("nvme", 20)
+        except tierfall.errors.TierfallError as error:
+            return str(error)
+        return "it is there"
+
+
+def train(
+    folder: str,
+    steps: list[int],
+    victim: int = -1,
+    point: str = "",
+    call: int = 1,
+    stop: bool = False,
+    **changes: Any,
+) -> Any:
+    """Go on from where the run is, and save these steps; ``victim`` is killed, or stopped, at a point. What a handle
+    says is durable is noted in a file before the next step."""
+    if victim == RANK:
+        killing.at_point(point, call, killing.stop_self if stop else killing.kill_self)
+    noted = Path(folder, f"durable-{RANK}")
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        state = make_state(0)
+        report = ckpt.restore(state)
+        if report is not None and not same(state, make_state(report.step)):
+            raise AssertionError(f"step {report.step} is not what was saved")
+        for step in [s for s in steps if report is None or s > report.step]:
+            handle = ckpt.save(step, make_state(step))
+            ckpt.wait_captured()
+            handle.wait("nvme", 30)
+            handle.wait("pfs", 30)
+            with noted.open("a") as file:
+                file.write(f"{step}\n")
+                file.flush()
+                os.fsync(file.fileno())
+        return report and report.step
+
+
+def outcome_of(handle: Any) -> Any:
+    """Wait until a save is through, and say what became of it."""
+    try:
+        handle.wait("pfs", 30)
+    except tierfall.errors.TierfallError as error:
+        return [str(handle.outcome), str(error)]
+    return [str(handle.outcome), ""]
+
+
+def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(threadName)s %(message)s")
     function: Callable[..., Any] = globals()[sys.argv[1]]
     try:

@@ -328,7 +328,7 @@ def test_another_number_of_ranks_is_said_and_no_older_step_is_taken(two: list[Ra
     for outcome in agreed(two):
         assert isinstance(outcome, NotSupportedError)
         assert "restore of 5@1: 3 ranks saved it, and there are 2 now" in str(outcome)
-        assert "start with 3 ranks, or export it" in str(outcome)
+        assert "start with 3 ranks, or load" in str(outcome)
 
 
 def test_one_rank_alone_is_told_of_checkpoints_of_more() -> None:

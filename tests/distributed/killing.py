@@ -1,0 +1,71 @@
+"""Where one rank of a job is killed: at the n-th call of a method that belongs to a phase."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tierfall.core.capture.filling import Filling
+from tierfall.core.restore.reader import ChunkReader
+from tierfall.session import Session
+from tierfall.tiers.arena_region import Region
+from tierfall.tiers.image_writer import RawImageWriter
+from tierfall.tiers.stored import StoredTier
+
+
+@dataclass(frozen=True)
+class Point:
+    """Before, or ``after``, a method. ``committer``: only ranks that commit come here."""
+
+    owner: type
+    method: str
+    after: bool = False
+    committer: bool = False
+
+
+POINTS = {
+    "open": Point(Session, "begin_line"),
+    "opened": Point(Session, "begin_line", after=True),
+    "capture": Point(Filling, "__init__", after=True),
+    "seal": Point(Region, "seal"),
+    "sealed": Point(Region, "seal", after=True),
+    "flush": Point(RawImageWriter, "put", after=True),
+    "published": Point(RawImageWriter, "finish", after=True),
+    "landed": Point(StoredTier, "write_manifest", after=True),
+    "commit": Point(StoredTier, "commit", committer=True),
+    "committed": Point(StoredTier, "commit", after=True, committer=True),
+    "restore": Point(ChunkReader, "read"),
+}
+
+
+def at_point(name: str, call: int, act: Callable[[], None]) -> None:
+    """Do something, once, at the ``call``-th call that comes to a point."""
+    point = POINTS[name]
+    real = getattr(point.owner, point.method)
+    counted = threading.Lock()
+    left = call
+
+    def stand_in(*args: Any, **more: Any) -> Any:
+        nonlocal left
+        value = real(*args, **more) if point.after else None
+        with counted:
+            left -= 1
+            due = left == 0
+        if due:
+            act()
+        return value if point.after else real(*args, **more)
+
+    setattr(point.owner, point.method, stand_in)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self() -> None:
+    """Stand still until somebody sends SIGCONT."""
+    os.kill(os.getpid(), signal.SIGSTOP)
