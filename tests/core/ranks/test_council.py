@@ -1,4 +1,4 @@
-"""What all ranks say comes together once at rank 0, what it announces reaches all in one order, and nobody is flooded."""
+"""What all ranks say comes together once at rank 0; what it announces reaches all in one order; nobody is flooded."""
 
 from __future__ import annotations
 

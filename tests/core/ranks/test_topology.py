@@ -86,4 +86,4 @@ def test_interleaved_ranks_are_grouped_by_their_node() -> None:
     assert trees[0].nodes == ((0, 2), (1, 3))
     assert [tree.parent for tree in trees] == [None, 0, 0, 1]
     assert [tree.local_ranks for tree in trees] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert ALONE == Topology.of(0, ["here"])
+    assert Topology.of(0, ["here"]) == ALONE
