@@ -23,7 +23,7 @@ from tierfall.core.ranks.together import Together
 from tierfall.core.ranks.topology import Topology
 
 PATIENCE_S = 20.0
-SHORT_S = 0.6
+SHORT_S = 0.5
 Call = Callable[[Together], Any]
 
 

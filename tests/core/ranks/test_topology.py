@@ -23,7 +23,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=SHAPES, scope="module")
 def trees(request: pytest.FixtureRequest) -> list[Topology]:
     """The topology as each rank of a shape sees it."""
     node_of, fan_out = SHAPES[request.param]
