@@ -287,6 +287,7 @@ def test_a_late_answer_does_not_confuse_the_next_call(world: World) -> None:
     assert late == {0: "late"}
     results = world.run({rank: agree("restore", body=2) for rank in all_but(world)})
     assert results == dict.fromkeys(all_but(world), 14)
+    assert not any(rank.together._announced for rank in world.ranks)
 
 
 def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(world: World) -> None:
