@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tierfall.config import Config
 from tierfall.core.errors import ConfigError, RanksError
-from tierfall.core.ranks.joining import CONNECT_S, Place
+from tierfall.core.ranks.joining import Place, connect
 from tierfall.core.ranks.ranks import Ranks
 
 
@@ -22,7 +21,8 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
 
     A process group says who takes part; without one, ``torch.distributed`` where it is initialised; else what torchrun
     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GROUP_RANK) or SLURM's srun (SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID)
-    say in the environment. Raises RanksError where the others cannot be met within ``max_wait``.
+    say in the environment. Raises ConfigError where these make no sense or leave no way to meet, RanksError where the
+    others cannot be met within ``max_wait``.
     """
     rank, world_size = _rank_and_size(process_group)
     if world_size == 1:
@@ -47,17 +47,26 @@ def _rank_and_size(process_group: Any) -> tuple[int, int]:
     if process_group is not None:
         raise ConfigError("open: process_group is given, but torch.distributed is not initialised")
     if "WORLD_SIZE" in os.environ:
-        size = _number("WORLD_SIZE")
-        return (_number("RANK") if size > 1 else 0), size
+        return _numbers("RANK", "WORLD_SIZE")
     # In a batch script the same variables say what srun will start: only a step has ranks.
     if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return _number("SLURM_PROCID"), _number("SLURM_NTASKS")
+        return _numbers("SLURM_PROCID", "SLURM_NTASKS")
     return 0, 1
+
+
+def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
+    size = _number(size_name)
+    rank = _number(rank_name) if size != 1 else 0
+    if rank >= size:
+        raise ConfigError(
+            f"open: {rank_name} is {rank} and {size_name} is {size} in the environment: ranks are counted from 0"
+        )
+    return rank, size
 
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"open: {name} is {text!r} in the environment, expected a number")
     return int(text)
 
@@ -70,8 +79,13 @@ def _node() -> str:
 
 
 def _address(rank: int) -> str:
-    """Where the others reach this process, should it be rank 0."""
-    if rank == 0 and os.environ.get("RANK", "0") == "0" and "MASTER_ADDR" in os.environ:
+    """Where the others reach this process, should it be rank 0.
+
+    The first rank of a process group need not be that of the job, which alone is known to be at MASTER_ADDR.
+    """
+    distributed = torch.distributed
+    first = distributed.get_rank() if distributed.is_initialized() else rank
+    if first == 0 and "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
     return socket.gethostname()
 
@@ -94,20 +108,13 @@ def _bootstrap() -> Store:
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if address is None or not port.isdigit():
+    if address is None or not port.isdecimal():
         raise ConfigError(
             "open: there are other ranks, but no way to meet them: start by torchrun, or call "
             "torch.distributed.init_process_group first"
         )
     try:
-        socket.create_connection((address, int(port)), CONNECT_S).close()
-        return TCPStore(
-            address,
-            int(port),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_S),
-        )
+        return connect(address, int(port))
     except (OSError, RuntimeError) as error:
         raise RanksError(
             f"open: no store answers at {address}:{port} (MASTER_ADDR, MASTER_PORT): start by torchrun, or call "

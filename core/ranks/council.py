@@ -17,6 +17,7 @@ from tierfall.core.ranks.topology import Topology
 
 Topic = tuple[str | int, ...]
 Bodies = dict[int, Any]
+_RECENT_MAX = 1024
 
 
 @dataclass(slots=True)
@@ -33,6 +34,21 @@ class _Gathering:
         return len(self.bodies) == len(self.awaited)
 
 
+class _Recent:
+    """The topics that were added last; older ones are past caring about."""
+
+    def __init__(self) -> None:
+        self._topics: dict[Topic, None] = {}
+
+    def add(self, topic: Topic) -> None:
+        self._topics[topic] = None
+        if len(self._topics) > _RECENT_MAX:
+            del self._topics[next(iter(self._topics))]
+
+    def __contains__(self, topic: Topic) -> bool:
+        return topic in self._topics
+
+
 class Council:
     """One rank's part. All methods may be called from any thread; the callbacks run on the thread that calls.
 
@@ -46,16 +62,21 @@ class Council:
         self._send = send
         self._lock = threading.RLock()
         self._gatherings: dict[Topic, _Gathering] = {}
+        self._forgotten = _Recent()
+        self._hurried = _Recent()
         self.on_gathered: Callable[[Topic, Bodies], None] = _ignore
         self.on_passed: Callable[[Topic, Bodies], None] = _ignore
         self.on_announced: Callable[[Topic, Any], None] = _ignore
         self.on_told: Callable[[Topic, Any, int], None] = _ignore_rank
 
     def contribute(self, topic: Topic, body: Any, *, leaders_only: bool = False) -> None:
-        """Say what this rank has to say of a topic; ``leaders_only``: of every node only its leader is asked.
+        """Say what this rank has to say of a topic; ``leaders_only``: of every node only its leader is asked, and what
+        the others say is heard by nobody.
 
         ``body`` is made of what JSON holds.
         """
+        if leaders_only and not self.topology.is_leader:
+            return
         self._add(topic, {self.topology.rank: body}, leaders_only=leaders_only)
 
     def tell(self, topic: Topic, body: Any) -> None:
@@ -76,6 +97,9 @@ class Council:
         if "tell" in message:
             self._pass_up(message)
             return
+        if "hurry" in message:
+            self.hand_on_what_there_is(tuple(message["hurry"]))
+            return
         bodies = {int(rank): body for rank, body in message["bodies"].items()}
         self._add(tuple(message["up"]), bodies, leaders_only=message["leaders_only"])
 
@@ -91,28 +115,38 @@ class Council:
         """Nobody waits for this topic any more; what is still said of it is not kept."""
         with self._lock:
             self._gatherings.pop(topic, None)
+            self._forgotten.add(topic)
 
     def hand_on_what_there_is(self, topic: Topic) -> None:
-        """Do not wait for the others any longer: rank 0 is to know who has spoken."""
+        """Let no leader from here down wait for the others any longer: rank 0 is to know who has spoken.
+
+        What is said from now on is handed on as it comes.
+        """
         with self._lock:
+            local = self.topology.local_ranks
+            leaders = [rank for rank in self.topology.children if rank not in local]
+            self._post(leaders, {"hurry": topic})
+            self._hurried.add(topic)
             gathering = self._gatherings.get(topic)
-            if gathering is not None and not self.topology.is_root:
+            if gathering is not None:
                 self._hand_on(topic, gathering)
 
     def _add(self, topic: Topic, bodies: Bodies, *, leaders_only: bool) -> None:
         with self._lock:
+            if topic in self._forgotten:
+                return
             gathering = self._gatherings.get(topic)
             if gathering is None:
                 awaited = self._awaited(leaders_only)
                 gathering = self._gatherings[topic] = _Gathering(awaited, leaders_only)
             gathering.bodies.update(bodies)
-            if not gathering.complete:
-                return
-            del self._gatherings[topic]
-            if not self.topology.is_root:
+            complete = gathering.complete
+            if complete:
+                del self._gatherings[topic]
+            if complete or topic in self._hurried:
                 self._hand_on(topic, gathering)
-        notify = self.on_gathered if self.topology.is_root else self.on_passed
-        if self.topology.is_leader:
+        if complete and self.topology.is_leader:
+            notify = self.on_gathered if self.topology.is_root else self.on_passed
             notify(topic, dict(sorted(gathering.bodies.items())))
 
     def _awaited(self, leaders_only: bool) -> frozenset[int]:
@@ -120,11 +154,11 @@ class Council:
         return below.intersection(self.topology.leaders) if leaders_only else below
 
     def _hand_on(self, topic: Topic, gathering: _Gathering) -> None:
+        """Send what was not sent yet to the parent; rank 0 has none."""
         fresh = {r: b for r, b in gathering.bodies.items() if r not in gathering.handed_on}
-        if not fresh:
+        if self.topology.parent is None or not fresh:
             return
         gathering.handed_on |= fresh.keys()
-        assert self.topology.parent is not None
         message = {"up": topic, "bodies": fresh, "leaders_only": gathering.leaders_only}
         self._post([self.topology.parent], message)
 

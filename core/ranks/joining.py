@@ -1,18 +1,19 @@
 """Joining: how the ranks of one start find each other, by a store that they share already, and get stores of their own.
 
 Rank 0 serves a store for the job and writes its address, with a random name for this start, where the others look: the
-*door*. An address that an earlier start left there leads to a store that is gone, or that never welcomes anybody; the
-others look again until one does.
+*door*. An address that an earlier start left there leads to a store that is gone, that never welcomes anybody, or where
+this rank's place is taken by the process that it was then; the others look again until one lets them in.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import queue
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,16 +21,21 @@ from typing import Any
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from tierfall.core.errors import RanksError
-from tierfall.core.ranks.post import Office, StorePost
+from tierfall.core.ranks.post import Office, StorePost, leave, rest, see_off
 from tierfall.core.ranks.topology import Topology
 from tierfall.core.words import ranks_named
 
 logger = logging.getLogger("tierfall")
 
-CONNECT_S = 20.0
+CONNECT_S = 5.0
+STORE_S = 30.0
+"""So long may a store take to answer where somebody listens: torch asks the DNS for the name of each address, for its
+log, and a DNS that does not answer costs 10 s and more."""
 LOOK_AGAIN_S = 2.0
+ANSWER_S = 5.0
+"""So much longer than rank 0 waits for the others do they wait for what it says of those that did not come."""
 _LOCALHOST = "127.0.0.1"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
+_FIRST_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,111 +59,177 @@ def join(
     """Meet the other ranks of this start. Raises RanksError naming those that did not come within ``timeout_s``, and
     those whose settings differ."""
     door = f"tierfall/{run}/door"
-    if place.rank == 0:
-        return _welcome(place, bootstrap, door, timeout_s)
-    return _enter(place, bootstrap, door, timeout_s)
+    try:
+        if place.rank == 0:
+            return _welcome(place, bootstrap, door, timeout_s)
+        return _enter(place, bootstrap, door, timeout_s)
+    except RuntimeError as error:  # what torch's stores raise
+        raise RanksError(
+            f"open: rank {place.rank}: the store where the ranks of this job look for each other failed: {error}"
+        ) from error
+
+
+def connect(host: str, port: int) -> TCPStore:
+    """Reach a store. Raises OSError or RuntimeError where none answers."""
+    socket.create_connection((host, port), CONNECT_S).close()  # torch tries long, and loudly
+    answers: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+
+    def reach() -> None:
+        try:
+            answers.put(_store(host, port, is_master=False))
+        except RuntimeError as error:
+            answers.put(error)
+
+    # torch waits for ever for the answer of something that listens there and is no store.
+    threading.Thread(target=reach, name="tierfall-connect", daemon=True).start()
+    try:
+        answer = answers.get(timeout=STORE_S)
+    except queue.Empty:
+        raise TimeoutError(f"what listens at {host}:{port} does not answer as a store") from None
+    if isinstance(answer, RuntimeError):
+        raise answer
+    return answer
 
 
 def _welcome(
     place: Place, bootstrap: Store, door: str, timeout_s: float
 ) -> tuple[Topology, StorePost]:
     name = f"tierfall/{secrets.token_hex(8)}"
-    server = _serve(place.address)
+    server = _store(_LOCALHOST, 0, is_master=True)
     bootstrap.set(door, json.dumps([name, place.address, server.port]))
-    hello = [_hello(name, rank) for rank in range(1, place.world_size)]
-    deadline = time.monotonic() + timeout_s
-    waiting = list(range(1, place.world_size))
-    pause = _FIRST_PAUSE_S
-    while waiting:
-        waiting = [rank for rank in waiting if not server.check([_hello(name, rank)])]
-        if waiting and time.monotonic() >= deadline:
-            error = f"open: {ranks_named(waiting)} did not call open within {timeout_s:g} s"
-            server.set(f"{name}/welcome", json.dumps({"error": error}))
-            time.sleep(LOOK_AGAIN_S / 4)  # those that came read it; then the store goes
-            raise RanksError(error)
-        pause = _rest(pause) if waiting else pause
+    others = range(1, place.world_size)
+    missing = _wait_for_hellos(server, name, list(others), time.monotonic() + timeout_s)
     said = {0: _said(place)} | {
-        rank: json.loads(server.get(key)) for rank, key in enumerate(hello, start=1)
+        rank: json.loads(server.get(_hello(name, rank))) for rank in others if rank not in missing
     }
-    problem = _differences(said)
-    nodes = [said[rank]["node"] for rank in range(place.world_size)]
-    server.set(f"{name}/welcome", json.dumps({"error": problem} if problem else {"nodes": nodes}))
+    if missing:
+        problem = f"open: {ranks_named(missing)} did not call open within {timeout_s:g} s"
+    else:
+        problem = _differences(said)
     if problem:
-        time.sleep(LOOK_AGAIN_S / 4)
+        server.set(f"{name}/welcome", json.dumps({"error": problem}))
+        see_off(server, name, len(said) - 1, time.monotonic() + LOOK_AGAIN_S)  # they read it
         raise RanksError(problem)
+    nodes = [said[rank]["node"] for rank in range(place.world_size)]
+    server.set(f"{name}/welcome", json.dumps({"nodes": nodes}))
     topology = Topology.of(0, nodes)
     ranks = frozenset((*topology.children, 0))
-    office = Office(server, _connect(place.address, server.port), name, ranks)
-    return topology, StorePost(0, (office,), (server,))
+    guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
+    office = Office(server, connect(_LOCALHOST, server.port), name, ranks, guests)
+    return topology, StorePost(0, (office,))
+
+
+def _wait_for_hellos(server: TCPStore, name: str, waiting: list[int], deadline: float) -> list[int]:
+    """Give those that have not come by then."""
+    pause = _FIRST_PAUSE_S
+    while waiting := [rank for rank in waiting if not server.check([_hello(name, rank)])]:
+        if time.monotonic() >= deadline:
+            break
+        pause = rest(pause)
+    return waiting
 
 
 def _enter(
     place: Place, bootstrap: Store, door: str, timeout_s: float
 ) -> tuple[Topology, StorePost]:
     deadline = time.monotonic() + timeout_s
-    while True:
-        _wait_for(bootstrap, door, deadline, place, timeout_s)
-        sign = bootstrap.get(door)
-        name, address, port = json.loads(sign)
-        found = _knock(place, name, (address, port), _same_sign(bootstrap, door, sign), deadline)
-        if found is not None:
-            return found
-        if time.monotonic() >= deadline:
-            raise _nobody(place, timeout_s)
-        time.sleep(_LONGEST_PAUSE_S)
+    visit = secrets.token_hex(8)
+    address = ""
+    pause = _FIRST_PAUSE_S
+    while time.monotonic() < deadline:
+        if bootstrap.check([door]):
+            sign = bootstrap.get(door)
+            visitor = _Visitor(place, bootstrap, door, sign, visit, deadline)
+            found = visitor.knock()
+            if found is not None:
+                return found
+            address = f", or cannot be reached at {visitor.host}:{visitor.port}"
+        pause = rest(pause)
+    raise RanksError(
+        f"open: rank {place.rank} met no rank 0 within {timeout_s:g} s: rank 0 did not call open{address}"
+    )
 
 
-def _same_sign(bootstrap: Store, door: str, sign: bytes) -> Callable[[], bool]:
-    return lambda: bool(bootstrap.get(door) == sign)
+class _Visitor:
+    """A rank before one address that stood at the door."""
 
+    def __init__(
+        self,
+        place: Place,
+        bootstrap: Store,
+        door: str,
+        sign: bytes,
+        visit: str,
+        deadline: float,
+    ) -> None:
+        self._place = place
+        self._bootstrap = bootstrap
+        self._door = door
+        self._sign = sign
+        self._hello = json.dumps(_said(place) | {"visit": visit})
+        self._deadline = deadline
+        self._name, self.host, self.port = json.loads(sign)
 
-def _knock(
-    place: Place,
-    name: str,
-    door: tuple[str, int],
-    still_there: Callable[[], bool],
-    deadline: float,
-) -> tuple[Topology, StorePost] | None:
-    """Knock at one address; None where nobody is there, or another address has come to stand at the door."""
-    try:
-        socket.create_connection(door, CONNECT_S).close()  # torch tries long, and loudly
-        store = _connect(*door)
-        store.set(_hello(name, place.rank), json.dumps(_said(place)))
-        pause = _FIRST_PAUSE_S
-        look_at = time.monotonic() + LOOK_AGAIN_S
-        while not store.check([f"{name}/welcome"]):
-            pause = _rest(pause)
-            now = time.monotonic()
-            if now >= deadline:
+    def knock(self) -> tuple[Topology, StorePost] | None:
+        """Go in; None where nobody is there for this process, or another address has come to stand at the door."""
+        key = f"{self._name}/welcome"
+        try:
+            store = connect(self.host, self.port)
+            hello = _hello(self._name, self._place.rank)
+            if store.compare_set(hello, "", self._hello) != self._hello.encode():
+                return None  # what this rank was in an earlier start was here
+            if not self._wait_for(store, key):
                 return None
-            if now >= look_at:
-                if not still_there():
-                    return None
-                look_at = now + LOOK_AGAIN_S
-        answer = json.loads(store.get(f"{name}/welcome"))
+            answer = json.loads(store.get(key))
+            if "error" in answer:
+                leave(store, self._name)
+        except (OSError, RuntimeError) as error:  # of an earlier start, or not there yet
+            logger.debug("rank %d: nobody at %s: %s", self._place.rank, self._sign, error)
+            return None
         if "error" in answer:
             raise RanksError(answer["error"])
-        topology = Topology.of(place.rank, answer["nodes"])
-        return topology, _post(topology, name, store, door)
-    except (OSError, RuntimeError) as error:  # of an earlier start, or not there yet
-        logger.debug("rank %d: nobody at %s: %s", place.rank, door, error)
-        return None
+        topology = Topology.of(self._place.rank, answer["nodes"])
+        return topology, StorePost(topology.rank, self._offices(topology, store))
 
+    def _wait_for(self, store: TCPStore, welcome: str) -> bool:
+        """Wait to be let in; False where the others have gone to another door."""
+        pause = _FIRST_PAUSE_S
+        look_at = time.monotonic() + LOOK_AGAIN_S
+        while not store.check([welcome]):
+            pause = rest(pause)
+            now = time.monotonic()
+            if now >= self._deadline + ANSWER_S:
+                raise RanksError(
+                    f"open: rank {self._place.rank} waited in vain at {self.host}:{self.port} for rank 0 to say that "
+                    "all ranks have come: others have not called open, or that address is of an earlier start"
+                )
+            if now >= look_at:
+                if self._bootstrap.get(self._door) != self._sign:
+                    return False
+                look_at = now + LOOK_AGAIN_S
+        return True
 
-def _post(topology: Topology, name: str, store: TCPStore, door: tuple[str, int]) -> StorePost:
-    """Reach those that this rank exchanges messages with: by the job's store, or by that of its node."""
-    rank, local = topology.rank, frozenset(topology.local_ranks)
-    if topology.node == 0:
-        return StorePost(rank, (Office(store, _connect(*door), name, local),), ())
-    key = f"{name}/port/{topology.node}"
-    if not topology.is_leader:
-        node = (_LOCALHOST, int(store.get(key)))  # waits for it
-        return StorePost(rank, (Office(_connect(*node), _connect(*node), name, local),), ())
-    own = _serve(_LOCALHOST)
-    store.set(key, str(own.port))
-    inside = Office(own, _connect(_LOCALHOST, own.port), name, local)
-    leaders = frozenset(topology.leaders) - {rank}
-    return StorePost(rank, (inside, Office(store, _connect(*door), name, leaders)), (own,))
+    def _offices(self, topology: Topology, store: TCPStore) -> tuple[Office, ...]:
+        """Reach those that this rank exchanges messages with: by the job's store, or by that of its node."""
+        name, rank, local = self._name, topology.rank, frozenset(topology.local_ranks)
+        try:
+            if topology.node == 0:
+                return (Office(store, connect(self.host, self.port), name, local),)
+            key = f"{name}/port/{topology.node}"
+            if not topology.is_leader:
+                patience = max(STORE_S, self._deadline - time.monotonic())
+                store.wait([key], timedelta(seconds=patience))
+                node = (_LOCALHOST, int(store.get(key)))
+                return (Office(connect(*node), connect(*node), name, local),)
+            own = _store(_LOCALHOST, 0, is_master=True)
+            store.set(key, str(own.port))
+            inside = Office(own, connect(_LOCALHOST, own.port), name, local, len(local) - 1)
+            leaders = frozenset(topology.leaders) - {rank}
+            return (inside, Office(store, connect(self.host, self.port), name, leaders))
+        except (OSError, RuntimeError) as error:
+            raise RanksError(
+                f"open: rank {rank} was let in, and then could not reach rank {topology.parent}: {error}"
+            ) from error
 
 
 def _said(place: Place) -> dict[str, Any]:
@@ -182,37 +254,11 @@ def _hello(name: str, rank: int) -> str:
     return f"{name}/hello/{rank}"
 
 
-def _wait_for(store: Store, key: str, deadline: float, place: Place, timeout_s: float) -> None:
-    pause = _FIRST_PAUSE_S
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            raise _nobody(place, timeout_s)
-        pause = _rest(pause)
-
-
-def _nobody(place: Place, timeout_s: float) -> RanksError:
-    return RanksError(
-        f"open: rank {place.rank} met no rank 0 within {timeout_s:g} s: rank 0 did not call open, or cannot be reached "
-        f"at {place.address}"
-    )
-
-
-def _rest(pause: float) -> float:
-    time.sleep(pause)
-    return min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def _serve(host: str) -> TCPStore:
-    return TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_S)
-    )
-
-
-def _connect(host: str, port: int) -> TCPStore:
+def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
     return TCPStore(
         host,
         port,
-        is_master=False,
+        is_master=is_master,
         wait_for_workers=False,
-        timeout=timedelta(seconds=CONNECT_S),
+        timeout=timedelta(seconds=STORE_S),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from tierfall.core.ranks.topology import ALONE, Topology
 from tierfall.core.values import Shard
 
 logger = logging.getLogger("tierfall")
+
+LEAVE_S = 1.0
+"""So long a rank that leaves after an error still serves those that have not left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,8 @@ class Ranks:
         self._post = post
         self._lock = threading.Lock()
         self._listener: Callable[[News], None] | None = None
-        self._unheard: list[News] = []
+        self._unheard: deque[News] = deque()
+        self._handing_on = False
         self.council = Council(topology, post.send if post else _nobody)
         self._together = Together(self.council, timeout_s=timeout_s)
         self.agree = self._together.agree
@@ -102,36 +107,54 @@ class Ranks:
             ) from self._together.lost
 
     def listen(self, listener: Callable[[News], None]) -> None:
-        """Hand what is said from now on, and what was said before, to ``listener``."""
+        """Hand what is said from now on, and what was said before, to ``listener``: one after the other, in its order,
+        on the thread that it came by. It may call this rank's council."""
         with self._lock:
             self._listener = listener
-            for news in self._unheard:
-                listener(news)
-            self._unheard.clear()
+        self._hand_on()
 
     def close(self, timeout_s: float) -> None:
-        """Leave. What the others still need from here is their stores: so all leave together, within ``timeout_s``."""
+        """Leave. What the others still need from here are their stores: so all leave together, within ``timeout_s``."""
         if self._post is None:
             return
+        patience_s = LEAVE_S
         try:
             self.agree("close", None, _nothing, timeout_s=timeout_s)
+            patience_s = timeout_s
         except RanksError as error:
             logger.warning(
                 "close: rank %d does not wait for the others: %s", self.topology.rank, error
             )
-        self._post.close(timeout_s)
+        finally:
+            self._post.close(patience_s)
 
     def leave(self) -> None:
         """Leave at once, as after an error."""
         if self._post is not None:
-            self._post.close(1.0)
+            self._post.close(LEAVE_S)
 
     def _hear(self, news: News) -> None:
         with self._lock:
-            if self._listener is None:
-                self._unheard.append(news)
-            else:
-                self._listener(news)
+            self._unheard.append(news)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Hand on what is unheard, by one thread at a time and under no lock: the listener may cause further news."""
+        with self._lock:
+            if self._listener is None or self._handing_on:
+                return
+            self._handing_on = True
+        try:
+            while True:
+                with self._lock:
+                    if not self._unheard:
+                        self._handing_on = False
+                        return
+                    news, listener = self._unheard.popleft(), self._listener
+                listener(news)
+        except BaseException:
+            self._handing_on = False
+            raise
 
     def _gathered(self, topic: Topic, bodies: Bodies) -> None:
         if topic[0] == AGREE:

@@ -6,7 +6,7 @@ with something else, is named in the error that every other one gets.
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ from tierfall.core.words import ranks_named
 
 AGREE = "agree"
 ANSWER_S = 5.0
-_SLICE_S = 0.5
+"""Rank 0 waits for the others, and the others so much longer for what it says of those that did not come."""
 
 
 class Together:
@@ -43,19 +43,21 @@ class Together:
     ) -> Any:
         """Return on every rank what ``decide`` makes, on rank 0, of what all have brought; ``what`` names the call.
 
-        ``body`` and the decision are made of what JSON holds. Raises RanksError, on every rank that came, where one did
-        not come within ``timeout_s`` or came from another call. What ``decide`` raises is raised everywhere: as it is
-        on rank 0, as a new exception of its kind on the others (RanksError, where it is none of tierfall's).
+        ``body`` and the decision are made of what JSON holds, and come back as JSON gives them. Raises RanksError, on
+        every rank that came, where one did not come within ``timeout_s`` or came from another call. What ``decide``
+        raises is raised everywhere: as it is on rank 0, as a new exception of its kind on the others (RanksError, where
+        it is none of tierfall's).
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         topic: Topic = (AGREE, self._count)
-        self._count += 1
-        bell = self._bells[topic] = Bell()
         try:
+            bell = self._bells[topic] = Bell()
+            self._count += 1
+            if self.lost is not None or topic in self._announced:  # before this rank came
+                bell.ring()
             self._council.contribute(topic, [what, body])
             if self._council.topology.is_root:
                 return self._decide(topic, what, decide, bell, timeout_s)
-            # Rank 0 waits as long, and then says who did not come.
             if not self._wait(what, topic, bell, timeout_s + ANSWER_S):
                 raise RanksError(
                     f"{what}: rank {self._rank}: rank 0 gave no answer within {timeout_s + ANSWER_S:g} s: it did not "
@@ -77,7 +79,9 @@ class Together:
         self._ring(topic)
 
     def take_announced(self, topic: Topic, body: Any) -> None:
-        if topic in self._bells:
+        """Keep an answer for the call that waits for it, or that this rank has still to make: it comes too late then,
+        and is told so at once."""
+        if topic in self._bells or topic[1] >= self._count:  # type: ignore[operator]
             self._announced[topic] = body
             self._ring(topic)
 
@@ -99,16 +103,12 @@ class Together:
             kept.pop(topic, None)
 
     def _wait(self, what: str, topic: Topic, bell: Bell, timeout_s: float) -> bool:
-        """Wait for the bell. Half-way, what came through this rank goes to rank 0, so that it can name who is late."""
-        began = time.monotonic()
-        handed_on = False
-        while not bell.wait(_SLICE_S):
-            passed = time.monotonic() - began
-            if passed >= timeout_s:
-                return False
-            if passed >= timeout_s / 2 and not handed_on:
-                handed_on = True
+        """Wait for the bell. Half-way, rank 0 has handed on to it what there is, so that it can name who is late."""
+        if not bell.wait(timeout_s / 2):
+            if self._council.topology.is_root:
                 self._council.hand_on_what_there_is(topic)
+            if not bell.wait(timeout_s / 2):
+                return False
         if self.lost is not None and topic not in self._announced and topic not in self._gathered:
             raise RanksError(
                 f"{what}: rank {self._rank}: the other ranks cannot be reached: {self.lost}"
@@ -125,28 +125,40 @@ class Together:
     ) -> Any:
         try:
             if not self._wait(what, topic, bell, timeout_s):
-                late = ranks_named(self._council.missing(topic))
-                raise RanksError(f"{what}: {late} did not call {what} within {timeout_s:g} s")
+                late = self._council.missing(topic)
+                if late or not bell.wait(ANSWER_S):  # none is late: the last came this moment
+                    raise RanksError(
+                        f"{what}: {ranks_named(late)} did not call {what} within {timeout_s:g} s"
+                    )
             said = self._gathered.pop(topic)
             _check_same_call(what, {rank: call for rank, (call, _) in said.items()})
-            value = decide({rank: body for rank, (_, body) in said.items()})
+            decision = decide({rank: body for rank, (_, body) in said.items()})
+            value = json.loads(json.dumps(decision))  # the same on every rank, or an error now
         except BaseException as error:
-            self._council.announce(topic, {"error": str(error), "kind": type(error).__name__})
+            self._council.announce(topic, _answer(what, error))
             raise
         self._council.announce(topic, {"value": value})
         return value
 
 
+def _answer(what: str, error: BaseException) -> dict[str, str]:
+    """What the others are told of an error: its kind is the nearest that stands in ``errors``."""
+    for kind in type(error).__mro__:
+        if issubclass(kind, TierfallError) and getattr(errors, kind.__name__, None) is kind:
+            return {"error": str(error), "kind": kind.__name__}
+    return {"error": f"{what}: rank 0 failed: {error!r}", "kind": RanksError.__name__}
+
+
 def _kind(name: str) -> type[TierfallError]:
-    kind = getattr(errors, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, TierfallError) else RanksError
+    kind: type[TierfallError] = getattr(errors, name)
+    return kind
 
 
 def _check_same_call(what: str, calls: dict[int, str]) -> None:
-    others = {rank: call for rank, call in calls.items() if call != what}
-    if others:
-        rank, call = next(iter(others.items()))
+    other = next((call for call in calls.values() if call != what), None)
+    if other is not None:
+        ranks = [rank for rank, call in calls.items() if call == other]
         raise RanksError(
-            f"{what}: {ranks_named(others)} called {call} where rank 0 called {what}: every rank makes the same calls "
-            f"in the same order (rank {rank} is the first that does not)"
+            f"{what}: {ranks_named(ranks)} called {other} where rank 0 called {what}: every rank makes the same calls "
+            "in the same order"
         )

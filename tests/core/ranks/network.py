@@ -1,0 +1,120 @@
+"""Councils of all ranks in one process: messages lie in the network until it delivers them, in an order drawn from a
+seed, and are counted. Two messages from one rank to another keep their order, as in the post.
+
+    network = Network(["a", "a", "b", "b"], seed=1)
+    for council in network.councils:
+        council.contribute(("x",), council.topology.rank)
+    network.deliver()
+    print(network.counts())
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierfall.core.ranks.council import Bodies, Council, Topic
+from tierfall.core.ranks.topology import FAN_OUT, Topology
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What went over the network: messages in all, the most that one rank received and sent, their bytes, and the
+    longest chain of messages of which each was caused by the one before."""
+
+    messages: int
+    received_max: int
+    sent_max: int
+    bytes: int
+    path: int
+
+
+class Network:
+    """The councils of all ranks. ``heard`` lists what each was told, as (event, topic, bodies or body, ...)."""
+
+    def __init__(self, node_of: Sequence[object], *, seed: int = 0, fan_out: int = FAN_OUT) -> None:
+        self._random = random.Random(seed)
+        self._lines: dict[Pair, deque[tuple[bytes, int]]] = {}
+        self._waiting: list[Pair] = []  # the pairs whose line is not empty
+        self._depth = 0
+        self.lost: set[int] = set()  # what is sent to these ranks is never delivered
+        self.heard: list[list[tuple[Any, ...]]] = [[] for _ in node_of]
+        first = Topology.of(0, node_of, fan_out=fan_out)
+        topologies = [Topology(rank, first.nodes, fan_out) for rank in range(len(node_of))]
+        self.councils = [self._council(topology) for topology in topologies]
+        self.forget_counts()
+
+    def deliver(self, limit: int | None = None) -> None:
+        """Deliver what was sent, and what that causes, until nothing is left or that many were delivered."""
+        while self._waiting and limit != 0:
+            limit = None if limit is None else limit - 1
+            self._deliver_one()
+
+    def counts(self) -> Counts:
+        """Count what was sent since the start, or since ``forget_counts``."""
+        return Counts(
+            messages=sum(self.received.values()),
+            received_max=max(self.received.values(), default=0),
+            sent_max=max(self.sent.values(), default=0),
+            bytes=self._bytes,
+            path=self._path,
+        )
+
+    def forget_counts(self) -> None:
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self._bytes = 0
+        self._path = 0
+
+    def _deliver_one(self) -> None:
+        which = self._random.randrange(len(self._waiting))
+        pair = self._waiting[which]
+        line = self._lines[pair]
+        data, depth = line.popleft()
+        if not line:
+            self._waiting[which] = self._waiting[-1]
+            self._waiting.pop()
+        if pair[1] in self.lost:
+            return
+        self._depth = depth
+        self.councils[pair[1]].take(data)
+        self._depth = 0
+
+    def _council(self, topology: Topology) -> Council:
+        council = Council(topology, self._sender(topology.rank))
+        heard = self.heard[topology.rank]
+
+        def gathered(topic: Topic, bodies: Bodies) -> None:
+            heard.append(("gathered", topic, bodies))
+
+        def passed(topic: Topic, bodies: Bodies) -> None:
+            heard.append(("passed", topic, bodies))
+
+        def announced(topic: Topic, body: Any) -> None:
+            heard.append(("announced", topic, body))
+
+        def told(topic: Topic, body: Any, rank: int) -> None:
+            heard.append(("told", topic, body, rank))
+
+        council.on_gathered, council.on_passed = gathered, passed
+        council.on_announced, council.on_told = announced, told
+        return council
+
+    def _sender(self, source: int) -> Callable[[int, bytes], None]:
+        def send(target: int, data: bytes) -> None:
+            line = self._lines.setdefault((source, target), deque())
+            if not line:
+                self._waiting.append((source, target))
+            depth = self._depth + 1
+            line.append((data, depth))
+            self.sent[source] += 1
+            self.received[target] += 1
+            self._bytes += len(data)
+            self._path = max(self._path, depth)
+
+        return send

@@ -1,0 +1,231 @@
+"""What all ranks say comes together once at rank 0; what it announces reaches all in one order; nobody is flooded."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.core.ranks.network import Network
+from tierfall.core.ranks.council import Topic
+
+X: Topic = ("x", 7)
+NODES = {
+    "one rank": ["a"],
+    "one node": ["a"] * 4,
+    "two nodes": ["a", "a", "b", "b"],
+    "interleaved": ["a", "b", "a", "b", "c"],
+    "a tree of nodes": [rank // 2 for rank in range(26)],
+}
+
+
+@pytest.fixture(params=[(name, seed) for name in NODES for seed in range(4)], ids=str)
+def network(request: pytest.FixtureRequest) -> Network:
+    name, seed = request.param
+    return Network(NODES[name], seed=seed, fan_out=2)
+
+
+def everybody(network: Network) -> range:
+    return range(len(network.councils))
+
+
+def shuffled(network: Network, seed: int = 0) -> list[int]:
+    ranks = list(everybody(network))
+    random.Random(seed).shuffle(ranks)
+    return ranks
+
+
+def heard(network: Network, rank: int, event: str) -> list[tuple[Any, ...]]:
+    return [what[1:] for what in network.heard[rank] if what[0] == event]
+
+
+def contribute(network: Network, *ranks: int, topic: Topic = X, **more: bool) -> None:
+    for rank in ranks:
+        network.councils[rank].contribute(topic, {"of": rank}, **more)
+
+
+def of(*ranks: int) -> dict[int, dict[str, int]]:
+    return {rank: {"of": rank} for rank in ranks}
+
+
+def test_what_all_say_comes_together_at_rank_0_once(network: Network) -> None:
+    for rank in shuffled(network):
+        assert not heard(network, 0, "gathered")
+        contribute(network, rank)
+        network.deliver(3)
+    network.deliver()
+    assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
+
+
+def test_each_other_leader_learns_what_passed_through_it(network: Network) -> None:
+    contribute(network, *shuffled(network))
+    network.deliver()
+    for council in network.councils[1:]:
+        topology = council.topology
+        passed = [(X, of(*topology.below))] if topology.is_leader else []
+        assert heard(network, topology.rank, "passed") == passed
+        assert not heard(network, topology.rank, "gathered")
+    assert not heard(network, 0, "passed")
+
+
+def test_of_every_node_only_the_leader_is_asked(network: Network) -> None:
+    leaders = network.councils[0].topology.leaders
+    contribute(network, *shuffled(network), leaders_only=True)  # the others are not heard
+    network.deliver()
+    assert heard(network, 0, "gathered") == [(X, of(*leaders))]
+    assert network.counts().messages == len(leaders) - 1
+    assert not any(council._gatherings for council in network.councils)
+
+
+def test_a_contribution_may_come_before_that_of_the_rank_it_comes_through(network: Network) -> None:
+    """Also where only leaders are asked: a leader far down speaks first."""
+    for topic, leaders_only in ((X, False), (("y",), True)):
+        last = [council.topology.rank for council in network.councils if council.topology.children]
+        first = [rank for rank in everybody(network) if rank not in last]
+        contribute(network, *first, topic=topic, leaders_only=leaders_only)
+        network.deliver()
+        for rank in reversed(last):
+            contribute(network, rank, topic=topic, leaders_only=leaders_only)
+            network.deliver()
+        (gathered,) = [what for what in heard(network, 0, "gathered") if what[0] == topic]
+        asked = network.councils[0].topology.leaders if leaders_only else everybody(network)
+        assert list(gathered[1]) == list(asked)
+
+
+def test_topics_are_gathered_apart(network: Network) -> None:
+    pairs = [(rank, n) for rank in everybody(network) for n in range(3)]
+    random.Random(1).shuffle(pairs)
+    for rank, n in pairs:
+        network.councils[rank].contribute(("x", n), [rank, n])
+        network.deliver(2)
+    network.deliver()
+    gathered = dict(heard(network, 0, "gathered"))
+    assert gathered == {("x", n): {r: [r, n] for r in everybody(network)} for n in range(3)}
+
+
+def test_all_ranks_hear_announcements_in_their_order(network: Network) -> None:
+    for number in range(20):
+        network.councils[0].announce(("a", number % 3), {"number": number})
+        network.deliver(number % 5)
+    network.deliver()
+    for rank in everybody(network):
+        announced = heard(network, rank, "announced")
+        assert announced == [(("a", number % 3), {"number": number}) for number in range(20)]
+
+
+def test_what_one_rank_tells_reaches_rank_0_alone(network: Network) -> None:
+    for rank in shuffled(network):
+        network.councils[rank].tell(("t", rank), [rank])
+    network.deliver()
+    told = sorted(heard(network, 0, "told"))
+    assert told == [(("t", rank), [rank], rank) for rank in everybody(network)]
+    assert not any(heard(network, rank, "told") for rank in everybody(network) if rank)
+
+
+def test_rank_0_is_told_who_has_spoken_and_gets_the_rest_later(network: Network) -> None:
+    """A rank is named as missing only if it has not spoken, also below a leader that has not; what comes afterwards is
+    handed on as it comes, and what was handed on is not sent again."""
+    late = set(shuffled(network, 3)[: len(network.councils) // 2])
+    afterwards = sorted(late)[::2]
+    early = [rank for rank in everybody(network) if rank not in late]
+    contribute(network, *early)
+    network.deliver()
+    network.councils[0].hand_on_what_there_is(X)
+    network.deliver()
+    assert network.councils[0].missing(X) == (tuple(sorted(late)) if early else ())
+    contribute(network, *afterwards)
+    network.deliver()
+    assert network.councils[0].missing(X) == tuple(sorted(late - set(afterwards)))
+    assert bool(heard(network, 0, "gathered")) == (late == set(afterwards))
+    network.forget_counts()
+    network.councils[0].hand_on_what_there_is(X)
+    network.deliver()
+    assert network.counts().messages == len(network.councils[0].topology.leaders) - 1
+    contribute(network, *(late - set(afterwards)))
+    network.deliver()
+    assert heard(network, 0, "gathered") == [(X, of(*everybody(network)))]
+
+
+def test_a_leader_can_hand_on_by_itself() -> None:
+    network = Network(["a", "b", "b", "b"])
+    contribute(network, 0, 1, 2)
+    network.deliver()
+    assert network.councils[0].missing(X) == (1, 2, 3)
+    assert network.councils[1].missing(X) == (3,)
+    network.councils[1].hand_on_what_there_is(X)
+    network.deliver()
+    assert network.councils[0].missing(X) == (3,)
+    contribute(network, 3)
+    network.deliver()
+    assert heard(network, 0, "gathered") == [(X, of(0, 1, 2, 3))]
+    assert heard(network, 1, "passed") == [(X, of(1, 2, 3))]
+
+
+def test_what_is_forgotten_is_never_told_of_nor_kept(network: Network) -> None:
+    last = len(network.councils) - 1
+    contribute(network, *range(last))
+    network.deliver()
+    for council in network.councils:
+        council.forget(X)
+    contribute(network, last)
+    contribute(network, *everybody(network))
+    network.councils[0].hand_on_what_there_is(X)
+    network.deliver()
+    assert not heard(network, 0, "gathered") or last == 0
+    assert all(not council.missing(X) for council in network.councils)
+    contribute(network, *everybody(network), topic=("y",))
+    network.deliver()
+    assert (("y",), of(*everybody(network))) in heard(network, 0, "gathered")
+
+
+def test_the_memory_of_what_is_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierfall.core.ranks.council._RECENT_MAX", 2)
+    network = Network(["a", "a"])
+    for number in range(3):
+        network.councils[0].forget(("x", number))
+    contribute(network, 0, topic=("x", 0))
+    contribute(network, 0, topic=("x", 1))
+    assert network.councils[0].missing(("x", 0)) == (1,)  # long ago
+    assert network.councils[0].missing(("x", 1)) == ()
+
+
+def test_a_callback_may_call_the_council_again() -> None:
+    """Rank 0 announces what was gathered; each rank answers what is announced by its next contribution."""
+    network = Network(["a", "b", "a", "b"], seed=5)
+    for council in network.councils:
+
+        def next_round(topic: Topic, body: Any, council: Any = council) -> None:
+            if body < 3:
+                council.contribute(("round", body + 1), body + 1)
+
+        council.on_announced = next_round
+    root = network.councils[0]
+    decided: list[dict[int, int]] = []
+
+    def decide(topic: Topic, bodies: dict[int, int]) -> None:
+        decided.append(bodies)
+        root.announce(topic, bodies[3])
+
+    root.on_gathered = decide
+    for council in network.councils:
+        council.contribute(("round", 0), 0)
+    network.deliver()
+    assert decided == [dict.fromkeys(range(4), number) for number in range(4)]
+
+
+def test_ten_thousand_ranks_speak_without_flooding_anybody() -> None:
+    """Per decision each rank receives and sends at most one message for each of 64 leaders and of its own node."""
+    network = Network([rank // 8 for rank in range(10_000)], seed=2)
+    contribute(network, *shuffled(network))
+    network.deliver()
+    gathering = network.counts()
+    assert len(heard(network, 0, "gathered")[0][1]) == 10_000
+    network.forget_counts()
+    network.councils[0].announce(X, "go")
+    network.deliver()
+    announcing = network.counts()
+    assert all(heard(network, rank, "announced") == [(X, "go")] for rank in everybody(network))
+    assert (gathering.messages, gathering.received_max, gathering.sent_max) == (9999, 64 + 7, 1)
+    assert (announcing.messages, announcing.received_max, announcing.sent_max) == (9999, 1, 64 + 7)
+    assert gathering.path == announcing.path == 3

@@ -1,0 +1,286 @@
+"""Ranks that are processes meet by a store, reach each other by stores of their own, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.core.ranks.processes import PATIENCE_S, Process, listening, serve
+from tierfall.core.errors import RanksError
+from tierfall.core.ranks import joining
+from tierfall.core.ranks.joining import Place, connect, join
+
+DOOR = "tierfall/run/door"
+NODES = "abab"
+MakeRank = Callable[..., Process]
+
+
+@pytest.fixture
+def bootstrap() -> TCPStore:
+    return serve()
+
+
+@pytest.fixture
+def make_rank(bootstrap: TCPStore) -> Iterator[MakeRank]:
+    """``make_rank(2)``: the process of rank 2 of 4, on two nodes: 0 and 2, 1 and 3."""
+    made: list[Process] = []
+
+    def make(rank: int, *, nodes: str = NODES, **more: Any) -> Process:
+        made.append(Process(rank, len(nodes), nodes[rank], bootstrap.port, **more))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.end()
+
+
+@pytest.fixture
+def ranks(make_rank: MakeRank) -> list[Process]:
+    return [make_rank(rank) for rank in range(len(NODES))]
+
+
+def all_do(ranks: list[Process], *what: Any) -> list[Any]:
+    for rank in ranks:
+        rank.ask(*what)
+    return [rank.result() for rank in ranks]
+
+
+def meet(ranks: list[Process]) -> None:
+    assert all_do(ranks, "join", PATIENCE_S) == [((0, 2), (1, 3))] * 4
+
+
+def agreed(ranks: list[Process], body: Any = "x") -> bool:
+    answers = all_do(ranks, "agree", "open", body, PATIENCE_S)
+    return (
+        answers == [[[rank, body] for rank in range(4)]] * 3 + [answers[3]]
+        and answers[3] == (answers[0])
+    )
+
+
+def see_gone(ranks: list[Process]) -> None:
+    for rank in ranks:
+        assert rank.do("threads") == []
+        assert rank.do("ports") == []
+
+
+def test_ranks_meet_agree_and_leave_nothing_behind(ranks: list[Process]) -> None:
+    meet(ranks)
+    for body in ("x", {"y": [1, None, 2.5]}):
+        assert agreed(ranks, body)
+    assert [len(rank.do("ports")) for rank in ranks] == [1, 1, 0, 0]  # rank 0, and a leader
+    assert [len(rank.do("threads")) for rank in ranks] == [1, 2, 1, 1]
+    began = time.monotonic()
+    assert all_do(ranks, "close", PATIENCE_S) == [None] * 4
+    assert time.monotonic() - began < PATIENCE_S / 4
+    see_gone(ranks)
+
+
+def test_a_run_is_opened_again_and_again_by_the_same_processes(ranks: list[Process]) -> None:
+    """Whoever is first to come again finds the door of the time before, and its store perhaps alive."""
+    for _ in range(5):
+        meet(ranks)
+        assert agreed(ranks)
+        assert all_do(ranks, "close", PATIENCE_S) == [None] * 4
+    see_gone(ranks)
+
+
+def test_a_door_where_this_rank_was_before_is_not_taken_for_a_new_one(
+    ranks: list[Process], make_rank: MakeRank
+) -> None:
+    """The ranks of the earlier start are alive, and their store still says welcome."""
+    meet(ranks)
+    again = [make_rank(rank) for rank in range(4)]
+    for rank in again[1:]:
+        rank.ask("join", PATIENCE_S)
+    time.sleep(0.5)  # they knock where they must not be let in
+    again[0].ask("join", PATIENCE_S)
+    assert [rank.result() for rank in again] == [((0, 2), (1, 3))] * 4
+    assert agreed(again)
+    assert agreed(ranks)
+
+
+def test_a_message_may_be_larger_than_a_store_takes(ranks: list[Process]) -> None:
+    meet(ranks)
+    assert agreed(ranks, "x" * (5 << 20))  # 10 MiB come from a node, 20 go to all
+    assert agreed(ranks)
+
+
+def test_the_door_of_a_start_that_is_gone(bootstrap: TCPStore, ranks: list[Process]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
+    for rank in ranks[1:]:
+        rank.ask("join", PATIENCE_S)
+    time.sleep(0.3)
+    ranks[0].ask("join", PATIENCE_S)
+    assert [rank.result() for rank in ranks] == [((0, 2), (1, 3))] * 4
+    assert agreed(ranks)
+
+
+def test_the_door_of_a_start_that_is_alive_and_never_welcomes(
+    bootstrap: TCPStore, ranks: list[Process]
+) -> None:
+    stale = serve()
+    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", stale.port]))
+    for rank in ranks[1:]:
+        rank.ask("join", PATIENCE_S)
+    stale.wait([f"tierfall/old/hello/{rank}" for rank in (1, 2, 3)])  # they are all at the old one
+    began = time.monotonic()
+    ranks[0].ask("join", PATIENCE_S)
+    assert [rank.result() for rank in ranks] == [((0, 2), (1, 3))] * 4
+    assert time.monotonic() - began < joining.LOOK_AGAIN_S + 5
+    assert agreed(ranks)
+
+
+def test_ranks_that_never_come_are_named_by_all_that_came(ranks: list[Process]) -> None:
+    began = time.monotonic()
+    for error in all_do([ranks[0], ranks[2]], "join", 1.0):
+        assert isinstance(error, RanksError)
+        assert str(error) == "open: ranks 1, 3 did not call open within 1 s"
+    assert time.monotonic() - began < PATIENCE_S / 2
+    see_gone(ranks)
+
+
+def test_settings_that_differ_are_named_by_all(make_rank: MakeRank) -> None:
+    ranks = [make_rank(rank, chunk=str(rank // 3)) for rank in range(4)]
+    for error in all_do(ranks, "join", PATIENCE_S):
+        assert isinstance(error, RanksError)
+        assert "chunk differs: rank 0 has '0', rank 3 has '1'" in str(error)
+    see_gone(ranks)
+
+
+def test_rank_0_that_never_comes(bootstrap: TCPStore, ranks: list[Process]) -> None:
+    for number, error in enumerate(all_do(ranks[1:3], "join", 0.5), start=1):
+        assert isinstance(error, RanksError)
+        assert str(error) == (
+            f"open: rank {number} met no rank 0 within 0.5 s: rank 0 did not call open"
+        )
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
+    error = ranks[3].do("join", 0.5)
+    assert isinstance(error, RanksError)
+    assert f"did not call open, or cannot be reached at 127.0.0.1:{port}" in str(error)
+    see_gone(ranks)
+
+
+def test_the_death_of_rank_0_is_told_to_every_rank_soon(ranks: list[Process]) -> None:
+    """Also to those that reach it through the leader of their node only."""
+    meet(ranks)
+    for rank in ranks[1:]:
+        rank.ask("agree", "restore", None, PATIENCE_S)
+    time.sleep(0.2)  # they wait for it
+    began = time.monotonic()
+    ranks[0].kill()
+    for rank in ranks[1:]:
+        error = rank.result()
+        assert isinstance(error, RanksError)
+        assert "restore: rank" in str(error)
+        assert "the other ranks cannot be reached" in str(error)
+        assert isinstance(rank.do("check"), RanksError)
+    assert time.monotonic() - began < PATIENCE_S / 3
+    assert all_do(ranks[1:], "close", PATIENCE_S) == [None] * 3
+    assert time.monotonic() - began < PATIENCE_S / 2
+    see_gone(ranks[1:])
+
+
+def test_a_rank_that_dies_is_named_by_the_others_and_all_can_leave(ranks: list[Process]) -> None:
+    meet(ranks)
+    ranks[1].kill()  # a leader: rank 3 is cut off with it
+    for rank in (ranks[0], ranks[2], ranks[3]):
+        rank.ask("agree", "restore", None, 1.0)
+    assert "ranks 1, 3 did not call restore within 1 s" in str(ranks[0].result())
+    assert "ranks 1, 3 did not call restore within 1 s" in str(ranks[2].result())
+    assert "rank 3: the other ranks cannot be reached" in str(ranks[3].result())
+    assert all_do([ranks[0], ranks[2], ranks[3]], "leave") == [None] * 3
+    see_gone([ranks[0], ranks[2], ranks[3]])
+
+
+EXIT = """
+import sys
+from tests.core.ranks.processes import _Worker
+from tierfall.core.errors import RanksError
+from tierfall.core.ranks.joining import Place
+rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+place = Place(rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={})
+worker = _Worker(place, port)
+worker.join(30.0)
+worker.agree("open", rank, 30.0)
+print("met", flush=True)
+sys.stdin.read()
+if how == "killed":
+    try:
+        worker.agree("restore", rank, 30.0)
+    except RanksError:
+        print("told", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "unclosed"])
+def test_a_process_that_never_closed_ends_without_a_crash(bootstrap: TCPStore, how: str) -> None:
+    """After the death of rank 0; and while both end at once, with threads that wait for each other's messages."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXIT, str(rank), str(bootstrap.port), how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"met\n"
+        if how == "killed":
+            processes[0].kill()
+        answers = [process.communicate(timeout=PATIENCE_S)[0] for process in processes[::-1]]
+        assert answers[0] == (b"told\n" if how == "killed" else b"")
+        codes = [process.returncode for process in processes]
+        assert codes == ([-9, 0] if how == "killed" else [0, 0])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_meeting_place_that_is_gone_is_a_ranks_error() -> None:
+    bootstrap = serve()
+    store = connect("127.0.0.1", bootstrap.port)
+    del bootstrap
+    place = Place(rank=1, world_size=2, node="a", address="127.0.0.1", settings={})
+    with pytest.raises(RanksError, match="the store where the ranks of this job look for each oth"):
+        join(place, store, run="run", timeout_s=1.0)
+
+
+def test_what_listens_and_is_no_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "STORE_S", 0.5)
+    mute = socket.create_server(("127.0.0.1", 0))
+    with mute, pytest.raises(TimeoutError, match="does not answer as a store"):
+        connect("127.0.0.1", mute.getsockname()[1])
+    for thread in threading.enumerate():
+        if thread.name == "tierfall-connect":
+            thread.join(PATIENCE_S)
+
+
+def test_a_store_is_reached_at_every_address_of_its_host() -> None:
+    """Though rank 0 makes it as that of localhost."""
+    store = joining._store("127.0.0.1", 0, is_master=True)
+    with open("/proc/self/net/tcp6") as six, open("/proc/self/net/tcp") as four:
+        words = [line.split() for line in [*six, *four]]
+    bound = [
+        w[1].split(":")[0] for w in words if w[1].endswith(f":{store.port:04X}") and w[3] == "0A"
+    ]
+    assert bound
+    assert all(set(address) == {"0"} for address in bound)
+    assert store.port in listening(os.getpid())

@@ -1,0 +1,123 @@
+"""Messages come whole and in their order, and a store is served for as long as its guests need it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.core.ranks.processes import PATIENCE_S, serve
+from tierfall.core.ranks import post as post_module
+from tierfall.core.ranks.joining import Place, join
+from tierfall.core.ranks.post import StorePost
+
+
+class Inbox:
+    """What came to one rank, and how it lost the others."""
+
+    def __init__(self, post: StorePost) -> None:
+        self.post = post
+        self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.fails_at: bytes | None = None
+        post.start(self._take, self.lost.put)
+
+    def _take(self, message: bytes) -> None:
+        if message == self.fails_at:
+            raise ZeroDivisionError
+        self.messages.put(message)
+
+    def next(self) -> bytes:
+        return self.messages.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[Inbox, Inbox]]:
+    """Ranks 0 and 1, on two nodes."""
+    bootstrap = serve()
+
+    def meet(rank: int) -> StorePost:
+        place = Place(rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={})
+        return join(place, bootstrap, run="run", timeout_s=PATIENCE_S)[1]
+
+    with ThreadPoolExecutor(2) as threads:
+        inboxes = [Inbox(post) for post in threads.map(meet, range(2))]
+    yield inboxes[0], inboxes[1]
+    inboxes[1].post.close(1.0)
+    inboxes[0].post.close(1.0)
+
+
+def test_messages_come_in_their_order_whole_whatever_their_size(
+    both: tuple[Inbox, Inbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(post_module, "PART_BYTES_MAX", 10)
+    messages = [b"", b"0123456789", b"0123456789a", bytes(range(256)), b"end"]
+    for source, target, rank in ((both[0], both[1], 1), (both[1], both[0], 0)):
+        for message in messages:
+            source.post.send(rank, message)
+        assert [target.next() for _ in messages] == messages
+
+
+def test_a_large_message_of_several_threads_is_not_torn(
+    both: tuple[Inbox, Inbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(post_module, "PART_BYTES_MAX", 10)
+    messages = [bytes([number]) * 200 for number in range(20)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda message: both[1].post.send(0, message), messages))
+    assert sorted(both[0].next() for _ in messages) == messages
+
+
+def test_a_store_is_served_until_its_guests_have_left(both: tuple[Inbox, Inbox]) -> None:
+    root, guest = both
+    root.post.send(1, b"the last word")
+    closing = threading.Thread(target=root.post.close, args=(PATIENCE_S,))
+    closing.start()
+    time.sleep(0.3)
+    assert guest.next() == b"the last word"
+    guest.post.send(0, b"on its way")  # and the store is there
+    assert closing.is_alive()
+    guest.post.close(PATIENCE_S)
+    closing.join(PATIENCE_S / 2)
+    assert not closing.is_alive()
+    assert guest.lost.empty()
+
+
+def test_a_guest_that_never_leaves_is_not_waited_for_longer_than_asked(
+    both: tuple[Inbox, Inbox],
+) -> None:
+    root, guest = both
+    began = time.monotonic()
+    root.post.close(0.3)
+    assert 0.3 <= time.monotonic() - began < PATIENCE_S / 2
+    assert isinstance(guest.lost.get(timeout=PATIENCE_S), RuntimeError)
+    guest.post.send(0, b"x")  # nobody is there; that is no error of the sender's
+    assert guest.lost.empty()  # said once
+
+
+def test_after_close_nothing_is_sent(both: tuple[Inbox, Inbox]) -> None:
+    root, guest = both
+    with pytest.raises(ValueError, match="rank 1 has no way to send to rank 7"):
+        guest.post.send(7, b"x")
+    guest.post.close(PATIENCE_S)
+    guest.post.send(0, b"x")
+    guest.post.close(PATIENCE_S)
+    root.post.send(1, b"x")
+    root.post.close(PATIENCE_S)
+    assert root.messages.empty()
+
+
+def test_a_message_that_cannot_be_taken_is_told_of_and_the_next_one_is_taken(
+    both: tuple[Inbox, Inbox],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    root, guest = both
+    root.fails_at = b"bad"
+    for message in (b"bad", b"good"):
+        guest.post.send(0, message)
+    assert root.next() == b"good"
+    assert "rank 0: a message could not be taken" in caplog.text

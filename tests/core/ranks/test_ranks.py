@@ -1,0 +1,95 @@
+"""What a listener is told: everything, once, in its order, on no lock that keeps it from answering."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tierfall.core.ranks.ranks import Announced, Gathered, News, Ranks, Told
+
+PATIENCE_S = 20.0
+
+
+def test_a_rank_alone_agrees_with_itself_and_sends_nothing() -> None:
+    ranks = Ranks.alone()
+    assert ranks.agree("open", 3, lambda bodies: sum(bodies.values())) == 3
+    assert (ranks.shard.rank, ranks.shard.world_size, ranks.slot, ranks.many) == (0, 1, 0, False)
+    ranks.check()
+    ranks.close(1.0)
+    ranks.leave()
+
+
+def test_what_was_said_before_anybody_listened_is_heard_first() -> None:
+    ranks = Ranks.alone()
+    heard: list[News] = []
+    ranks.council.contribute(("save", 1), "a")
+    ranks.council.tell(("room",), 5)
+    ranks.listen(heard.append)
+    ranks.council.announce(("save", 1), "go")
+    assert heard == [
+        Gathered(topic=("save", 1), bodies={0: "a"}),
+        Told(topic=("room",), body=5, rank=0),
+        Announced(topic=("save", 1), body="go"),
+    ]
+
+
+def test_a_listener_may_answer_and_hears_what_it_causes_afterwards() -> None:
+    ranks = Ranks.alone()
+    heard: list[News] = []
+
+    def listen(news: News) -> None:
+        if isinstance(news, Gathered):
+            ranks.council.announce(news.topic, "go")
+        heard.append(news)
+
+    ranks.listen(listen)
+    ranks.council.contribute(("save", 1), "a")
+    assert [type(news) for news in heard] == [Gathered, Announced]
+
+
+def test_a_listener_that_answers_does_not_block_another_thread_for_ever() -> None:
+    """One thread hands on what was gathered while another announces; the listener announces, too."""
+    ranks = Ranks.alone()
+    heard: list[News] = []
+    listening, announced = threading.Event(), threading.Event()
+
+    def listen(news: News) -> None:
+        heard.append(news)
+        if isinstance(news, Gathered):
+            listening.set()
+            assert announced.wait(PATIENCE_S)
+            ranks.council.announce(("b",), 2)
+
+    def announce() -> None:
+        assert listening.wait(PATIENCE_S)
+        ranks.council.announce(("a",), 1)  # returns, though the listener is busy
+        announced.set()
+
+    ranks.listen(listen)
+    threads = [
+        threading.Thread(target=announce, daemon=True),
+        threading.Thread(target=ranks.council.contribute, args=(("save", 1), "a"), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert [news.topic for news in heard] == [("save", 1), ("a",), ("b",)]
+
+
+def test_news_after_a_listener_that_failed_are_heard() -> None:
+    ranks = Ranks.alone()
+    heard: list[News] = []
+
+    def listen(news: News) -> None:
+        heard.append(news)
+        if len(heard) == 1:
+            raise ZeroDivisionError
+
+    ranks.listen(listen)
+    with pytest.raises(ZeroDivisionError):
+        ranks.council.tell(("a",), 1)
+    ranks.council.tell(("b",), 2)
+    assert [news.topic for news in heard] == [("a",), ("b",)]

@@ -1,0 +1,313 @@
+"""All ranks come to one decision, or every one that came learns who did not, and why. One thread is one rank."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tierfall.core.errors import (
+    CapacityError,
+    KeyNotFoundError,
+    RanksError,
+    RestoreError,
+    TierfallError,
+)
+from tierfall.core.ranks import together as together_module
+from tierfall.core.ranks.council import Bodies, Council
+from tierfall.core.ranks.together import Together
+from tierfall.core.ranks.topology import Topology
+
+PATIENCE_S = 20.0
+SHORT_S = 0.5
+Call = Callable[[Together], Any]
+
+
+class Rank:
+    """A council and its agreements, with a thread that takes what is sent to it."""
+
+    def __init__(self, topology: Topology, ranks: list[Rank]) -> None:
+        self.inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.council = Council(topology, lambda rank, data: ranks[rank].inbox.put(data))
+        self.together = Together(self.council, timeout_s=PATIENCE_S)
+        self.council.on_gathered = self.together.take_gathered
+        self.council.on_announced = self.together.take_announced
+        self._taking = threading.Thread(target=self._take)
+        self._taking.start()
+
+    def close(self) -> None:
+        self.inbox.put(None)
+        self._taking.join(PATIENCE_S)
+        assert not self._taking.is_alive()
+
+    def _take(self) -> None:
+        while (data := self.inbox.get()) is not None:
+            self.council.take(data)
+
+
+class World:
+    """Ranks on nodes; ``run`` makes a call on each of them at once, and gives what each returned or raised."""
+
+    def __init__(self, node_of: Sequence[object], fan_out: int) -> None:
+        self.ranks: list[Rank] = []
+        for rank in range(len(node_of)):
+            self.ranks.append(Rank(Topology.of(rank, node_of, fan_out=fan_out), self.ranks))
+
+    def run(self, calls: dict[int, Call]) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+
+        def one(rank: int, call: Call) -> None:
+            try:
+                results[rank] = call(self.ranks[rank].together)
+            except BaseException as error:  # noqa: BLE001 - what the test looks at
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=item) for item in calls.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a rank hangs"
+        return results
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(node_of: Sequence[object] = "aabbbcc", fan_out: int = 1) -> World:
+        worlds.append(World(node_of, fan_out))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        for rank in world.ranks:
+            rank.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """Seven ranks on three nodes in a line: 0 1 <- 2 3 4 <- 5 6."""
+    return make_world()
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together_module, "ANSWER_S", 1.0)
+
+
+def total(bodies: Bodies) -> Any:
+    return sum(bodies.values())
+
+
+def agree(
+    what: str = "open", body: Any = 1, decide: Callable[[Bodies], Any] = total, **more: float
+) -> Call:
+    return lambda together: together.agree(what, body, decide, **more)
+
+
+def all_but(world: World, *missing: int) -> list[int]:
+    return [rank for rank in range(len(world.ranks)) if rank not in missing]
+
+
+@pytest.mark.parametrize("node_of", ["a", "aaaa", "abcd", "aabbbcc", "abab"])
+def test_every_rank_gets_what_rank_0_decides_of_what_all_brought(
+    make_world: Callable[..., World], node_of: str
+) -> None:
+    world = make_world(node_of)
+    for number in range(5):
+        seen: list[Bodies] = []
+
+        def decide(bodies: Bodies, seen: list[Bodies] = seen, number: int = number) -> Any:
+            seen.append(bodies)
+            return {"number": number, "of": sum(bodies.values())}
+
+        results = world.run({rank: agree(body=rank, decide=decide) for rank in all_but(world)})
+        assert seen == [{rank: rank for rank in all_but(world)}]
+        value = {"number": number, "of": sum(all_but(world))}
+        assert results == dict.fromkeys(all_but(world), value)
+
+
+def test_the_value_is_the_same_on_rank_0_as_on_the_others(world: World) -> None:
+    results = world.run({rank: agree(decide=lambda bodies: {1: (2, 3)}) for rank in all_but(world)})
+    assert [results[rank] for rank in all_but(world)] == [{"1": [2, 3]}] * len(world.ranks)
+
+
+@pytest.mark.parametrize("missing", [[1], [4], [2], [5], [6], [2, 6], [1, 2, 3, 4, 5, 6]], ids=str)
+def test_ranks_that_do_not_come_are_named_and_no_others(world: World, missing: list[int]) -> None:
+    """Also those below another leader, also where that leader is one of them."""
+    came = all_but(world, *missing)
+    results = world.run({rank: agree(timeout_s=SHORT_S) for rank in came})
+    named = ", ".join(map(str, missing))
+    for rank in came:
+        assert isinstance(results[rank], RanksError)
+        assert f"{named} did not call open within {SHORT_S:g} s" in str(results[rank])
+
+
+def test_a_rank_that_comes_after_the_half_is_not_named(world: World) -> None:
+    def late(together: Together) -> Any:
+        time.sleep(0.7 * 2 * SHORT_S)
+        return agree(timeout_s=2 * SHORT_S)(together)
+
+    calls = {rank: agree(timeout_s=2 * SHORT_S) for rank in all_but(world, 3, 4)}
+    results = world.run({**calls, 4: late})
+    for rank in calls:
+        assert "open: rank 3 did not call open" in str(results[rank])
+
+
+def test_a_rank_that_comes_at_the_very_end_is_no_nameless_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one arrives between the end of rank 0's patience and its look at who is missing."""
+    root = world.ranks[0].council
+    missing = root.missing
+
+    def arrive_then_look(topic: Any) -> tuple[int, ...]:
+        last.start()
+        last.join(PATIENCE_S)
+        while missing(topic):
+            time.sleep(0.001)
+        return missing(topic)
+
+    monkeypatch.setattr(root, "missing", arrive_then_look)
+    results: dict[int, Any] = {}
+    last = threading.Thread(
+        target=lambda: world.ranks[6].council.contribute(("agree", 0), ["open", 1])
+    )
+    results = world.run({rank: agree(timeout_s=SHORT_S) for rank in all_but(world, 6)})
+    assert results == dict.fromkeys(all_but(world, 6), 7)
+
+
+def test_a_rank_that_makes_another_call_is_named_everywhere(world: World) -> None:
+    calls = {rank: agree() for rank in all_but(world, 3, 5, 6)}
+    results = world.run({**calls, 3: agree("restore"), 6: agree("restore"), 5: agree("close")})
+    for rank in all_but(world):
+        assert isinstance(results[rank], RanksError)
+        assert "ranks 3, 6 called restore where rank 0 called open" in str(results[rank])
+
+
+def test_rank_0_that_does_not_come_is_named_by_the_others(world: World) -> None:
+    results = world.run({rank: agree(timeout_s=SHORT_S) for rank in all_but(world, 0)})
+    for rank in all_but(world, 0):
+        assert isinstance(results[rank], RanksError)
+        assert f"open: rank {rank}: rank 0 gave no answer within {SHORT_S + 1:g} s" in str(
+            results[rank]
+        )
+
+
+class OwnError(RestoreError):
+    """Stands nowhere in the errors of tierfall."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (CapacityError("no room"), CapacityError),
+        (KeyNotFoundError("not there"), KeyNotFoundError),
+        (TierfallError("something"), TierfallError),
+        (OwnError("damaged"), RestoreError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_of_the_decision_is_raised_everywhere(
+    world: World, error: TierfallError, kind: type[TierfallError]
+) -> None:
+    def decide(bodies: Bodies) -> Any:
+        raise error
+
+    results = world.run({rank: agree(decide=decide) for rank in all_but(world)})
+    assert results[0] is error
+    for rank in all_but(world, 0):
+        assert type(results[rank]) is kind
+        assert str(results[rank]) == str(error)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), KeyboardInterrupt()], ids=repr)
+def test_a_foreign_error_is_a_ranks_error_on_the_others(world: World, error: BaseException) -> None:
+    def decide(bodies: Bodies) -> Any:
+        raise error
+
+    results = world.run({rank: agree(decide=decide) for rank in all_but(world)})
+    assert results[0] is error
+    for rank in all_but(world, 0):
+        assert type(results[rank]) is RanksError
+        assert str(results[rank]) == f"open: rank 0 failed: {error!r}"
+
+
+def test_a_decision_that_json_cannot_hold_is_an_error_everywhere(world: World) -> None:
+    results = world.run({rank: agree(decide=lambda bodies: {1, 2}) for rank in all_but(world)})
+    assert isinstance(results[0], TypeError)
+    for rank in all_but(world, 0):
+        assert isinstance(results[rank], RanksError)
+        assert "rank 0 failed: TypeError" in str(results[rank])
+
+
+def test_who_waits_when_the_others_are_lost_is_told_at_once(world: World) -> None:
+    gone = ConnectionError("hung up")
+
+    def lose(together: Together) -> Any:
+        while not together._bells:
+            time.sleep(0.001)
+        together.lose(gone)
+
+    rank = world.ranks[2].together
+    began = time.monotonic()
+    losing = threading.Thread(target=lose, args=(rank,))
+    losing.start()
+    with pytest.raises(RanksError, match="rank 2: the other ranks cannot be reached: hung up") as e:
+        rank.agree("open", 1, total)
+    losing.join()
+    assert e.value.__cause__ is gone
+    with pytest.raises(RanksError, match=r"restore: rank 2: .* hung up"):  # and whoever asks later
+        rank.agree("restore", 1, total)
+    assert time.monotonic() - began < PATIENCE_S / 4
+
+
+def test_an_answer_that_came_before_the_loss_counts(world: World) -> None:
+    calls = {rank: agree() for rank in all_but(world, 6)}
+    root = world.ranks[0].together
+
+    def lose_then_decide(bodies: Bodies) -> Any:
+        root.lose(ConnectionError("hung up"))
+        return total(bodies)
+
+    results = world.run({**calls, 0: agree(decide=lose_then_decide), 6: agree()})
+    assert results == dict.fromkeys(all_but(world), 7)
+
+
+def test_a_late_answer_does_not_confuse_the_next_call(world: World) -> None:
+    """Ranks that gave up before rank 0 came: its answer to that call is not taken for one to the next."""
+    first = world.run({rank: agree("open", timeout_s=0.0) for rank in all_but(world, 0)})
+    assert all(isinstance(first[rank], RanksError) for rank in all_but(world, 0))
+    late = world.run({0: agree("open", decide=lambda bodies: "late")})
+    assert late == {0: "late"}
+    results = world.run({rank: agree("restore", body=2) for rank in all_but(world)})
+    assert results == dict.fromkeys(all_but(world), 14)
+    assert not any(rank.together._announced for rank in world.ranks)
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(world: World) -> None:
+    """And what it says then is not taken for its part in the next call, which all make together."""
+    world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 6)})
+    while not world.ranks[6].together._announced:
+        time.sleep(0.001)
+    began = time.monotonic()
+    late = world.run({6: agree("open", body=1000)})
+    assert "rank 6 did not call open within 0.1 s" in str(late[6])
+    assert time.monotonic() - began < PATIENCE_S / 4
+    results = world.run({rank: agree("restore") for rank in all_but(world)})
+    assert results == dict.fromkeys(all_but(world), 7)
+
+
+def test_nothing_is_kept_of_what_is_over(world: World) -> None:
+    world.run({rank: agree() for rank in all_but(world)})
+    world.run({rank: agree(timeout_s=0.1) for rank in all_but(world, 3)})
+    world.run({3: agree()})
+    for rank in world.ranks:
+        kept = rank.together
+        everything = (kept._bells, kept._gathered, kept._announced, rank.council._gatherings)
+        assert not any(everything)

@@ -1,0 +1,89 @@
+"""The tree of ranks: it reaches each rank once, is shallow, and no rank has many to talk to."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierfall.core.ranks.topology import ALONE, FAN_OUT, Topology
+
+
+def nodes_of(nodes: int, ranks_each: int) -> list[int]:
+    return [rank // ranks_each for rank in range(nodes * ranks_each)]
+
+
+SHAPES = {
+    "one rank": ([0], FAN_OUT),
+    "one node": (nodes_of(1, 8), FAN_OUT),
+    "20 nodes": (nodes_of(20, 8), FAN_OUT),
+    "20 nodes, two branches": (nodes_of(20, 8), 2),
+    "40 nodes in a line": (nodes_of(40, 1), 1),
+    "1250 nodes": (nodes_of(1250, 8), FAN_OUT),
+    "interleaved": ([0, 1, 0, 1], FAN_OUT),
+    "of unequal size": ([*"baccadbbb"], 2),
+}
+
+
+@pytest.fixture(params=SHAPES, scope="module")
+def trees(request: pytest.FixtureRequest) -> list[Topology]:
+    """The topology as each rank of a shape sees it."""
+    node_of, fan_out = SHAPES[request.param]
+    first = Topology.of(0, node_of, fan_out=fan_out)
+    return [Topology(rank, first.nodes, fan_out) for rank in range(len(node_of))]
+
+
+def test_each_rank_is_reached_exactly_once(trees: list[Topology]) -> None:
+    reached = [0]
+    for rank in reached:
+        reached.extend(trees[rank].children)
+    assert sorted(reached) == list(range(len(trees)))
+
+
+def test_a_rank_is_a_child_of_its_parent_and_of_no_other(trees: list[Topology]) -> None:
+    told_by = {child: tree.rank for tree in trees for child in tree.children}
+    assert {tree.rank: tree.parent for tree in trees} == {0: None, **told_by}
+
+
+def test_below_is_what_hangs_on_a_rank(trees: list[Topology]) -> None:
+    below = {tree.rank: {tree.rank} for tree in trees}
+    for tree in trees:
+        rank, parent = tree.rank, tree.parent
+        while parent is not None:
+            below[parent].add(rank)
+            parent = trees[parent].parent
+    assert {tree.rank: set(tree.below) for tree in trees} == below
+
+
+def test_no_rank_has_more_leaders_below_it_than_the_fan_out(trees: list[Topology]) -> None:
+    for tree in trees:
+        far = set(tree.children) - set(tree.local_ranks)
+        assert len(far) <= tree.fan_out
+        assert far <= set(tree.leaders)
+        assert tree.is_leader or not tree.children
+
+
+def test_nodes_hold_all_ranks_and_their_first_leads(trees: list[Topology]) -> None:
+    assert sorted(rank for node in trees[0].nodes for rank in node) == list(range(len(trees)))
+    for tree in trees:
+        assert tree.rank in tree.local_ranks == tree.nodes[tree.node]
+        assert tree.is_leader == (tree.rank == min(tree.local_ranks)) == (tree.rank in tree.leaders)
+        assert tree.is_root == (tree.rank == 0)
+        assert tree.world_size == len(trees)
+
+
+def test_ten_thousand_ranks_are_three_messages_from_rank_0() -> None:
+    first = Topology.of(0, nodes_of(1250, 8))
+    assert FAN_OUT == 64
+
+    def distance(rank: int) -> int:
+        parent = Topology(rank, first.nodes).parent
+        return 0 if parent is None else 1 + distance(parent)
+
+    assert max(map(distance, (8 * 1249 + 7, 8 * 64 + 1, 9, 7))) == 3
+
+
+def test_interleaved_ranks_are_grouped_by_their_node() -> None:
+    trees = [Topology.of(rank, ["left", "right", "left", "right"]) for rank in range(4)]
+    assert trees[0].nodes == ((0, 2), (1, 3))
+    assert [tree.parent for tree in trees] == [None, 0, 0, 1]
+    assert [tree.local_ranks for tree in trees] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert Topology.of(0, ["here"]) == ALONE

@@ -1,0 +1,203 @@
+"""A process finds its place among the ranks of its job where launchers leave it, and meets the others there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+from tests.core.ranks.processes import PATIENCE_S, serve
+from tierfall import place
+from tierfall.config import Config
+from tierfall.core.errors import ConfigError, RanksError
+
+LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def config(tiers: Any = "./checkpoints", **more: Any) -> Config:
+    return Config.model_validate({"run": "run", "max_wait": "1s", "tiers": tiers, **more})
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name in LAUNCHERS or name.startswith(("SLURM_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def set_all(**values: object) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_all
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": 1}, (0, 1)),
+        ({"WORLD_SIZE": 1, "RANK": 3}, (0, 1)),
+        ({"WORLD_SIZE": 8, "RANK": 3}, (3, 8)),
+        ({"SLURM_STEP_ID": 0, "SLURM_PROCID": 3, "SLURM_NTASKS": 8}, (3, 8)),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 8, "SLURM_NODEID": 0}, (0, 1)),  # a batch script
+        (
+            {"WORLD_SIZE": 4, "RANK": 1, "SLURM_STEP_ID": 0, "SLURM_PROCID": 0, "SLURM_NTASKS": 1},
+            (1, 4),
+        ),
+    ],
+    ids=str,
+)
+def test_rank_and_size_are_what_the_launcher_says(
+    env: Any, values: dict[str, int], expected: tuple[int, int]
+) -> None:
+    env(**values)
+    assert place._rank_and_size(None) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment, expected a number"),
+        ({"WORLD_SIZE": 2}, "RANK is '' in the environment, expected a number"),
+        ({"WORLD_SIZE": 2, "RANK": "²"}, "RANK is '²' in the environment"),
+        ({"WORLD_SIZE": 2, "RANK": "-1"}, "RANK is '-1' in the environment"),
+        ({"WORLD_SIZE": 2, "RANK": 2}, "RANK is 2 and WORLD_SIZE is 2 in the environment"),
+        ({"WORLD_SIZE": 0, "RANK": 0}, "RANK is 0 and WORLD_SIZE is 0 in the environment"),
+        ({"SLURM_STEP_ID": 1, "SLURM_PROCID": 1}, "SLURM_NTASKS is '' in the environment"),
+        ({"WORLD_SIZE": 2, "RANK": 1}, "there are other ranks, but no way to meet them"),
+        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a"}, "no way to meet them"),
+        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "no way to meet th"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_makes_no_sense_is_a_config_error(
+    env: Any, values: dict[str, object], message: str
+) -> None:
+    env(**values)
+    with pytest.raises(ConfigError, match=message):
+        place.find_ranks(config(), run="run")
+
+
+def test_a_process_without_others_is_alone(env: Any) -> None:
+    env(WORLD_SIZE=1, RANK=0)
+    ranks = place.find_ranks(config(), run="run")
+    assert (ranks.topology.world_size, ranks.many) == (1, False)
+
+
+def test_a_process_group_without_init_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
+        place.find_ranks(config(), run="run", process_group=object())
+
+
+def test_nobody_at_master_port(env: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    env(WORLD_SIZE=2, RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with pytest.raises(RanksError, match=f"no store answers at 127.0.0.1:{port}") as caught:
+        place.find_ranks(config(), run="run")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"), [(1, "rank 1 met no rank 0"), (0, "rank 1 did not call open")]
+)
+def test_the_others_are_waited_for_as_long_as_max_wait(env: Any, rank: int, message: str) -> None:
+    store = serve()
+    env(WORLD_SIZE=2, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
+    with pytest.raises(RanksError, match=f"{message} within 1 s"):
+        place.find_ranks(config(), run="run")
+
+
+def test_a_group_of_torch_distributed_says_who_takes_part(env: Any, tmp_path: Path) -> None:
+    """Whatever the environment says."""
+    env(WORLD_SIZE=2, RANK=1)
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1)
+    try:
+        assert place._rank_and_size(None) == (0, 1)
+        outside = distributed.GroupMember.NON_GROUP_MEMBER
+        with pytest.raises(ConfigError, match="not in the process_group"):
+            place._rank_and_size(outside)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_the_node_is_what_tells_nodes_apart(env: Any) -> None:
+    assert place._node() == socket.gethostname()
+    env(SLURM_NODEID=3)
+    assert place._node() == "3"
+    env(GROUP_RANK=5)
+    assert place._node() == "5"
+
+
+def test_only_the_first_rank_of_the_job_is_at_master_addr(
+    env: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of a process group may be another."""
+    assert place._address(0) == socket.gethostname()
+    env(MASTER_ADDR="head")
+    assert place._address(0) == "head"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 8)
+    assert place._address(0) == socket.gethostname()
+
+
+def test_settings_tell_what_must_be_alike_and_nothing_else() -> None:
+    def tiers(path: str, **more: Any) -> list[dict[str, Any]]:
+        return [
+            {"name": "host", "kind": "host"},
+            {"name": "disk", "kind": "file", "path": path, **more},
+        ]
+
+    here = place._settings(config(tiers("/a")))
+    assert here == place._settings(config(tiers("/b")))
+    assert here != place._settings(config(tiers("/a", flush={"every": 2})))
+    assert here != place._settings(config(tiers("/a"), chunk="1MiB"))
+
+
+LIVES = """
+import os, sys
+from tierfall.config import Config
+from tierfall.place import _bootstrap, find_ranks
+stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/door"])
+config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
+ranks = find_ranks(config, run="run")
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+agreed = ranks.agree("open", life, lambda bodies: list(bodies.values()))
+with open(f"{sys.argv[1]}/{life}-{os.environ['RANK']}", "w") as file:
+    file.write(f"{agreed} {ranks.topology.nodes} {stale}")
+if life == "0":
+    sys.exit(1)
+ranks.close(30.0)
+"""
+
+
+def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -> None:
+    """In their second life they find the first one's door in the agent's store, which has outlived them."""
+    script = tmp_path / "lives.py"
+    script.write_text(LIVES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", str(script), str(tmp_path)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    for life in "01":
+        for rank in "01":
+            said = (tmp_path / f"{life}-{rank}").read_text()
+            stale = (life, rank) == ("1", "0")
+            assert said == f"['{life}', '{life}'] ((0, 1),) {stale}"
