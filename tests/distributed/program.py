@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ import tierfall
 from tests.distributed import killing
 from tierfall.backends.posix import PosixBackend
 from tierfall.core.errors import StorageFullError
+from tierfall.core.ranks.post import StorePost
+from tierfall.core.scheduler.commits import Commits
+from tierfall.core.scheduler.flushing import Flusher
 
 RANK = int(os.environ["RANK"])
 
@@ -184,6 +188,45 @@ def train(
                 file.flush()
                 os.fsync(file.fileno())
         return report and report.step
+
+
+def cost(folder: str, saves: int, **changes: Any) -> Any:
+    """Count what the calling thread spends in save: CPU seconds, and messages or store calls of its own; and how long a
+    commit takes once the last rank's image has landed."""
+    on_caller: list[str] = []
+    landed: dict[int, float] = {}
+    there: dict[int, float] = {}
+    caller = threading.get_ident()
+    inside = False
+
+    def watch(owner: type, method: str, note: Callable[..., None]) -> None:
+        real = getattr(owner, method)
+
+        def stand_in(*args: Any, **more: Any) -> Any:
+            note(*args)
+            return real(*args, **more)
+
+        setattr(owner, method, stand_in)
+
+    def count(*args: Any) -> None:
+        if inside and threading.get_ident() == caller:
+            on_caller.append("message")
+
+    watch(StorePost, "send", count)
+    watch(Commits, "landed", lambda _, tier, entry, files: landed.update({entry.id.step: time.time()}))
+    watch(Flusher, "committed", lambda _, tier, id, size: there.update({id.step: time.time()}))
+    seconds = []
+    with tierfall.open(config(folder, **changes)) as ckpt:
+        state = {"weights": {f"w{i}": torch.randn(64, 256) for i in range(200)}}
+        for step in range(1, saves + 1):
+            inside = True
+            began = time.thread_time()
+            handle = ckpt.save(step, state)
+            seconds.append(time.thread_time() - began)
+            inside = False
+            ckpt.wait_captured()
+            handle.wait("pfs", 30)
+        return {"cpu_s": seconds, "messages": len(on_caller), "landed": landed, "there": there}
 
 
 def outcome_of(handle: Any) -> Any:
