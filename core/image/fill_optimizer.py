@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tierfall.core.image import naming, optimizers, put
 from tierfall.core.image.build import CPU
 from tierfall.core.image.nodes import MapNode, Node, OptimizerNode, TensorNode, ValueNode
+from tierfall.core.image.sharded import Piece, like, piece_of
 from tierfall.core.image.work import Work
 
 _STEP = "step"
@@ -174,17 +175,37 @@ class OptimizerFiller:
             if isinstance(child, TensorNode) and self._goes_into(child, value, target, below):
                 made.append((entry, None, target))
             else:
+                self._check_piece(child, key, below)
                 self._builder.prepare(child, target)
                 made.append((entry, child, target))
         whole = selection.has(name)
         self._work.puts.append(lambda: self._renew(key, made, whole))
+
+    def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
+        """A block of a tensor of several ranks is put beside a parameter of which this rank has the same block."""
+        stored = self._stored_piece(node)
+        if stored is not None and piece_of(parameter) != stored:
+            there = "this rank has all of it" if piece_of(parameter) is None else "another block"
+            self._work.report.differs(
+                name, f"the block at {stored.offset} of {stored.shape}", there
+            )
+
+    def _stored_piece(self, node: Node) -> Piece | None:
+        if not isinstance(node, TensorNode):
+            return None
+        return self._builder.header.tensors[node.slot].piece
+
+    def _build(self, node: Node, device: torch.device, parameter: Any) -> Any:
+        built = self._builder.build(node, device)
+        return built if self._stored_piece(node) is None else like(parameter, built)
 
     def _goes_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
         """Plan to fill a state tensor that is there; False where a new one is needed."""
         if not isinstance(live, torch.Tensor):
             return False
         stored = self._builder.header.tensors[node.slot]
-        if tuple(live.shape) != stored.shape:
+        shape = stored.shape if stored.piece is None else stored.piece.shape
+        if tuple(live.shape) != shape or piece_of(live) != stored.piece:
             self._work.fitter.compare(node.slot, live, name)
             return True
         if not self._fits(node, live) or live.device != device:
@@ -194,6 +215,8 @@ class OptimizerFiller:
 
     def _fits(self, node: TensorNode, live: Any) -> bool:
         stored = self._builder.header.tensors[node.slot]
+        if stored.piece is not None:
+            return piece_of(live) == stored.piece and live.dtype is stored.dtype
         return (
             type(live) in (torch.Tensor, torch.nn.Parameter)
             and live.dtype is stored.dtype
@@ -205,7 +228,7 @@ class OptimizerFiller:
     ) -> None:
         live = self._live.state[key]
         renewed = {
-            entry: live[entry] if node is None else self._builder.build(node, device)
+            entry: live[entry] if node is None else self._build(node, device, key)
             for entry, node, device in made
         }
         if whole:

@@ -15,6 +15,7 @@ from tierfall.core.image import dtypes, tensors
 from tierfall.core.image.build import Builder
 from tierfall.core.image.nodes import QuantizedNode
 from tierfall.core.image.report import Report
+from tierfall.core.image.sharded import Piece, is_sharded, local_part, piece_of
 
 
 class Fitter:
@@ -30,21 +31,34 @@ class Fitter:
     def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
         """Say whether dtype and shape are the same; report it where they are not."""
         stored = self._builder.header.tensors[slot]
-        if live.dtype is stored.dtype and tuple(live.shape) == stored.shape:
+        piece = piece_of(live)
+        shape = stored.shape if stored.piece is None else stored.piece.shape
+        if live.dtype is stored.dtype and tuple(live.shape) == shape and piece == stored.piece:
             return True
         self._report.differs(
             name,
-            f"{dtypes.name_of(stored.dtype)} {stored.shape}",
-            f"{dtypes.name_of(live.dtype)} {tuple(live.shape)}",
+            _said(stored.dtype, shape, stored.piece),
+            _said(live.dtype, tuple(live.shape), piece),
         )
         return False
 
     def tensor(self, slot: int, live: torch.Tensor, name: str) -> None:
-        """Fill ``live`` from a slot, in place."""
+        """Fill ``live`` from a slot, in place; of a tensor of several ranks this rank's part."""
+        if is_sharded(live):
+            if self.compare(slot, live, name):
+                self._local(slot, local_part(live)[0], name)
+            return
         reason = tensors.refusal(live)
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
         elif self.compare(slot, live, name) and self._claim(slot, live, name):
+            self._target(slot, live.detach(), name)
+
+    def _local(self, slot: int, live: torch.Tensor, name: str) -> None:
+        reason = tensors.refusal(live)
+        if reason is not None:
+            self._report.refuses(name, f"cannot be restored into: {reason}")
+        elif self._claim(slot, live, name):
             self._target(slot, live.detach(), name)
 
     def quantized(self, node: QuantizedNode, live: torch.Tensor, name: str) -> None:
@@ -112,3 +126,8 @@ class Fitter:
             return
         temporary = self._builder.flat(slot, live.device)
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
+
+
+def _said(dtype: torch.dtype, shape: tuple[int, ...], piece: Piece | None) -> str:
+    where = "" if piece is None else f", of which this rank has what begins at {piece.offset}"
+    return f"{dtypes.name_of(dtype)} {shape}{where}"

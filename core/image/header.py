@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from tierfall.core.image.nodes import (
     ValueNode,
     leaves,
 )
+from tierfall.core.image.sharded import Piece
 from tierfall.core.records import HEADER_BYTES_MAX
 
 # The header may be as large as it may grow in place: the limit, and what rounding up adds.
@@ -40,13 +41,15 @@ _QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of an image: its true dtype and shape, and its bytes relative to the start of the data."""
+    """A tensor of an image: its true dtype and shape, and its bytes relative to the start of the data; ``piece`` where
+    it is a block of a tensor that several ranks hold."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     end: int
+    piece: Piece | None = None
 
     @property
     def length(self) -> int:
@@ -97,6 +100,8 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
     tensors = _tensors(table, _list(static, "dtypes"), image_bytes - data_start)
+    if "sharded" in static:
+        tensors = _with_pieces(tensors, _list(static, "sharded"))
     values = _parse(_text(metadata, VALUES_MEMBER))
     if not isinstance(values, list):
         raise ValueError(f"{VALUES_MEMBER} is not a list")
@@ -194,6 +199,26 @@ def _true_tensor(entry: Any, stored: list[StoredTensor]) -> tuple[int, StoredTen
             f"tensor {raw.name!r} has {raw.length} bytes, its true dtype and shape make another number"
         )
     return position, StoredTensor(raw.name, dtype, tuple(shape), raw.start, raw.end)
+
+
+def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple[StoredTensor, ...]:
+    found = list(tensors)
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise ValueError("an entry of sharded is not of three members")
+        position, shape, offset = entry
+        if type(position) is not int or not 0 <= position < len(found):
+            raise ValueError("sharded names a tensor that is not in the table")
+        stored = found[position]
+        if not dtypes.is_shape(shape) or not dtypes.is_shape(offset):
+            raise ValueError(f"tensor {stored.name!r} is a block of no shape that can be")
+        if not len(shape) == len(offset) == len(stored.shape) or any(
+            at + length > whole
+            for at, length, whole in zip(offset, stored.shape, shape, strict=True)
+        ):
+            raise ValueError(f"tensor {stored.name!r} is a block that lies outside of its whole")
+        found[position] = replace(stored, piece=Piece(tuple(shape), tuple(offset)))
+    return tuple(found)
 
 
 # ---- values and what the tree makes of tensors

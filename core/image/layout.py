@@ -20,6 +20,7 @@ from tierfall.core.documents import FORMAT, Spliced, sha256
 from tierfall.core.errors import CaptureError
 from tierfall.core.image import dtypes
 from tierfall.core.image.codec import Coded
+from tierfall.core.image.sharded import Piece
 from tierfall.core.image.walk import Node, StateView
 from tierfall.core.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 
@@ -98,6 +99,8 @@ def plan_layout(view: StateView) -> Layout:
         "tree": tree_to_json(view.tree, slot_of),
         "dtypes": _true_dtypes(view, slots),
     }
+    if sharded := _sharded(view, slots):
+        static["sharded"] = sharded
     metadata = (("format", "pt"), (LAYOUT_MEMBER, _dump(static).decode("ascii")))
     members = b",".join(_quote(name) + b":" + _quote(text) for name, text in metadata)
     before = b'{"__metadata__":{' + members + b"," + _quote(VALUES_MEMBER) + b":"
@@ -161,29 +164,39 @@ def _true_dtypes(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
     ]
 
 
+def _sharded(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
+    """List slot, whole shape and offset of what is a block of a tensor that several ranks hold."""
+    return [
+        [position, list(piece.shape), list(piece.offset)]
+        for position, slot in enumerate(slots)
+        if (piece := view.pieces[slot.index]) is not None
+    ]
+
+
 def _table_entry(slot: Slot) -> bytes:
     entry = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
     return b"," + _quote(slot.name) + b":" + _dump(entry)
 
 
 def _pieces(view: StateView, slots: Sequence[Slot]) -> Spliced:
-    """One piece per tensor: this rank holds each of them whole."""
-    return Spliced(
-        _dump(
-            [
-                {
-                    "name": slot.name,
-                    "dtype": dtypes.name_of(view.dtypes[slot.index]),
-                    "shape": (shape := tuple(view.shapes[slot.index])),
-                    "offset": [0] * len(shape),
-                    "lengths": shape,
-                    "start": slot.start,
-                    "end": slot.end,
-                }
-                for slot in slots
-            ]
+    """One piece per tensor: whole, or the block of it that this rank holds."""
+    entries = []
+    for slot in slots:
+        lengths = tuple(view.shapes[slot.index])
+        whole = Piece(lengths, (0,) * len(lengths))
+        piece = view.pieces[slot.index] or whole
+        entries.append(
+            {
+                "name": slot.name,
+                "dtype": dtypes.name_of(view.dtypes[slot.index]),
+                "shape": piece.shape,
+                "offset": piece.offset,
+                "lengths": lengths,
+                "start": slot.start,
+                "end": slot.end,
+            }
         )
-    )
+    return Spliced(_dump(entries))
 
 
 def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.sharded import Piece
 from tierfall.core.values import Changes
 
 BLOCK = 256
@@ -74,6 +75,7 @@ class Part:
     changes: tuple[Changes, ...]
     trails: tuple[Trail, ...]
     plain: tuple[bool, ...]
+    pieces: tuple[Piece | None, ...]
     picked: tuple[int, ...]
     first_at: dict[int, int]
 

@@ -14,6 +14,7 @@ import torch
 from tierfall.core.image import tensors
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.recall import Part, look
+from tierfall.core.image.sharded import Piece
 from tierfall.core.values import Changes
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class TensorTable:
         self.changes: list[Changes] = []
         self.trails: list[Trail] = []
         self.plain: list[bool] = []
+        self.pieces: list[Piece | None] = []
         self._taken: set[str] = set()
         self._first_at: dict[int, int] = {}
         self._more_at: dict[int, list[int]] = {}
@@ -42,15 +44,17 @@ class TensorTable:
         name: str,
         changes: Changes,
         trail: Trail,
+        piece: Piece | None = None,
     ) -> int:
-        """Take a tensor in and return its number; an alias of an earlier one gets that one's."""
+        """Take a tensor in and return its number; an alias of an earlier one gets that one's. ``piece`` says where it
+        lies in a tensor that several ranks hold together."""
         pointer = tensor.data_ptr()
         number = len(self.names)
         if pointer and tensor.numel():
             first = self._first_at.setdefault(pointer, number)
             if first != number:
                 alias = self._alias(pointer, first, tensor, dtype, shape)
-                if alias is not None:
+                if alias is not None and self.pieces[alias] == piece:
                     if changes is Changes.ANYTIME:
                         self.changes[alias] = changes
                     return alias
@@ -66,6 +70,7 @@ class TensorTable:
         self.changes.append(changes)
         self.trails.append(trail)
         self.plain.append(tensors.is_plain(tensor, dtype))
+        self.pieces.append(piece)
         return number
 
     def part(
@@ -96,6 +101,7 @@ class TensorTable:
             changes=tuple(self.changes[first:]),
             trails=tuple(self.trails[first:]),
             plain=tuple(self.plain[first:]),
+            pieces=tuple(self.pieces[first:]),
             picked=tuple(picked),  # type: ignore[arg-type]
             first_at=first_at,
         )
@@ -114,6 +120,7 @@ class TensorTable:
         self.changes += part.changes
         self.trails += part.trails
         self.plain += part.plain
+        self.pieces += part.pieces
         self.tensors += [met[place] for place in part.picked]
         return True
 

@@ -47,8 +47,8 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 def _refuse_subclass(kind: type[torch.Tensor]) -> str:
-    if kind.__name__ in ("DTensor", "ShardedTensor") and kind.__module__.startswith("torch."):
-        return f"{kind.__name__} is not supported yet; save its local tensor instead"
+    if kind.__name__ == "ShardedTensor" and kind.__module__.startswith("torch."):
+        return "ShardedTensor is not supported; use DTensor, or save its local tensor"
     if issubclass(
         kind, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer
     ):

@@ -36,6 +36,7 @@ from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.recall import Recall, look
 from tierfall.core.image.refusing import asked, refusal, refuse
+from tierfall.core.image.sharded import Piece, Unsharded, is_sharded, local_part
 from tierfall.core.image.table import TensorTable
 from tierfall.core.values import Changes
 from tierfall.core.words import with_article
@@ -62,10 +63,10 @@ class SourceTensor(NamedTuple):
 class StateView:
     """A state at one moment: its tensors (aliases resolved), and its values written down.
 
-    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, and whether its elements
-    can be copied as they lie (``plain``). ``parameters`` are those of all modules in the state,
-    and bare ones: by id, the name and itself. ``structure`` holds all that a layout depends on: equal structures have
-    equal layouts.
+    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, whether its elements can
+    be copied as they lie (``plain``), and where it lies in a tensor of several ranks (``pieces``). ``parameters`` are
+    those of all modules in the state, and bare ones: by id, the name and itself. ``structure`` holds all that a layout
+    depends on: equal structures have equal layouts.
     """
 
     names: tuple[str, ...]
@@ -78,6 +79,7 @@ class StateView:
     tree: Node
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece | None, ...]
     values: list[Coded]
     structure: tuple[Any, ...]
 
@@ -101,6 +103,7 @@ def describe(state: Mapping[Any, object], recall: Recall | None = None) -> State
     walk.end()
     table = walk.table
     names, dtypes, shapes = tuple(table.names), tuple(table.dtypes), tuple(table.shapes)
+    pieces = tuple(table.pieces)
     return StateView(
         names=names,
         sources=table.tensors,
@@ -112,8 +115,9 @@ def describe(state: Mapping[Any, object], recall: Recall | None = None) -> State
         tree=tree,
         dtypes=dtypes,
         shapes=shapes,
+        pieces=pieces,
         values=walk.values,
-        structure=(tree, names, dtypes, shapes),
+        structure=(tree, names, dtypes, shapes, pieces),
     )
 
 
@@ -318,6 +322,8 @@ class _Walk:
         keys = tuple(state)
         about = ("module", keys, scan.signature(), self._ruled, self._inside_optimizer)
         met = list(state.values())
+        if any(map(is_sharded, met)):
+            met, about = self._local_parts(met, about, trail)
         return self._recalled_or(
             name, about, met, lambda: self._module_anew(scan, state, keys, name, trail, depth)
         )
@@ -351,7 +357,7 @@ class _Walk:
         names = tuple(map(scan.key_name, keys))
         nodes = []
         for key, below, value in zip(keys, names, state.values(), strict=True):
-            if type(value) is torch.Tensor:
+            if type(value) is torch.Tensor or is_sharded(value):
                 on_step = scan.parameter_of(key, value) is not None
                 node = self._tensor(value, f"{name}.{below}", (trail, key), on_step=on_step)
             else:
@@ -401,6 +407,8 @@ class _Walk:
             return anew()
         about = ("optimizer", numbering.names, numbers, [*map(len, held)], keys, self._ruled)
         met = [*chain.from_iterable(map(dict.values, held))]
+        if any(map(is_sharded, met)):
+            met, about = self._local_parts(met, about, trail)
         return self._recalled_or(name, about, met, anew)
 
     def _optimizer_state(
@@ -429,9 +437,31 @@ class _Walk:
 
     # ---- tensors
 
+    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, Piece]:
+        try:
+            return local_part(tensor)
+        except Unsharded as error:
+            refuse(trail, f"cannot be saved: {error}")
+
+    def _local_parts(
+        self, met: list[Any], about: tuple[Any, ...], trail: Trail
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Replace tensors of several ranks by this rank's parts, for a look at them; where those lie is another thing
+        that has to be as it was."""
+        parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in met]
+        return [local for local, _ in parts], (*about, [piece for _, piece in parts])
+
     def _tensor(
         self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool = False
     ) -> Node:
+        if is_sharded(tensor):
+            on_step = on_step or isinstance(tensor, nn.Parameter)
+            local, piece = self._local_part(tensor, trail)
+            reason = tensors.refusal(local)
+            if reason is not None:
+                refuse(trail, f"cannot be saved: {reason}")
+            shape = tuple(local.shape)
+            return self._add(local, local.dtype, shape, name, trail, on_step=on_step, piece=piece)
         reason = tensors.refusal(tensor)
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
@@ -470,9 +500,10 @@ class _Walk:
         trail: Trail,
         *,
         on_step: bool = False,
+        piece: Piece | None = None,
     ) -> int:
         changes = Changes.ON_STEP if on_step or self._inside_optimizer else Changes.ANYTIME
-        return self.table.add(tensor, dtype, shape, name, self._ruled or changes, trail)
+        return self.table.add(tensor, dtype, shape, name, self._ruled or changes, trail, piece)
 
 
 _ADVICE = "save what it is made of, give it state_dict and load_state_dict, or teach tierfall with register_codec"

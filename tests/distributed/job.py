@@ -51,6 +51,7 @@ class Job:
             "GROUP_RANK": str(node),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
             "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of 127.0.0.1, which nobody may know
             "PYTHONPATH": str(ROOT),

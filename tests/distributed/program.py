@@ -213,7 +213,9 @@ def cost(folder: str, saves: int, **changes: Any) -> Any:
             on_caller.append("message")
 
     watch(StorePost, "send", count)
-    watch(Commits, "landed", lambda _, tier, entry, files: landed.update({entry.id.step: time.time()}))
+    watch(
+        Commits, "landed", lambda _, tier, entry, files: landed.update({entry.id.step: time.time()})
+    )
     watch(Flusher, "committed", lambda _, tier, id, size: there.update({id.step: time.time()}))
     seconds = []
     with tierfall.open(config(folder, **changes)) as ckpt:
@@ -238,9 +240,9 @@ def outcome_of(handle: Any) -> Any:
     return [str(handle.outcome), ""]
 
 
-def main() -> None:
+def main(functions: dict[str, Any] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(threadName)s %(message)s")
-    function: Callable[..., Any] = globals()[sys.argv[1]]
+    function: Callable[..., Any] = (functions or globals())[sys.argv[1]]
     try:
         answer = function(**json.loads(sys.argv[2]))
     except Exception as error:

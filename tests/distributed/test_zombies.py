@@ -37,9 +37,9 @@ def test_a_rank_that_was_stopped_in_mid_flush_finds_itself_fenced(
     after = _contents(tmp_path / "pfs")
     assert {key: after.get(key) for key in committed} == committed
     assert "step-00000002-a0002/commit.json" not in after
-    assert make_job(2, ELSEWHERE).run("restore") == [
-        {"step": 3, "good": True, "tiers": ["nvme"]}
-    ] * 2
+    assert (
+        make_job(2, ELSEWHERE).run("restore") == [{"step": 3, "good": True, "tiers": ["nvme"]}] * 2
+    )
 
 
 def _wait_until_stopped(pid: int) -> None:

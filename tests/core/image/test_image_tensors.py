@@ -245,28 +245,6 @@ def test_a_storage_that_was_freed_or_cut_off_is_refused(start: int, left_bytes: 
         restore({"t": tensor, "rng": None}, image)
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # up to torch 2.6
-def test_distributed_tensor_is_not_supported_yet(tmp_path: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        module = nn.Module()
-        module.weight = nn.Parameter(tensor)
-        with pytest.raises(
-            CaptureError, match=r'state\["m"\]\["weight"\].*DTensor is not supported yet'
-        ):
-            describe({"m": module})
-        image, _ = make_image({"w": torch.ones(4), "rng": None})
-        with pytest.raises(RestoreError, match="DTensor is not supported yet"):
-            restore({"w": tensor, "rng": None}, image)
-    finally:
-        dist.destroy_process_group()
-
-
 # ---- aliases
 
 

@@ -1,0 +1,81 @@
+"""A tensor that several ranks hold together: this rank's part of it, and where in the whole that lies.
+
+It knows DTensor, and whatever else tells its chunks by torch's checkpoint protocol (``__create_chunk_list__``), without
+loading the module that defines it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Piece(NamedTuple):
+    """A block of a tensor: it begins at ``offset`` (per dimension) of a tensor of ``shape``."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+class Unsharded(ValueError):
+    """A tensor of several ranks that cannot be taken as one block; the message says why."""
+
+
+_pieces: dict[Any, tuple[Piece, tuple[int, ...]]] = {}
+_PIECES_MAX = 100_000
+
+
+def is_sharded(tensor: object) -> bool:
+    """Say whether this is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Any) -> tuple[torch.Tensor, Piece]:
+    """Return the memory of this rank's part of a DTensor, and where it lies. Raises Unsharded where that is not one
+    block of the whole."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    piece, lengths = _block(tensor)
+    if tuple(local.shape) != lengths:
+        raise Unsharded(
+            f"its part here is of shape {tuple(local.shape)}, and its placement says {lengths}"
+        )
+    return local, piece
+
+
+def piece_of(tensor: Any) -> Piece | None:
+    """Return where this rank's part lies; None for what is no DTensor."""
+    return _block(tensor)[0] if is_sharded(tensor) else None
+
+
+def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """Make a DTensor of this rank's part, placed as ``parameter`` is."""
+    made: torch.Tensor = type(parameter.data).from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made
+
+
+def _block(tensor: Any) -> tuple[Piece, tuple[int, ...]]:
+    key = (tensor.device_mesh, tensor.placements, tensor.shape)
+    known = _pieces.get(key)
+    if known is not None:
+        return known
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise Unsharded("its parts are summands of the whole (Partial); redistribute it first")
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise Unsharded(f"this rank holds {len(chunks)} blocks of it, expected one")
+    piece = Piece(tuple(tensor.shape), tuple(chunks[0].offsets))
+    if len(_pieces) >= _PIECES_MAX:  # of shapes that never come again
+        _pieces.clear()
+    _pieces[key] = found = (piece, tuple(chunks[0].sizes))
+    return found

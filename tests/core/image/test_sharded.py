@@ -1,0 +1,135 @@
+"""Tensors that several ranks hold together: what an image has of them, and into what it is restored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from image_help import load, make_image, restore
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tierfall.core.errors import CaptureError, IntegrityError, RestoreError
+from tierfall.core.image import Recall, describe, plan_layout, sharded
+from tierfall.core.image.header import read_header
+from tierfall.core.values import Changes
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def make_module(mesh: DeviceMesh, fill: float) -> nn.Module:
+    module = nn.Module()
+    weight = distribute_tensor(torch.full((6, 4), fill), mesh, [Shard(0)])
+    module.weight = nn.Parameter(weight)
+    module.bias = nn.Parameter(distribute_tensor(torch.full((4,), fill), mesh, [Replicate()]))
+    module.register_buffer("count", torch.tensor(fill))
+    return module
+
+
+def test_a_module_and_its_optimizer_come_back_into_fresh_ones(mesh: DeviceMesh) -> None:
+    module = make_module(mesh, 1.0)
+    optimizer = torch.optim.AdamW(module.parameters())
+    (module.weight.sum() + module.bias.sum()).backward()
+    optimizer.step()
+    image, _ = make_image({"m": module, "o": optimizer, "rng": None})
+    other = make_module(mesh, 0.0)
+    fresh = torch.optim.AdamW(other.parameters())
+    restore({"m": other, "o": fresh, "rng": None}, image)
+    assert torch.equal(other.weight.to_local(), module.weight.to_local())
+    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[mine].keys() == fresh.state[theirs].keys()
+        for key, value in optimizer.state[mine].items():
+            made = fresh.state[theirs][key]
+            assert type(made) is type(value), key
+            if isinstance(value, DTensor):
+                assert made.placements == value.placements
+                assert torch.equal(made.to_local(), value.to_local())
+    other.weight.sum().backward()
+    fresh.step()
+
+
+def test_a_parameter_of_several_ranks_changes_on_a_step_only(mesh: DeviceMesh) -> None:
+    view = describe({"m": make_module(mesh, 1.0)})
+    changes = {tensor.name: tensor.changes for tensor in view.tensors}
+    assert changes["m.weight"] is Changes.ON_STEP
+    assert changes["m.count"] is Changes.ANYTIME
+
+
+def test_a_later_walk_recalls_it(mesh: DeviceMesh) -> None:
+    module, recall = make_module(mesh, 1.0), Recall()
+    first = describe({"m": module}, recall)
+    again = describe({"m": module}, recall)
+    assert again.structure == first.structure
+    assert recall.part("m") is not None
+    assert plan_layout(first).matches(again)
+
+
+def test_the_header_and_the_manifest_say_where_a_block_lies(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_block(monkeypatch, whole=(12, 4), offset=(6, 0))
+    tensor = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    image, layout = make_image({"w": tensor, "rng": None})
+    header = read_header(image, image_bytes=len(image), what="image")
+    assert header.tensors[0].piece == sharded.Piece((12, 4), (6, 0))
+    (piece,) = json.loads(bytes(layout.pieces))
+    assert (piece["shape"], piece["offset"], piece["lengths"]) == ([12, 4], [6, 0], [6, 4])
+    assert load(image)["w"].shape == (6, 4)
+
+
+def test_another_block_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    image, _ = make_image({"w": tensor, "rng": None})
+    for live in (torch.zeros(6, 4), distribute_tensor(torch.zeros(5, 4), mesh, [Shard(0)])):
+        with pytest.raises(RestoreError, match="w: the checkpoint has"):
+            restore({"w": live, "rng": None}, image)
+    plain, _ = make_image({"w": torch.ones(6, 4), "rng": None})
+    with pytest.raises(RestoreError, match="w: the checkpoint has"):
+        restore({"w": tensor, "rng": None}, plain)
+    pretend_block(monkeypatch, whole=(12, 4), offset=(6, 0))
+    with pytest.raises(RestoreError, match=r"begins at \(6, 0\)"):
+        restore({"w": tensor, "rng": None}, image)
+    assert tensor.to_local().sum() == 24, "nothing was written"
+
+
+def test_partial_sums_are_refused_by_name(mesh: DeviceMesh) -> None:
+    tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(CaptureError, match=r'state\["w"\].*Partial'):
+        describe({"w": tensor})
+
+
+@pytest.mark.parametrize(
+    "entry", [[0], [9, [6, 4], [0, 0]], [0, [6], [0]], [0, [6, 4], [1, 0]], [0, "x", [0, 0]]]
+)
+def test_a_block_outside_of_its_whole_is_damage(
+    mesh: DeviceMesh, entry: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    monkeypatch.setattr("tierfall.core.image.layout._sharded", lambda view, slots: [entry])
+    image, _ = make_image({"w": tensor, "rng": None})
+    with pytest.raises(IntegrityError, match="header is damaged"):
+        read_header(image, image_bytes=len(image), what="image")
+
+
+def pretend_block(
+    monkeypatch: pytest.MonkeyPatch, *, whole: tuple[int, ...], offset: tuple[int, ...]
+) -> None:
+    """Let what this one rank holds be a block of something larger, as with several ranks."""
+    sharded._pieces.clear()
+    real = sharded._block
+    monkeypatch.setattr(
+        sharded, "_block", lambda tensor: (sharded.Piece(whole, offset), real(tensor)[1])
+    )

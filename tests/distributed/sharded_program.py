@@ -1,0 +1,102 @@
+"""What one rank does that trains a model which several ranks hold together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import tierfall
+from tests.distributed import program
+
+WORLD = int(os.environ["WORLD_SIZE"])
+
+
+def make_model(layout: str) -> nn.Module:
+    """Two layers whose rows no number of ranks divides, laid out as ``layout`` says."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(16, 26), nn.ReLU(), nn.Linear(26, 10))
+    match layout:
+        case "fsdp":
+            _shard(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",)))
+        case "hsdp":
+            names = ("replicate", "shard")
+            _shard(model, init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=names))
+        case "tp":
+            _cut(model, init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)))
+        case "tp-fsdp":
+            mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("dp", "tp"))
+            _cut(model, mesh["tp"])
+            _shard(model, mesh["dp"])
+        case "ddp":
+            return nn.parallel.DistributedDataParallel(model)
+    return model
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def train(
+    folder: str, layout: str, until: int, save: bool = True, die: bool = False, **changes: Any
+) -> Any:
+    """Train until a step, and return a digest of the whole model and its optimizer's moments."""
+    dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(True)
+    model = make_model(layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with tierfall.open(program.config(folder, run=layout, **changes)) as ckpt:
+        state = {"model": model, "optimizer": optimizer}
+        report = ckpt.restore(state)
+        first = report.step + 1 if report else 1
+        for step in range(first, until + 1):
+            data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if save:
+                handle = ckpt.save(step, state)
+        if save and first <= until:
+            handle.wait("pfs", 30)
+        if die:
+            Path(folder, f"ready-{program.RANK}").touch()
+            program.time.sleep(600)
+        lazy = ckpt.statistics().lazy_saves if save else 0
+    digest = _digest(model, optimizer)
+    dist.destroy_process_group()
+    return {"first": first, "digest": digest, "lazy": lazy}
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    tensors = list(model.parameters())
+    for parameter in list(tensors):
+        state = optimizer.state[parameter]
+        tensors += [state["step"], state["exp_avg"], state["exp_avg_sq"]]
+    for tensor in tensors:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(whole.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    program.main(globals())

@@ -1,0 +1,30 @@
+"""Models that several ranks hold together are saved as they lie, and training goes on to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.job import Job
+
+PROGRAM = Path(__file__).with_name("sharded_program.py")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("fsdp", 2), ("hsdp", 4), ("tp", 2), ("tp-fsdp", 4), ("ddp", 2)]
+)
+def test_training_goes_on_to_the_same_bits(
+    make_job: Callable[..., Job], tmp_path: Path, layout: str, ranks: int
+) -> None:
+    def run(**arguments: object) -> list[dict[str, object]]:
+        return make_job(ranks, program=PROGRAM).run("train", layout=layout, **arguments)
+
+    straight = run(until=6, save=False)
+    assert len({answer["digest"] for answer in straight}) == 1
+    halfway = run(until=3)
+    assert all(answer["first"] == 1 and answer["lazy"] == 2 for answer in halfway), halfway
+    resumed = run(until=6)
+    assert [answer["first"] for answer in resumed] == [4] * ranks
+    assert [answer["digest"] for answer in resumed] == [answer["digest"] for answer in straight]
