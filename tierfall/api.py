@@ -16,7 +16,8 @@ from tierfall.core.catalog import Listing
 from tierfall.core.errors import ConfigError, RestoreError
 from tierfall.core.image import plan_load
 from tierfall.core.restore.images import Image, StoredImage
-from tierfall.core.restore.restore import OpenImage, Request, restore
+from tierfall.core.restore.job import OpenImage
+from tierfall.core.restore.restore import Request, restore
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.line import as_step
 from tierfall.place import find_ranks
@@ -62,7 +63,8 @@ def load(
     """Load a checkpoint as a nested dict of what each ``state_dict()`` returned, with no training loop.
 
     ``config_or_path`` is a configuration (all its tiers are looked at, memory too), or a path: a .yaml, a tier's root
-    with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is unpickled.
+    with one run in it, a run's folder, a step's folder, or a shard. Every chunk is verified; nothing is unpickled. What
+    several ranks saved comes back whole; of values that differ between them, rank 0's.
 
     Raises ConfigError for a path that is none of these and for a device that is not there, RestoreError where nothing
     can be read whole.
@@ -151,6 +153,7 @@ def _load(
         make_plan=lambda header: plan_load(header, map_location=map_location),
         shard=shard,
         chunks_max=LOAD_CHUNKS,
+        values_of=0,
     )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")

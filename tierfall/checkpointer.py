@@ -267,7 +267,7 @@ class Checkpointer:
             return None
         regions = session.ask(
             lambda: {
-                e.id: e.region
+                (e.id, e.shard): e.region
                 for e in session.coordinator.ledger.entries.values()
                 if e.region is not None and e.region.sealed
             }

@@ -25,8 +25,8 @@ from tierfall.core.errors import BackendError, ConfigError, NotSupportedError
 from tierfall.core.image import ImageHeader, dtypes
 from tierfall.core.image.build import CPU, Builder
 from tierfall.core.image.nodes import slots_of
+from tierfall.core.restore.job import OpenImage
 from tierfall.core.restore.reader import Fallback
-from tierfall.core.restore.restore import OpenImage
 from tierfall.core.values import CheckpointId
 from tierfall.new_file import check_free, new_file, write_all
 from tierfall.orders import Watch

@@ -15,8 +15,8 @@ from tierfall.core.errors import IntegrityError, NotSupportedError
 from tierfall.core.image import ImageHeader, read_header
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Manifest
+from tierfall.core.restore.job import OpenImage, find_images
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, in_threads
-from tierfall.core.restore.restore import OpenImage, find_images
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.new_file import write_all
 from tierfall.orders import Watch

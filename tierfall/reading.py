@@ -18,6 +18,7 @@ from tierfall.core import names
 from tierfall.core.catalog import Listing
 from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
 from tierfall.core.lock import Owner, RunLock
+from tierfall.core.packing.files import files_of
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Codec, Shard
 from tierfall.origin import moved_run, moved_shard, moved_step
@@ -86,8 +87,10 @@ class Reader:
         def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
             if tier != self.host.name:
                 return StoredImage(self.stores[tier], id, shard)
-            if id not in held:
-                raise IntegrityError(f"{tier}: {id} left memory while it was to be read")
+            if id not in held or not files_of(held[id].commit, shard):
+                raise IntegrityError(
+                    f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
+                )
             return RegionImage(tier, held[id].region)
 
         return open_one

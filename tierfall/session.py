@@ -361,14 +361,17 @@ class Session:
         return list_all(self.config, self.host, self.stores, self.errors)
 
     def open_image(
-        self, regions: Mapping[CheckpointId, HostRegion]
+        self, regions: Mapping[tuple[CheckpointId, Shard], HostRegion]
     ) -> Callable[[str, CheckpointId, Shard], Image]:
         def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
             if tier != self.host.name:
                 return StoredImage(self.stores[tier], id, shard)
-            if id not in regions:
-                raise IntegrityError(f"{tier}: {id} left memory while it was to be read")
-            return RegionImage(tier, regions[id])
+            region = regions.get((id, shard))
+            if region is None:
+                raise IntegrityError(
+                    f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
+                )
+            return RegionImage(tier, region)
 
         return open_one
 

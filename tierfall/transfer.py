@@ -25,8 +25,8 @@ from tierfall.core.lock import RunLock
 from tierfall.core.packing.files import plain, with_packed
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Attempt, Commit, Line, Manifest, Mark
+from tierfall.core.restore.job import find_images
 from tierfall.core.restore.reader import ChunkReader, Tally, in_threads
-from tierfall.core.restore.restore import find_images
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.snapshot import geometry
 from tierfall.core.values import CheckpointId, Codec, Shard

@@ -6,7 +6,7 @@ bytes, ``as_bytes`` and ``copy_whole`` the rest. Reading: ``read_header`` checks
 threads, or knows tiers.
 """
 
-from tierfall.core.image.build import Fill
+from tierfall.core.image.build import Fill, Want
 from tierfall.core.image.codec import register_codec
 from tierfall.core.image.fill import FillPlan, plan_fill
 from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
@@ -30,6 +30,7 @@ __all__ = [
     "SourceTensor",
     "StateView",
     "StoredTensor",
+    "Want",
     "as_bytes",
     "copy_whole",
     "describe",

@@ -19,6 +19,7 @@ from tierfall.core.image.codec import MAPPING_TYPES
 from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.nodes import (
     CodecNode,
+    ConflictNode,
     MapNode,
     ModuleNode,
     Node,
@@ -34,7 +35,18 @@ from tierfall.core.image.nodes import (
 
 CPU = torch.device("cpu")
 
-Leaf = TensorNode | ValueNode | ObjectNode | RandomNode | QuantizedNode | CodecNode
+Leaf = TensorNode | ValueNode | ObjectNode | RandomNode | QuantizedNode | CodecNode | ConflictNode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Memory for a block of a tensor: ``target``, flat, gets what begins at ``offset`` and is ``lengths`` long; without
+    them all of it."""
+
+    slot: int
+    target: torch.Tensor
+    offset: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +65,7 @@ class Builder:
     def __init__(self, header: ImageHeader) -> None:
         self.header = header
         self._targets: dict[int, list[torch.Tensor]] = {}
+        self._blocks: list[Want] = []
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._typed: dict[tuple[int, torch.device], torch.Tensor] = {}
 
@@ -60,6 +73,19 @@ class Builder:
 
     def add_target(self, slot: int, flat: torch.Tensor) -> None:
         self._targets.setdefault(slot, []).append(flat)
+
+    def add_block(
+        self, slot: int, flat: torch.Tensor, offset: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> None:
+        """Note memory for a block of a slot, of a header that is merged."""
+        self._blocks.append(Want(slot=slot, target=flat, offset=offset, lengths=lengths))
+
+    def wants(self) -> tuple[Want, ...]:
+        """Return all memory that is to be filled, whole tensors and blocks."""
+        wholes = (
+            Want(slot=slot, target=flat) for slot, flats in self._targets.items() for flat in flats
+        )
+        return (*wholes, *self._blocks)
 
     def flat(self, slot: int, device: torch.device) -> torch.Tensor:
         """Return memory for a slot's bytes, flat, which will be filled."""
@@ -83,7 +109,9 @@ class Builder:
 
     def prepare(self, node: Node, device: torch.device) -> None:
         """Allocate all that ``build(node, device)`` will need; RestoreError where a codec is not registered."""
-        for _, leaf in leaves(node, ""):
+        for name, leaf in leaves(node, ""):
+            if isinstance(leaf, ConflictNode):
+                raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
             match leaf:
                 case TensorNode():
                     self.tensor(leaf.slot, device)
@@ -155,6 +183,7 @@ class Builder:
                 return self._quantized(node, device)
             case CodecNode():
                 return self.registered(node.name, self.build(node.value, device))
+        raise AssertionError(f"nothing is built of {node}")
 
     def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
         groups = []

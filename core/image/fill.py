@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import codec, modules, naming, optimizers, put, random_state
-from tierfall.core.image.build import CPU, Fill
+from tierfall.core.image.build import CPU, Fill, Want
 from tierfall.core.image.fill_optimizer import OptimizerFiller
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.item import Item, unwrap
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.nodes import (
     CodecNode,
+    ConflictNode,
     MapNode,
     ModuleNode,
     Node,
@@ -50,6 +51,7 @@ class FillPlan:
     """What is to be read, and where it goes; ``finish`` is called once every fill is."""
 
     fills: tuple[Fill, ...]
+    wants: tuple[Want, ...]
     _stages: tuple[tuple[Action, ...], ...]
 
     def finish(self) -> None:
@@ -85,7 +87,7 @@ def plan_fill(
     work = Work(header, selection, Report(strict), modules.scan_state(state))
     _Filler(work).top(state, header.tree)
     work.report.raise_if_any(header.what)
-    return FillPlan(work.builder.fills(), work.stages())
+    return FillPlan(work.builder.fills(), work.builder.wants(), work.stages())
 
 
 def _check_prefixes(selection: Selection, header: ImageHeader) -> None:
@@ -152,7 +154,13 @@ class _Filler:
             case ObjectNode() | OptimizerNode() if is_stateful(live):
                 self._object(node, live, name, trail)
             case _:
-                self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
+                self._mismatch(node, live, name)
+
+    def _mismatch(self, node: Node, live: Any, name: str) -> None:
+        if isinstance(node, ConflictNode):
+            self.report.refuses(name, node.reason)
+        else:
+            self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
 
     def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str, trail: Trail) -> None:
         stored = dict(node.entries)

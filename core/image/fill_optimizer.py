@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tierfall.core.image import naming, optimizers, put
 from tierfall.core.image.build import CPU
 from tierfall.core.image.nodes import MapNode, Node, OptimizerNode, TensorNode, ValueNode
-from tierfall.core.image.sharded import Piece, like, piece_of
+from tierfall.core.image.sharded import Piece, is_sharded, like, local_part, piece_of
 from tierfall.core.image.work import Work
 
 _STEP = "step"
@@ -165,7 +165,7 @@ class OptimizerFiller:
             self._builder.prepare(node, device)
             self._work.puts.append(lambda: self._replace(key, self._builder.build(node, device)))
             return
-        made: list[tuple[Any, Node | None, torch.device]] = []
+        made: list[tuple[Any, Node | torch.Tensor | None, torch.device]] = []
         for entry, child in node.entries:
             below = f"{name}.{naming.part(entry)}"
             if not selection.touches(below):
@@ -176,6 +176,9 @@ class OptimizerFiller:
                 made.append((entry, None, target))
             else:
                 self._check_piece(child, key, below)
+                if self._is_cut(child, key):
+                    made.append((entry, self._block(child, key, target), target))
+                    continue
                 self._builder.prepare(child, target)
                 made.append((entry, child, target))
         whole = selection.has(name)
@@ -190,12 +193,32 @@ class OptimizerFiller:
                 name, f"the block at {stored.offset} of {stored.shape}", there
             )
 
+    def _is_cut(self, node: Node, parameter: Any) -> bool:
+        """Say whether a whole tensor is to be state of a parameter that ranks hold in blocks, and cut as that is."""
+        return (
+            self._builder.header.merged
+            and isinstance(node, TensorNode)
+            and is_sharded(parameter)
+            and self._builder.header.tensors[node.slot].shape == tuple(parameter.shape)
+        )
+
+    def _block(self, node: Node, parameter: Any, device: torch.device) -> torch.Tensor:
+        """Make memory for this rank's block, which will be filled."""
+        assert isinstance(node, TensorNode)
+        dtype = self._builder.header.tensors[node.slot].dtype
+        local, piece = local_part(parameter)
+        flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+        self._builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
+        return like(parameter, flat.view(dtype).view(local.shape))
+
     def _stored_piece(self, node: Node) -> Piece | None:
         if not isinstance(node, TensorNode):
             return None
         return self._builder.header.tensors[node.slot].piece
 
-    def _build(self, node: Node, device: torch.device, parameter: Any) -> Any:
+    def _build(self, node: Node | torch.Tensor, device: torch.device, parameter: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return node
         built = self._builder.build(node, device)
         return built if self._stored_piece(node) is None else like(parameter, built)
 
@@ -205,7 +228,8 @@ class OptimizerFiller:
             return False
         stored = self._builder.header.tensors[node.slot]
         shape = stored.shape if stored.piece is None else stored.piece.shape
-        if tuple(live.shape) != shape or piece_of(live) != stored.piece:
+        same = piece_of(live) == stored.piece or self._builder.header.merged
+        if tuple(live.shape) != shape or not same:
             self._work.fitter.compare(node.slot, live, name)
             return True
         if not self._fits(node, live) or live.device != device:
@@ -215,6 +239,8 @@ class OptimizerFiller:
 
     def _fits(self, node: TensorNode, live: Any) -> bool:
         stored = self._builder.header.tensors[node.slot]
+        if self._builder.header.merged and is_sharded(live):
+            return live.dtype is stored.dtype and tuple(live.shape) == stored.shape
         if stored.piece is not None:
             return piece_of(live) == stored.piece and live.dtype is stored.dtype
         return (
@@ -224,7 +250,10 @@ class OptimizerFiller:
         )
 
     def _renew(
-        self, key: Any, made: Sequence[tuple[Any, Node | None, torch.device]], whole: bool
+        self,
+        key: Any,
+        made: Sequence[tuple[Any, Node | torch.Tensor | None, torch.device]],
+        whole: bool,
     ) -> None:
         live = self._live.state[key]
         renewed = {

@@ -33,7 +33,8 @@ class Fitter:
         stored = self._builder.header.tensors[slot]
         piece = piece_of(live)
         shape = stored.shape if stored.piece is None else stored.piece.shape
-        if live.dtype is stored.dtype and tuple(live.shape) == shape and piece == stored.piece:
+        same = piece == stored.piece or self._builder.header.merged
+        if live.dtype is stored.dtype and tuple(live.shape) == shape and same:
             return True
         self._report.differs(
             name,
@@ -46,7 +47,8 @@ class Fitter:
         """Fill ``live`` from a slot, in place; of a tensor of several ranks this rank's part."""
         if is_sharded(live):
             if self.compare(slot, live, name):
-                self._local(slot, local_part(live)[0], name)
+                local, piece = local_part(live)
+                self._local(slot, local, name, piece if self._builder.header.merged else None)
             return
         reason = tensors.refusal(live)
         if reason is not None:
@@ -54,12 +56,12 @@ class Fitter:
         elif self.compare(slot, live, name) and self._claim(slot, live, name):
             self._target(slot, live.detach(), name)
 
-    def _local(self, slot: int, live: torch.Tensor, name: str) -> None:
+    def _local(self, slot: int, live: torch.Tensor, name: str, block: Piece | None) -> None:
         reason = tensors.refusal(live)
         if reason is not None:
             self._report.refuses(name, f"cannot be restored into: {reason}")
         elif self._claim(slot, live, name):
-            self._target(slot, live.detach(), name)
+            self._target(slot, live.detach(), name, block)
 
     def quantized(self, node: QuantizedNode, live: torch.Tensor, name: str) -> None:
         """Fill a quantized tensor from a slot, and give it the stored scale and zero point."""
@@ -114,8 +116,11 @@ class Fitter:
         targets.append((live, name))
         return True
 
-    def _target(self, slot: int, live: torch.Tensor, name: str) -> None:
+    def _target(self, slot: int, live: torch.Tensor, name: str, block: Piece | None = None) -> None:
         flat = tensors.as_bytes(live)
+        if flat is not None and block is not None:
+            self._builder.add_block(slot, flat, block.offset, tuple(live.shape))
+            return
         if flat is not None:
             self._builder.add_target(slot, flat)
             return
@@ -124,10 +129,14 @@ class Fitter:
                 name, "its elements share memory: it cannot be restored into; clone it first"
             )
             return
-        temporary = self._builder.flat(slot, live.device)
+        if block is not None:
+            temporary = torch.empty(live.nbytes, dtype=torch.uint8, device=live.device)
+            self._builder.add_block(slot, temporary, block.offset, tuple(live.shape))
+        else:
+            temporary = self._builder.flat(slot, live.device)
         self.copies.append(lambda: tensors.fill_whole(live, temporary))
 
 
 def _said(dtype: torch.dtype, shape: tuple[int, ...], piece: Piece | None) -> str:
-    where = "" if piece is None else f", of which this rank has what begins at {piece.offset}"
+    where = "" if piece is None else f", of which this rank has {piece.lengths} at {piece.offset}"
     return f"{dtypes.name_of(dtype)} {shape}{where}"

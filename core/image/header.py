@@ -62,7 +62,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
-    """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it."""
+    """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it. ``merged``: it is
+    made of those of several ranks, and its tensors are whole (``merging``)."""
 
     what: str
     data_start: int
@@ -70,6 +71,7 @@ class ImageHeader:
     tensors: tuple[StoredTensor, ...]
     tree: MapNode = field(repr=False)
     values: tuple[Coded, ...] = field(repr=False)
+    merged: bool = False
 
 
 def read_header(
@@ -217,7 +219,7 @@ def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple
             for at, length, whole in zip(offset, stored.shape, shape, strict=True)
         ):
             raise ValueError(f"tensor {stored.name!r} is a block that lies outside of its whole")
-        found[position] = replace(stored, piece=Piece(tuple(shape), tuple(offset)))
+        found[position] = replace(stored, piece=Piece(tuple(shape), tuple(offset), stored.shape))
     return tuple(found)
 
 

@@ -183,7 +183,7 @@ def _pieces(view: StateView, slots: Sequence[Slot]) -> Spliced:
     entries = []
     for slot in slots:
         lengths = tuple(view.shapes[slot.index])
-        whole = Piece(lengths, (0,) * len(lengths))
+        whole = Piece(lengths, (0,) * len(lengths), lengths)
         piece = view.pieces[slot.index] or whole
         entries.append(
             {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tierfall.core.image.build import CPU, Builder, Fill
+from tierfall.core.image.build import CPU, Builder, Fill, Want
 from tierfall.core.image.header import ImageHeader
 
 
@@ -16,6 +16,7 @@ class LoadPlan:
     """What is to be read, and where it goes; ``result`` is ready once every fill is."""
 
     fills: tuple[Fill, ...]
+    wants: tuple[Want, ...]
     _builder: Builder
     _device: torch.device
 
@@ -33,4 +34,4 @@ def plan_load(header: ImageHeader, *, map_location: str | torch.device | None = 
     device = CPU if map_location is None else torch.device(map_location)
     builder = Builder(header)
     builder.prepare(header.tree, device)
-    return LoadPlan(builder.fills(), builder, device)
+    return LoadPlan(builder.fills(), builder.wants(), builder, device)

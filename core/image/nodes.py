@@ -93,6 +93,13 @@ class RandomNode:
     state: Node
 
 
+@dataclass(frozen=True, slots=True)
+class ConflictNode:
+    """What the ranks that saved it do not have alike; no image holds one, only what several are merged into."""
+
+    reason: str
+
+
 Node = (
     TensorNode
     | ValueNode
@@ -104,6 +111,7 @@ Node = (
     | QuantizedNode
     | CodecNode
     | RandomNode
+    | ConflictNode
 )
 
 

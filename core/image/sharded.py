@@ -13,17 +13,18 @@ import torch
 
 
 class Piece(NamedTuple):
-    """A block of a tensor: it begins at ``offset`` (per dimension) of a tensor of ``shape``."""
+    """A block of a tensor of ``shape``: it begins at ``offset`` and is ``lengths`` long, per dimension."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 class Unsharded(ValueError):
     """A tensor of several ranks that cannot be taken as one block; the message says why."""
 
 
-_pieces: dict[Any, tuple[Piece, tuple[int, ...]]] = {}
+_pieces: dict[Any, Piece] = {}
 _PIECES_MAX = 100_000
 
 
@@ -38,17 +39,17 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, Piece]:
     block of the whole."""
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local()
-    piece, lengths = _block(tensor)
-    if tuple(local.shape) != lengths:
+    piece = _block(tensor)
+    if tuple(local.shape) != piece.lengths:
         raise Unsharded(
-            f"its part here is of shape {tuple(local.shape)}, and its placement says {lengths}"
+            f"its part here is of shape {tuple(local.shape)}, and its placement says {piece.lengths}"
         )
     return local, piece
 
 
 def piece_of(tensor: Any) -> Piece | None:
     """Return where this rank's part lies; None for what is no DTensor."""
-    return _block(tensor)[0] if is_sharded(tensor) else None
+    return _block(tensor) if is_sharded(tensor) else None
 
 
 def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _block(tensor: Any) -> tuple[Piece, tuple[int, ...]]:
+def _block(tensor: Any) -> Piece:
     key = (tensor.device_mesh, tensor.placements, tensor.shape)
     known = _pieces.get(key)
     if known is not None:
@@ -74,8 +75,8 @@ def _block(tensor: Any) -> tuple[Piece, tuple[int, ...]]:
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise Unsharded(f"this rank holds {len(chunks)} blocks of it, expected one")
-    piece = Piece(tuple(tensor.shape), tuple(chunks[0].offsets))
+    piece = Piece(tuple(tensor.shape), tuple(chunks[0].offsets), tuple(chunks[0].sizes))
     if len(_pieces) >= _PIECES_MAX:  # of shapes that never come again
         _pieces.clear()
-    _pieces[key] = found = (piece, tuple(chunks[0].sizes))
-    return found
+    _pieces[key] = piece
+    return piece

@@ -22,7 +22,7 @@ from tierfall.core.errors import (
 )
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.records import Commit
-from tierfall.core.restore.choosing import Request, check_world, choose, count_of_ranks
+from tierfall.core.restore.choosing import Request, choose
 from tierfall.core.restore.describing import describe, merge_ranks
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, Failure, Together
@@ -50,8 +50,7 @@ def agree_to_restore(
 
     Every rank calls it with the same ``request``. ``listings`` are of all tiers, fastest first; ``mine`` names those
     that this rank speaks for, so that a tier which many ranks see is described once. A checkpoint that no tier here
-    holds has no copies. Raises what ``choose`` does, on all ranks; NotSupportedError where the newest checkpoint was
-    saved by another number of ranks; RanksError where a rank did not come.
+    holds has no copies. Raises what ``choose`` does, on all ranks; RanksError where a rank did not come.
     """
     order = [listing.tier for listing in listings]
 
@@ -68,8 +67,6 @@ def agree_to_restore(
         CheckpointId(*id): life
         for id, life in zip(decision["order"], decision["lives"], strict=True)
     }
-    if lives:
-        check_world(next(iter(lives)), decision["world_size"], ranks.topology.world_size, request)
     here = {known.id: known for known in merge(_held_to(lives, x) for x in listings)}
     unknown = {id: KnownCheckpoint(id=id, commit=None, copies={}, abandoned=False) for id in lives}
     return [here.get(id, unknown[id]) for id in lives]
@@ -139,8 +136,8 @@ def choose_together(
 ) -> dict[str, Any]:
     """Choose for all ranks, of what each has described; the answer is made of what JSON holds.
 
-    ``order``: what may be restored, newest first; ``lives``: the attempt id of each; ``world_size``: how many ranks
-    saved them; ``fallbacks``: what was passed over, and why. Raises RestoreError as ``choose`` does, and where what is
+    ``order``: what may be restored, newest first; ``lives``: the attempt id of each; ``fallbacks``: what was passed
+    over, and why. Raises RestoreError as ``choose`` does, and where what is
     there lacks shards: a run whose checkpoints are only partly in reach does not begin anew.
     """
     listings = merge_ranks(described, order)
@@ -164,12 +161,10 @@ def choose_together(
             + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
             + ". Bring back the machines or tiers that hold the rest, or open with fresh=True to begin anew"
         )
-    taken = _of_one_size(taken, tally)
     commits = [known.commit for known in taken if known.commit is not None]
     return {
         "order": [[known.id.step, known.id.attempt] for known in taken],
         "lives": [commit.line.attempt_id for commit in commits],
-        "world_size": commits[0].world_size if commits else None,
         "fallbacks": [[f.what, f.reason] for f in tally.fallbacks],
     }
 
@@ -240,18 +235,3 @@ def _shards(commit: Commit, world_size: int) -> frozenset[int]:
         and shard.rank < world_size
         and names.manifest_name(shard) in named
     )
-
-
-def _of_one_size(taken: list[KnownCheckpoint], tally: Tally) -> list[KnownCheckpoint]:
-    """Stop before the first that another number of ranks saved: it is good, and must not be passed over for an older
-    one."""
-    for number, known in enumerate(taken):
-        assert known.commit is not None
-        assert taken[0].commit is not None
-        if known.commit.world_size != taken[0].commit.world_size:
-            tally.passed_over(
-                f"step {known.id} and older",
-                f"{count_of_ranks(known.commit.world_size)} saved it: resharding at a restore is not supported yet",
-            )
-            return taken[:number]
-    return taken

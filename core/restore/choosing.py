@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.errors import NotSupportedError, RestoreError
+from tierfall.core.errors import RestoreError
 from tierfall.core.restore.reader import Tally
-from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -120,19 +119,3 @@ def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) 
         f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
         + (f" ({reasons})" if reasons else "")
     )
-
-
-def check_world(id: CheckpointId, saved_by: int, there_are: int, request: Request) -> None:
-    """Raise NotSupportedError where another number of ranks saved a checkpoint than is to restore it."""
-    if saved_by == there_are:
-        return
-    ranks = count_of_ranks(saved_by)
-    verb = "is" if there_are == 1 else "are"
-    raise NotSupportedError(
-        f"{request.operation} of {id}: {ranks} saved it, and there {verb} {there_are} now: resharding is not supported "
-        f"yet: start with {ranks}, or load each rank's shard by its path"
-    )
-
-
-def count_of_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"

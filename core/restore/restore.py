@@ -9,10 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
 
-from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.errors import (
     BackendError,
@@ -21,44 +18,28 @@ from tierfall.core.errors import (
     RestoreError,
     TierfallError,
 )
-from tierfall.core.image import Fill, ImageHeader, read_header
-from tierfall.core.records import Commit, Manifest
-from tierfall.core.restore.choosing import Request, check_world, choose
-from tierfall.core.restore.images import Image, checked_manifest, unpacked
-from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
+from tierfall.core.restore.choosing import Request, choose
+from tierfall.core.restore.job import OpenImage
+from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.resharding import MakePlan, Parts, Plan, plan_parts
 from tierfall.core.restore.ring import Ring
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import Shard
 
 __all__ = [
     "HALF_FILLED",
     "PASSABLE",
     "Failure",
-    "MakePlan",
-    "OpenImage",
-    "Plan",
     "Request",
     "Restored",
     "Together",
     "choose",
     "fill_first",
-    "find_images",
     "restore",
 ]
 
 logger = logging.getLogger("tierfall")
 
 HALF_FILLED = "; THE STATE IS HALF FILLED: do not train on it"
-
-
-class Plan(Protocol):
-    """Where the bytes of an image go."""
-
-    @property
-    def fills(self) -> Sequence[Fill]: ...
-
-
-OpenImage = Callable[[str, CheckpointId, Shard], Image]
-MakePlan = Callable[[ImageHeader], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +76,7 @@ def restore(
     shard: Shard,
     ring: Ring | None = None,
     chunks_max: int | None = None,
+    values_of: int | None = None,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
@@ -118,6 +100,7 @@ def restore(
         shard=shard,
         ring=ring,
         chunks_max=chunks_max,
+        values_of=values_of,
     )
 
 
@@ -132,28 +115,26 @@ def fill_first(
     shard: Shard,
     ring: Ring | None = None,
     chunks_max: int | None = None,
+    values_of: int | None = None,
     together: Together | None = None,
 ) -> Restored:
     """Fill the targets of a plan from the first of ``candidates`` that is good; the rest is as for ``restore``.
 
     With several ranks, ``candidates`` are the same on all. ``together`` is called once per candidate, however filling
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
-    others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is.
+    others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is. What other
+    ranks saved is resharded; ``values_of`` is the rank whose values count where they differ.
     """
-    newest = candidates[0]
-    if together is None and newest.commit is not None:
-        check_world(newest.id, newest.commit.world_size, shard.world_size, request)
     touched = False
     for checkpoint in candidates:
         plan: Plan | None = None
         error: BaseException | None = None
         try:
             tiers = _tiers(checkpoint, request, listings)
-            images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
-            with _Job(images, manifest, tally, ring, chunks_max) as job:
-                plan = make_plan(job.read_header())
-                touched = True
-                job.fill(plan)
+            parts = Parts(checkpoint, tiers, open_image, tally, ring, chunks_max)
+            plan, fill = plan_parts(parts, make_plan, shard, values_of)
+            touched = True
+            fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
             error = _judge(failure, checkpoint, request, tally, touched)
         try:
@@ -262,101 +243,7 @@ def _half(touched: bool) -> str:
     return HALF_FILLED if touched else ""
 
 
-class _Job:
-    """One checkpoint, ready to be read: its good copies and its manifest. Used in a with."""
-
-    def __init__(
-        self,
-        images: Sequence[Image],
-        manifest: Manifest,
-        tally: Tally,
-        ring: Ring | None,
-        chunks_max: int | None,
-    ) -> None:
-        self._manifest = manifest
-        self._reader = ChunkReader(images, manifest, tally)
-        self._threads = count_threads(manifest, images, chunks_max)
-        self._own: Ring | None = None
-        if ring is None:
-            size = manifest.chunk_bytes
-            ring = Ring(size) if chunks_max is None else Ring(size, count_max=self._threads)
-            self._own = ring
-        self._ring = ring
-
-    def read_header(self) -> ImageHeader:
-        with self._ring.pool.take(self._manifest.data_start) as buffer:
-            view = self._reader.read(0, buffer)
-            return read_header(
-                view,
-                image_bytes=self._manifest.image_bytes,
-                what=f"header of {self._manifest.line.checkpoint}",
-            )
-
-    def fill(self, plan: Plan) -> None:
-        ring = self._ring
-        read_fills(self._reader, self._manifest, plan.fills, self._threads, ring.pool, ring.streams)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._own is not None:
-            self._own.release()
-
-
-def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool:
-    """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
-    name = names.manifest_name(shard)
-    return one is not None and one.line == other.line and one.file(name) == other.file(name)
-
-
 def _tiers(checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]) -> list[str]:
     """Name the tiers that a checkpoint may be read from, fastest first."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     return [tier for tier in held if request.tier in (None, tier)]
-
-
-def find_images(
-    checkpoint: KnownCheckpoint,
-    tiers: Sequence[str],
-    open_image: OpenImage,
-    shard: Shard,
-    tally: Tally,
-) -> tuple[list[Image], Manifest]:
-    """Open the copies of a shard on ``tiers``, fastest first, whose records are good; return them with their manifest.
-
-    Raises IntegrityError where there is none, and the retryable error where one could not be read.
-    """
-    images: list[Image] = []
-    manifest: Manifest | None = None
-    vouched: Commit | None = None
-    failures: list[TierfallError] = []
-    for tier in tiers:
-        found = checkpoint.copies[tier]
-        try:
-            if found.commit is None:
-                raise found.damage or IntegrityError(f"{tier}: no commit record")
-            image = open_image(tier, checkpoint.id, shard)
-            if manifest is None:
-                manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
-            elif not _vouch_for_the_same(vouched, found.commit, shard):
-                raise IntegrityError(
-                    f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
-                )
-            image = unpacked(image, found.commit, manifest)
-        except (IntegrityError, BackendError, NotSupportedError) as error:
-            failures.append(error)
-            tally.passed_over(f"{checkpoint.id} on {tier}", error)
-            continue
-        images.append(image)
-    if manifest is None or not images:
-        raise next((e for e in failures if e.retryable), None) or IntegrityError(
-            f"no copy of {checkpoint.id} has good records: "
-            + ("; ".join(map(str, failures)) or "no tier that answered here holds it")
-        )
-    return images, manifest

@@ -1,4 +1,4 @@
-"""Models that several ranks hold together are saved as they lie, and training goes on to the same bits."""
+"""Models that several ranks hold together are saved as they lie, and come back in any layout, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,3 +28,23 @@ def test_training_goes_on_to_the_same_bits(
     resumed = run(until=6)
     assert [answer["first"] for answer in resumed] == [4] * ranks
     assert [answer["digest"] for answer in resumed] == [answer["digest"] for answer in straight]
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        (("fsdp", 4), ("fsdp", 3)),
+        (("fsdp", 4), ("plain", 1)),
+        (("tp-fsdp", 4), ("fsdp", 2)),
+        (("fsdp", 2), ("tp", 2)),
+        (("ddp", 2), ("hsdp", 4)),
+        (("plain", 1), ("fsdp", 2)),
+    ],
+)
+def test_another_layout_takes_what_was_saved(
+    make_job: Callable[..., Job], saved: tuple[str, int], restored: tuple[str, int]
+) -> None:
+    first, *_ = make_job(saved[1], program=PROGRAM).run("train", layout=saved[0], until=2)
+    answers = make_job(restored[1], program=PROGRAM).run("train", layout=restored[0], until=2)
+    assert [answer["first"] for answer in answers] == [3] * restored[1], answers
+    assert {answer["digest"] for answer in answers} == {first["digest"]}

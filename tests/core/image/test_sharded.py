@@ -84,7 +84,7 @@ def test_the_header_and_the_manifest_say_where_a_block_lies(
     tensor = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
     image, layout = make_image({"w": tensor, "rng": None})
     header = read_header(image, image_bytes=len(image), what="image")
-    assert header.tensors[0].piece == sharded.Piece((12, 4), (6, 0))
+    assert header.tensors[0].piece == sharded.Piece((12, 4), (6, 0), (6, 4))
     (piece,) = json.loads(bytes(layout.pieces))
     assert (piece["shape"], piece["offset"], piece["lengths"]) == ([12, 4], [6, 0], [6, 4])
     assert load(image)["w"].shape == (6, 4)
@@ -100,9 +100,20 @@ def test_another_block_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RestoreError, match="w: the checkpoint has"):
         restore({"w": tensor, "rng": None}, plain)
     pretend_block(monkeypatch, whole=(12, 4), offset=(6, 0))
-    with pytest.raises(RestoreError, match=r"begins at \(6, 0\)"):
+    with pytest.raises(RestoreError, match=r"this rank has \(6, 4\) at \(6, 0\)"):
         restore({"w": tensor, "rng": None}, image)
     assert tensor.to_local().sum() == 24, "nothing was written"
+
+
+def test_a_block_of_another_shape_at_the_same_place_is_refused(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_block(monkeypatch, whole=(8, 4), offset=(0, 0))
+    image, _ = make_image({"w": distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)]), "rng": None})
+    live = distribute_tensor(torch.zeros(8, 1), mesh, [Shard(0)])  # as many bytes
+    monkeypatch.setattr(type(live), "shape", torch.Size((8, 4)))
+    with pytest.raises(RestoreError, match="w: the checkpoint has"):
+        restore({"w": live, "rng": None}, image)
 
 
 def test_partial_sums_are_refused_by_name(mesh: DeviceMesh) -> None:
@@ -131,5 +142,5 @@ def pretend_block(
     sharded._pieces.clear()
     real = sharded._block
     monkeypatch.setattr(
-        sharded, "_block", lambda tensor: (sharded.Piece(whole, offset), real(tensor)[1])
+        sharded, "_block", lambda tensor: sharded.Piece(whole, offset, real(tensor).lengths)
     )

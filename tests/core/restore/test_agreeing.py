@@ -176,7 +176,6 @@ def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by
     decision = chosen(ranks)
     assert decision["order"] == [[4, 1], [3, 1]]
     assert decision["lives"] == [f"{1:032x}"] * 2
-    assert decision["world_size"] == 2
     assert decision["fallbacks"] == [["step 5@1", "rank 1 of 2 is on no tier that answered"]]
 
 
@@ -221,17 +220,6 @@ def test_a_line_that_went_back_stays_where_it_is_though_its_newest_is_not_whole(
     put_parts(ranks, "nvme", 4, attempt=2, started_from=CheckpointId(3, 1))
     lost(ranks[1])
     assert chosen(ranks)["order"] == [[3, 1]]
-
-
-def test_a_good_checkpoint_of_another_number_of_ranks_is_not_passed_over_for_an_older_one() -> None:
-    ranks = several(2)
-    put_shared(ranks, "store", 3)
-    put_shared([*ranks, Tiers(*ORDER)], "store", 4)
-    put_shared(ranks, "store", 5)
-    decision = chosen(ranks)
-    assert decision["order"] == [[5, 1]]
-    assert decision["fallbacks"][-1][0] == "step 4@1 and older"
-    assert "3 ranks saved it" in decision["fallbacks"][-1][1]
 
 
 # All ranks -------------------------------------------------------------------------------------------
@@ -319,16 +307,6 @@ def test_what_rank_0_refuses_is_refused_on_every_rank(two: list[Rank]) -> None:
     outcomes = agreed(two)
     assert [type(outcome) for outcome in outcomes] == [RestoreError, RestoreError]
     assert all("rank 1: timeout" in str(outcome) for outcome in outcomes)
-
-
-def test_another_number_of_ranks_is_said_and_no_older_step_is_taken(two: list[Rank]) -> None:
-    tiers = [rank.tiers for rank in two]
-    put_shared(tiers, "store", 4)
-    put_shared([*tiers, Tiers(*ORDER)], "store", 5)
-    for outcome in agreed(two):
-        assert isinstance(outcome, NotSupportedError)
-        assert "restore of 5@1: 3 ranks saved it, and there are 2 now" in str(outcome)
-        assert "start with 3 ranks, or load" in str(outcome)
 
 
 def test_one_rank_alone_is_told_of_checkpoints_of_more() -> None:

@@ -1,0 +1,113 @@
+"""One rank's image of a checkpoint, ready to be read: its good copies, its manifest, and buffers to read through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from tierfall.core import names
+from tierfall.core.catalog import KnownCheckpoint
+from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError, TierfallError
+from tierfall.core.image import Fill, ImageHeader, read_header
+from tierfall.core.records import Commit, Manifest
+from tierfall.core.restore.images import Image, checked_manifest, unpacked
+from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
+from tierfall.core.restore.ring import Ring
+from tierfall.core.values import CheckpointId, Shard
+
+OpenImage = Callable[[str, CheckpointId, Shard], Image]
+
+
+class Job:
+    """One checkpoint, ready to be read: its good copies and its manifest. Used in a with."""
+
+    def __init__(
+        self,
+        images: Sequence[Image],
+        manifest: Manifest,
+        tally: Tally,
+        ring: Ring | None,
+        chunks_max: int | None,
+    ) -> None:
+        self._manifest = manifest
+        self._reader = ChunkReader(images, manifest, tally)
+        self._threads = count_threads(manifest, images, chunks_max)
+        self._own: Ring | None = None
+        if ring is None:
+            size = manifest.chunk_bytes
+            ring = Ring(size) if chunks_max is None else Ring(size, count_max=self._threads)
+            self._own = ring
+        self._ring = ring
+
+    def read_header(self) -> ImageHeader:
+        with self._ring.pool.take(self._manifest.data_start) as buffer:
+            view = self._reader.read(0, buffer)
+            return read_header(
+                view,
+                image_bytes=self._manifest.image_bytes,
+                what=f"header of {self._manifest.line.checkpoint}",
+            )
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        ring = self._ring
+        read_fills(self._reader, self._manifest, fills, self._threads, ring.pool, ring.streams)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            self._own.release()
+
+
+def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool:
+    """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
+    name = names.manifest_name(shard)
+    return one is not None and one.line == other.line and one.file(name) == other.file(name)
+
+
+def find_images(
+    checkpoint: KnownCheckpoint,
+    tiers: Sequence[str],
+    open_image: OpenImage,
+    shard: Shard,
+    tally: Tally,
+) -> tuple[list[Image], Manifest]:
+    """Open the copies of a shard on ``tiers``, fastest first, whose records are good; return them with their manifest.
+
+    Raises IntegrityError where there is none, and the retryable error where one could not be read.
+    """
+    images: list[Image] = []
+    manifest: Manifest | None = None
+    vouched: Commit | None = None
+    failures: list[TierfallError] = []
+    for tier in tiers:
+        found = checkpoint.copies[tier]
+        try:
+            if found.commit is None:
+                raise found.damage or IntegrityError(f"{tier}: no commit record")
+            image = open_image(tier, checkpoint.id, shard)
+            if manifest is None:
+                manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
+            elif not _vouch_for_the_same(vouched, found.commit, shard):
+                raise IntegrityError(
+                    f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
+                )
+            image = unpacked(image, found.commit, manifest)
+        except (IntegrityError, BackendError, NotSupportedError) as error:
+            failures.append(error)
+            tally.passed_over(f"{checkpoint.id} on {tier}", error)
+            continue
+        images.append(image)
+    if manifest is None or not images:
+        raise next((e for e in failures if e.retryable), None) or IntegrityError(
+            f"no copy of {checkpoint.id} has good records: "
+            + ("; ".join(map(str, failures)) or "no tier that answered here holds it")
+        )
+    return images, manifest
