@@ -12,7 +12,7 @@ from tests.distributed.job import Job
 from tests.distributed.killing import POINTS
 
 STEPS = [1, 2, 3]
-SAMPLE = random.Random(20261122).sample([(name, rank) for name in POINTS for rank in range(2)], k=8)
+SAMPLE = random.Random(20261122).sample([(n, r) for n in POINTS for r in range(2)], k=5)
 
 
 @pytest.mark.parametrize(("point", "rank"), SAMPLE)
@@ -20,6 +20,15 @@ def test_a_rank_killed_in_a_phase_costs_nothing_that_was_durable(
     make_job: Callable[..., Job], tmp_path: Path, point: str, rank: int
 ) -> None:
     kill_and_check(make_job, tmp_path, [0, 0], point, rank, call=2)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize("point", POINTS)
+def test_each_of_eight_ranks_is_killed_in_each_phase(
+    make_job: Callable[..., Job], tmp_path: Path, point: str, rank: int
+) -> None:
+    kill_and_check(make_job, tmp_path, [0, 0, 0, 0, 1, 1, 1, 1], point, rank, call=2)
 
 
 def kill_and_check(

@@ -12,8 +12,34 @@ from tests.distributed.job import Job
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 
 
+LONG = pytest.mark.torture
+LAYOUTS = [
+    ("plain", 1),
+    ("ddp", 2),
+    ("fsdp", 2),
+    ("fsdp", 3),
+    ("tp", 2),
+    ("hsdp", 4),
+    ("tp-fsdp", 4),
+]
+DEFAULT = [
+    (("fsdp", 4), ("fsdp", 3)),
+    (("tp-fsdp", 4), ("plain", 1)),
+    (("fsdp", 2), ("tp", 2)),
+    (("ddp", 2), ("hsdp", 4)),
+]
+"""The pairs of the default run; the others are in make torture."""
+
+
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("fsdp", 2), ("hsdp", 4), ("tp", 2), ("tp-fsdp", 4), ("ddp", 2)]
+    ("layout", "ranks"),
+    [
+        ("fsdp", 2),
+        pytest.param("hsdp", 4, marks=LONG),
+        pytest.param("tp", 2, marks=LONG),
+        ("tp-fsdp", 4),
+        pytest.param("ddp", 2, marks=LONG),
+    ],
 )
 def test_training_goes_on_to_the_same_bits(
     make_job: Callable[..., Job], tmp_path: Path, layout: str, ranks: int
@@ -33,12 +59,13 @@ def test_training_goes_on_to_the_same_bits(
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [
-        (("fsdp", 4), ("fsdp", 3)),
-        (("fsdp", 4), ("plain", 1)),
-        (("tp-fsdp", 4), ("fsdp", 2)),
-        (("fsdp", 2), ("tp", 2)),
-        (("ddp", 2), ("hsdp", 4)),
-        (("plain", 1), ("fsdp", 2)),
+        *DEFAULT,
+        *(
+            pytest.param(saved, restored, marks=LONG)
+            for saved in [*LAYOUTS, ("fsdp", 4)]
+            for restored in [*LAYOUTS, ("fsdp", 8)]
+            if saved != restored and (saved, restored) not in DEFAULT
+        ),
     ],
 )
 def test_another_layout_takes_what_was_saved(

@@ -1,0 +1,127 @@
+"""The headers of several ranks laid over each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from image_help import header_of, make_image
+from torch import nn
+
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import ImageHeader, plan_fill, plan_load
+from tierfall.core.image.merging import Merged, merge_headers
+from tierfall.core.image.nodes import MapNode
+from tierfall.core.image.sharded import Piece
+
+
+def merged(*states: Any, own: int | None = None) -> Merged:
+    headers = {rank: header_of(make_image(state)[0]) for rank, state in enumerate(states)}
+    return merge_headers(headers, what="1@1 of several ranks", own=own)
+
+
+def cut(state: Any, name: str, whole: tuple[int, ...], offset: tuple[int, ...]) -> ImageHeader:
+    """The header of a state in which one tensor is a block of a larger one."""
+    header = header_of(make_image(state)[0])
+    return replace(
+        header,
+        tensors=tuple(
+            replace(t, piece=Piece(whole, offset, t.shape)) if t.name == name else t
+            for t in header.tensors
+        ),
+    )
+
+
+def test_stages_of_a_pipeline_add_up() -> None:
+    torch.manual_seed(1)
+    first, second = nn.Linear(2, 3), nn.Linear(3, 4)
+    states = []
+    for key, module in (("0", first), ("1", second)):
+        stage = nn.ModuleDict({key: module})
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+        module.weight.grad = torch.ones_like(module.weight)
+        optimizer.step()
+        states.append({"model": stage, "optimizer": optimizer, "rng": None})
+    found = merged(*states)
+    both = nn.ModuleDict({"0": nn.Linear(2, 3), "1": nn.Linear(3, 4)})
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.5, momentum=0.9)
+    plan = plan_fill({"model": both, "optimizer": optimizer, "rng": None}, found.header)
+    ranks = {
+        found.header.tensors[want.slot].name: found.blocks[want.slot][0].rank for want in plan.wants
+    }
+    assert ranks["model.0.weight"] == 0
+    assert ranks["model.1.weight"] == 1
+    assert ranks["optimizer.state.model.0.weight.momentum_buffer"] == 0
+    assert ranks["optimizer.state.model.1.weight.momentum_buffer"] == 1
+
+
+def test_blocks_make_a_whole_tensor() -> None:
+    parts = [torch.zeros(2, 3), torch.zeros(1, 3)]
+    headers = {
+        rank: cut({"w": part, "rng": None}, "w", (3, 3), (2 * rank, 0))
+        for rank, part in enumerate(parts)
+    }
+    found = merge_headers(headers, what="test", own=None)
+    assert found.header.tensors[0].shape == (3, 3)
+    assert [(b.rank, b.offset, b.lengths) for b in found.blocks[0]] == [
+        (0, (0, 0), (2, 3)),
+        (1, (2, 0), (1, 3)),
+    ]
+    assert plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header).wants
+
+
+def test_a_block_that_is_nowhere_is_said() -> None:
+    headers = {0: cut({"w": torch.zeros(2, 3), "rng": None}, "w", (3, 3), (0, 0))}
+    found = merge_headers(headers, what="test", own=None)
+    with pytest.raises(RestoreError, match="w: is not there whole"):
+        plan_fill({"w": torch.zeros(3, 3), "rng": None}, found.header)
+
+
+def test_what_differs_between_ranks_is_said_when_it_is_asked_for() -> None:
+    states = [{"epoch": 7, "rank": rank, "loader": {"at": rank}, "rng": None} for rank in (0, 1)]
+    found = merged(*states)
+    live = {"epoch": 0, "rank": 0, "loader": {"at": 0}, "rng": None}
+    with pytest.raises(
+        RestoreError, match=r"rank: differs between the ranks .* 0 on rank 0; 1 on rank 1"
+    ):
+        plan_fill(live, found.header)
+    plan = plan_fill(live, found.header, only=["epoch"])
+    plan.finish()
+    assert live == {"epoch": 7, "rank": 0, "loader": {"at": 0}, "rng": None}
+    with pytest.raises(RestoreError, match="differs between the ranks"):
+        plan_load(found.header)
+
+
+def test_the_values_of_one_rank_count_where_it_is_named() -> None:
+    states = [{"rank": rank, "w": torch.full((2,), rank), "rng": None} for rank in (0, 1)]
+    found = merged(*states, own=1)
+    live = {"rank": 9, "w": torch.zeros(2, dtype=torch.int64), "rng": None}
+    plan = plan_fill(live, found.header)
+    plan.finish()
+    assert live["rank"] == 1
+    assert [block.rank for block in found.blocks[plan.wants[0].slot]] == [1]
+    assert not found.replicas
+
+
+def test_a_plain_tensor_of_several_ranks_must_be_one() -> None:
+    found = merged(*({"w": torch.zeros(2), "rng": None} for _ in range(3)))
+    assert [block.rank for block in found.blocks[0]] == [0]
+    assert [block.rank for block in found.replicas[0]] == [1, 2]
+    other = merged({"w": torch.zeros(2), "rng": None}, {"w": torch.zeros(3), "rng": None})
+    with pytest.raises(RestoreError, match=r"w: is torch.float32 \(2,\) on rank 0 and .*\(3,\)"):
+        plan_fill({"w": torch.zeros(2), "rng": None}, other.header)
+
+
+def test_what_is_not_of_one_kind_is_said() -> None:
+    found = merged({"x": torch.zeros(2), "rng": None}, {"x": 5, "rng": None})
+    with pytest.raises(RestoreError, match=r"x: is not of one kind: .* on rank 0, .* on rank 1"):
+        plan_fill({"x": 1, "rng": None}, found.header)
+
+
+def test_the_random_state_of_other_ranks_is_left_out() -> None:
+    assert "rng" not in dict(merged({"x": 1}, {"x": 1}).header.tree.entries)
+    own = merged({"x": 1}, {"x": 1}, own=0).header.tree
+    assert isinstance(own, MapNode)
+    assert "rng" in dict(own.entries)

@@ -1,0 +1,155 @@
+"""Blocks that are wanted, read from blocks that are stored: every element arrives, whatever the two cuts are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import ImageHeader, StoredTensor, Want
+from tierfall.core.image.merging import Block, Merged
+from tierfall.core.image.nodes import MapNode
+from tierfall.core.restore.spreading import Spread, spread
+
+Cuts = tuple[tuple[int, ...], ...]
+
+
+def blocks_of(shape: Sequence[int], cuts: Cuts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a shape at places per dimension: offset and lengths of each block."""
+    edges = [
+        sorted({0, n, *(c % (n + 1) for c in cut)}) for n, cut in zip(shape, cuts, strict=True)
+    ]
+    spans = [list(itertools.pairwise(edge)) for edge in edges]
+    return [
+        (tuple(low for low, _ in box), tuple(high - low for low, high in box))
+        for box in itertools.product(*spans)
+    ]
+
+
+def take(tensor: torch.Tensor, offset: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dimension, (start, length) in enumerate(zip(offset, lengths, strict=True)):
+        tensor = tensor.narrow(dimension, start, length)
+    return tensor.contiguous()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Images:
+    """What each rank's image holds, behind some bytes that are not wanted."""
+
+    def __init__(self, whole: torch.Tensor, cuts: Cuts) -> None:
+        self.data: list[torch.Tensor] = []
+        blocks = []
+        for rank, (offset, lengths) in enumerate(blocks_of(whole.shape, cuts)):
+            part = flat(take(whole, offset, lengths))
+            before = 8 * (rank % 3)
+            self.data.append(torch.cat([torch.zeros(before, dtype=torch.uint8), part]))
+            blocks.append(
+                Block(
+                    rank=rank,
+                    start=before,
+                    end=before + part.numel(),
+                    offset=offset,
+                    lengths=lengths,
+                )
+            )
+        self.merged = merged_of(whole, tuple(blocks))
+
+    def read(self, reads: Spread) -> int:
+        """Do what a restore does, and return how many bytes were read."""
+        count = 0
+        for rank, fills in reads.fills.items():
+            assert all(a.end <= b.start for a, b in itertools.pairwise(fills))
+            for fill in fills:
+                count += fill.end - fill.start
+                for target in fill.targets:
+                    assert target.numel() == fill.end - fill.start
+                    target.copy_(self.data[rank][fill.start : fill.end])
+        reads.finish()
+        return count
+
+
+def merged_of(
+    whole: torch.Tensor, blocks: tuple[Block, ...], replicas: tuple[Block, ...] = ()
+) -> Merged:
+    stored = StoredTensor("w", whole.dtype, tuple(whole.shape), 0, whole.nbytes)
+    header = ImageHeader(
+        what="test",
+        data_start=0,
+        data_bytes=whole.nbytes,
+        tensors=(stored,),
+        tree=MapNode("dict", ()),
+        values=(),
+        merged=True,
+    )
+    return Merged(header=header, blocks=(blocks,), replicas={0: replicas} if replicas else {})
+
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
+cuts = st.lists(st.integers(0, 6), max_size=2).map(tuple)
+
+
+@given(shape=shapes, stored=st.tuples(cuts, cuts, cuts), wanted=st.tuples(cuts, cuts, cuts))
+def test_every_cut_goes_into_every_other(shape: list[int], stored: Cuts, wanted: Cuts) -> None:
+    count = torch.Size(shape).numel()
+    whole = torch.arange(count, dtype=torch.int32).view(shape)
+    images = Images(whole, stored[: len(shape)])
+    for offset, lengths in blocks_of(shape, wanted[: len(shape)]):
+        target = torch.full(lengths, -1, dtype=torch.int32)
+        want = Want(slot=0, target=flat(target), offset=offset, lengths=lengths)
+        images.read(spread(images.merged, [want], same=()))
+        assert torch.equal(target, take(whole, offset, lengths))
+
+
+def test_rows_are_read_to_where_they_belong_and_nothing_else_is_read() -> None:
+    whole = torch.arange(96, dtype=torch.float32).view(12, 8)
+    images = Images(whole, ((3, 6, 9), ()))
+    target = torch.empty(4, 8)
+    want = Want(slot=0, target=flat(target), offset=(4, 0), lengths=(4, 8))
+    reads = spread(images.merged, [want], same=())
+    assert {
+        fill.targets[0].untyped_storage().data_ptr() for f in reads.fills.values() for fill in f
+    } == {target.untyped_storage().data_ptr()}
+    assert images.read(reads) == target.nbytes
+    assert torch.equal(target, whole[4:8])
+
+
+def test_ranges_that_overlap_are_read_once() -> None:
+    whole = torch.arange(20, dtype=torch.int64)
+    images = Images(whole, ((),))
+    one, other = torch.empty(12, dtype=torch.int64), torch.empty(15, dtype=torch.int64)
+    wants = [
+        Want(slot=0, target=flat(one), offset=(0,), lengths=(12,)),
+        Want(slot=0, target=flat(other), offset=(5,), lengths=(15,)),
+    ]
+    assert images.read(spread(images.merged, wants, same=())) == whole.nbytes
+    assert torch.equal(one, whole[:12])
+    assert torch.equal(other, whole[5:])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_replicas_are_compared_unless_they_are_known_to_be_equal(known: bool) -> None:
+    whole = torch.arange(6, dtype=torch.int64)
+    first, second = (
+        Block(rank=rank, start=0, end=whole.nbytes, offset=(0,), lengths=(6,)) for rank in (0, 1)
+    )
+    images = Images(whole, ((),))
+    images.merged = merged_of(whole, (first,), (second,))
+    images.data.append(flat(whole.clone()))
+    same = [(first, second)] if known else []
+    target = torch.empty(6, dtype=torch.int64)
+    want = Want(slot=0, target=flat(target))
+    read = images.read(spread(images.merged, [want], same=same))
+    assert read == whole.nbytes * (1 if known else 2)
+    assert torch.equal(target, whole)
+    if not known:
+        images.data[1][3] ^= 1
+        with pytest.raises(RestoreError, match="w is a tensor of its own on ranks 0, 1"):
+            images.read(spread(images.merged, [want], same=()))
