@@ -201,3 +201,12 @@ def test_ranks_of_torchrun_meet_and_meet_again_after_a_restart(tmp_path: Path) -
             said = (tmp_path / f"{life}-{rank}").read_text()
             stale = (life, rank) == ("1", "0")
             assert said == f"['{life}', '{life}'] ((0, 1),) {stale}"
+
+
+def test_a_torch_without_queues_in_its_stores_is_named(
+    env: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    monkeypatch.setattr("tierfall.place.TCPStore", object)
+    with pytest.raises(ConfigError, match="have no queues"):
+        place.find_ranks(config(), run="r")

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from tierfall.config import Config
 from tierfall.core.errors import ConfigError, RanksError
@@ -27,6 +27,11 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
     rank, world_size = _rank_and_size(process_group)
     if world_size == 1:
         return Ranks.alone()
+    if not hasattr(TCPStore, "queue_push"):
+        raise ConfigError(
+            f"open: the stores of torch {torch.__version__} have no queues, by which several ranks talk: install a "
+            "newer torch (2.13 was tried)"
+        )
     place = Place(
         rank=rank,
         world_size=world_size,

@@ -1,0 +1,103 @@
+"""How long a commit of 10,000 ranks takes beyond its I/O: the real councils, on clocks of their own.
+
+Each rank has a clock. A message costs its receiver a round trip to the store and the time that the real code takes for
+it here; it costs its sender a push. What stands in docs/scale.md is what this prints.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tierfall.core import names
+from tierfall.core.ranks.council import Council, Topic
+from tierfall.core.ranks.topology import Topology
+from tierfall.core.records import Commit, Line, NamedFile
+from tierfall.core.values import CheckpointId, Shard
+
+ROUND_TRIP_S = 200e-6
+"""A pop from a store on another machine. On this one it takes 35 us."""
+PUSH_S = 20e-6
+LANDED: Topic = ("landed", 400, 7, "store")
+
+
+class Clocks:
+    """Delivers messages in the order of their arrival, and adds up what each rank spends on them."""
+
+    def __init__(self, node_of: list[int]) -> None:
+        first = Topology.of(0, node_of)
+        self.now_s = [0.0] * len(node_of)
+        self.received: Counter[int] = Counter()
+        self._on_the_way: list[tuple[float, int, int, bytes]] = []
+        self._number = 0
+        self.councils = [
+            Council(Topology(rank, first.nodes), self._sender(rank)) for rank in range(len(node_of))
+        ]
+
+    def run(self) -> float:
+        """Deliver everything; return when the last rank was done."""
+        while self._on_the_way:
+            arrived_s, _, rank, data = heapq.heappop(self._on_the_way)
+            self.received[rank] += 1
+            self.now_s[rank] = max(self.now_s[rank], arrived_s) + ROUND_TRIP_S
+            self.timed(rank, lambda rank=rank, data=data: self.councils[rank].take(data))
+        return max(self.now_s)
+
+    def timed(self, rank: int, act: Callable[[], Any]) -> None:
+        began = time.perf_counter()
+        act()
+        self.now_s[rank] += time.perf_counter() - began
+
+    def _sender(self, source: int) -> Callable[[int, bytes], None]:
+        def send(target: int, data: bytes) -> None:
+            self.now_s[source] += PUSH_S
+            self._number += 1
+            entry = (self.now_s[source], self._number, target, data)
+            heapq.heappush(self._on_the_way, entry)
+
+        return send
+
+
+def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -> None:
+    ranks = 10_000
+    clocks = Clocks([rank // 8 for rank in range(ranks)])
+    root = clocks.councils[0]
+    records: list[bytes] = []
+
+    def commit(topic: Topic, bodies: dict[int, Any]) -> None:
+        records.append(_record(bodies))
+        root.announce(("there", 400, 7, "store"), {"0": 1})
+
+    root.on_gathered = commit
+    for rank, council in enumerate(clocks.councils):
+        shard = Shard(rank, ranks)
+        body = [
+            [names.shard_name(shard), 10**10, None, None],
+            [names.manifest_name(shard), 10**5, "sha256:" + "0" * 64, None],
+        ]
+        clocks.timed(rank, lambda council=council, body=body: council.contribute(LANDED, body))
+    seconds = clocks.run()
+    most = max(clocks.received.values())
+    print(
+        f"{ranks} ranks: {seconds:.3f} s, {len(records[0]) / 1e6:.1f} MB of commit record, {most} messages at most"
+    )
+    assert len(records) == 1
+    assert most <= 64 + 7 + 1, "64 leaders and 7 ranks of its node speak, and one decision is heard"
+    assert seconds < 1.0
+
+
+def _record(bodies: dict[int, Any]) -> bytes:
+    line = Line(
+        run="r", checkpoint=CheckpointId(400, 7), attempt_id="0" * 32, ordinal=4, started_from=None
+    )
+    files = tuple(
+        NamedFile(name=name, bytes=size, digest=digest, raw_bytes=raw)
+        for body in bodies.values()
+        for name, size, digest, raw in body
+    )
+    return Commit(
+        line=line, world_size=len(bodies), files=files, nodes=(), wall_time_s=1.0
+    ).encode()
