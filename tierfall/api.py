@@ -17,6 +17,7 @@ from tierfall.core.errors import ConfigError, RestoreError
 from tierfall.core.image import plan_load
 from tierfall.core.restore.images import Image, StoredImage
 from tierfall.core.restore.job import OpenImage
+from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.restore import Request, restore
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.line import as_step
@@ -153,7 +154,7 @@ def _load(
         make_plan=lambda header: plan_load(header, map_location=map_location),
         shard=shard,
         chunks_max=LOAD_CHUNKS,
-        values_of=0,
+        resize=Resize(values_of=0),
     )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")

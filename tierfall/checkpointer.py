@@ -27,10 +27,11 @@ from tierfall.core.errors import (
     TierfallError,
 )
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import plan_fill
+from tierfall.core.image import plan_fill, resize_rules
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreeing import agree_to_restore, together
 from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.restore import Request, Restored, choose, fill_first
 from tierfall.core.scheduler.tasks import (
     PersonsOrder,
@@ -203,7 +204,9 @@ class Checkpointer:
         self._wait_sealed()
         with self._nothing_dropped():
             restored = self._restore(
-                request, lambda header: plan_fill(state, header, only=only, strict=strict)
+                request,
+                lambda header: plan_fill(state, header, only=only, strict=strict),
+                Resize(rules=resize_rules(state)),
             )
             if restored is None:
                 self._line.begun = True
@@ -254,7 +257,9 @@ class Checkpointer:
             step=step, attempt=attempt, tier=tier, ignore_unreachable=unreachable == "ignore"
         )
 
-    def _restore(self, request: Request, make_plan: Callable[[Any], Any]) -> Restored | None:
+    def _restore(
+        self, request: Request, make_plan: Callable[[Any], Any], resize: Resize
+    ) -> Restored | None:
         session, tally = self._session, Tally()
         listings = session.list_now()
         ranks, many = session.ranks, session.ranks.many
@@ -281,6 +286,7 @@ class Checkpointer:
             make_plan=make_plan,
             shard=ranks.shard,
             ring=session.ring,
+            resize=resize,
             together=together(ranks, timeout_s=FILL_WAITS * self._config.max_wait_s)
             if many
             else None,

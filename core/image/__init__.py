@@ -10,7 +10,7 @@ from tierfall.core.image.build import Fill, Want
 from tierfall.core.image.codec import register_codec
 from tierfall.core.image.fill import FillPlan, plan_fill
 from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
-from tierfall.core.image.item import Item, OnResize, item
+from tierfall.core.image.item import Item, OnResize, item, resize_rules
 from tierfall.core.image.layout import Layout, Slot, plan_layout
 from tierfall.core.image.load import LoadPlan, plan_load
 from tierfall.core.image.recall import Recall
@@ -40,4 +40,5 @@ __all__ = [
     "plan_load",
     "read_header",
     "register_codec",
+    "resize_rules",
 ]

@@ -20,6 +20,7 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.nodes import (
     CodecNode,
     ConflictNode,
+    KeptNode,
     MapNode,
     ModuleNode,
     Node,
@@ -35,7 +36,16 @@ from tierfall.core.image.nodes import (
 
 CPU = torch.device("cpu")
 
-Leaf = TensorNode | ValueNode | ObjectNode | RandomNode | QuantizedNode | CodecNode | ConflictNode
+Leaf = (
+    TensorNode
+    | ValueNode
+    | ObjectNode
+    | RandomNode
+    | QuantizedNode
+    | CodecNode
+    | ConflictNode
+    | KeptNode
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from tierfall.core.image.naming import Trail
 from tierfall.core.image.nodes import (
     CodecNode,
     ConflictNode,
+    KeptNode,
     MapNode,
     ModuleNode,
     Node,
@@ -43,6 +44,7 @@ from tierfall.core.image.walk import is_stateful
 from tierfall.core.image.work import Action, Selection, Work
 from tierfall.core.words import with_article
 
+_NEVER_MISSED = (ValueNode, RandomNode, KeptNode)
 Put = Callable[[object], None]
 
 
@@ -157,6 +159,8 @@ class _Filler:
                 self._mismatch(node, live, name)
 
     def _mismatch(self, node: Node, live: Any, name: str) -> None:
+        if isinstance(node, KeptNode):
+            return
         if isinstance(node, ConflictNode):
             self.report.refuses(name, node.reason)
         else:
@@ -294,7 +298,7 @@ class _Filler:
 
     def _absent(self, node: Node, name: str) -> None:
         for leaf_name, leaf in leaves(node, name):
-            if self.selection.has(leaf_name) and not isinstance(leaf, (ValueNode, RandomNode)):
+            if self.selection.has(leaf_name) and not isinstance(leaf, _NEVER_MISSED):
                 self.report.absent(leaf_name)
 
     def _extra(self, live: Any, name: str, *, is_object: bool = False) -> None:

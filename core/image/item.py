@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from tierfall.core.errors import ConfigError, NotSupportedError
+from tierfall.core.errors import ConfigError
+from tierfall.core.image import codec, naming
 from tierfall.core.values import Changes
 
 
 class OnResize(StrEnum):
-    """What becomes of an entry when a checkpoint is restored by another number of ranks."""
+    """What becomes of an entry when a checkpoint is restored by another number of ranks: it is resharded, and refused
+    where it cannot be; each rank takes what the rank of its number had, and a new rank keeps its own; all take what the
+    first had; or all keep their own."""
 
     RESHARD = "reshard"
     PER_RANK = "per_rank"
@@ -39,7 +42,10 @@ def item(
 ) -> Item:
     """Wrap an entry of ``state`` to say when it may change and what a change of world size does to it.
 
-    Raises ConfigError for an unknown word, NotSupportedError for an ``on_resize`` that is not acted on yet.
+    ``on_resize`` counts where another number of ranks saved than restores: ``reshard`` puts tensors together and
+    refuses values that differed between ranks; ``per_rank`` gives each rank what the rank of its number had (a new rank
+    keeps its own), ``replicate`` gives all what rank 0 had, ``drop`` lets all keep their own. Raises ConfigError for an
+    unknown word.
     """
     words = [word.value for word in Changes]
     if changes is not None and changes not in words:
@@ -47,10 +53,6 @@ def item(
     rules = [word.value for word in OnResize]
     if on_resize not in rules:
         raise ConfigError(f"item: on_resize={on_resize!r} is not one of {', '.join(rules)}")
-    if OnResize(on_resize) is not OnResize.RESHARD:
-        raise NotSupportedError(
-            f"item: on_resize={on_resize!r} is not supported yet; leave it out to take the default, 'reshard'"
-        )
     return Item(value, None if changes is None else Changes(changes), OnResize(on_resize))
 
 
@@ -59,3 +61,20 @@ def unwrap(value: object) -> object:
     while type(value) is Item:
         value = value.value
     return value
+
+
+def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnResize]:
+    """Return, by name, what the wrappers in a state say of a change of world size, where it is not the default."""
+    rules: dict[str, OnResize] = {}
+    if type(state) is Item:
+        if state.on_resize is not OnResize.RESHARD:
+            rules[name] = state.on_resize
+        rules.update(resize_rules(state.value, name, depth + 1))
+    elif depth <= codec.DEPTH_MAX and type(state) in codec.MAPPINGS:
+        for key, value in state.items():  # type: ignore[attr-defined]
+            if isinstance(key, str):
+                rules.update(resize_rules(value, naming.join(name, naming.part(key)), depth + 1))
+    elif depth <= codec.DEPTH_MAX and type(state) in (list, tuple):
+        for index, value in enumerate(state):  # type: ignore[arg-type]
+            rules.update(resize_rules(value, f"{name}.{index}", depth + 1))
+    return rules

@@ -8,16 +8,19 @@ where it is not, ``own`` says whose counts, and without one it is a conflict, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tierfall.core.image import naming
 from tierfall.core.image.codec import Coded
 from tierfall.core.image.dtypes import byte_count
 from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.item import OnResize
 from tierfall.core.image.nodes import (
     CodecNode,
     ConflictNode,
+    KeptNode,
     MapNode,
     ModuleNode,
     Node,
@@ -28,6 +31,7 @@ from tierfall.core.image.nodes import (
     SequenceNode,
     TensorNode,
     ValueNode,
+    slots_of,
 )
 from tierfall.core.words import ranks_named
 
@@ -54,12 +58,21 @@ class Merged:
     replicas: Mapping[int, tuple[Block, ...]]
 
 
-def merge_headers(headers: Mapping[int, ImageHeader], *, what: str, own: int | None) -> Merged:
-    """Lay the headers of all ranks over each other; ``own`` is the rank whose values count where they differ."""
-    return _Merging(headers, own).merge(what)
+def merge_headers(
+    headers: Mapping[int, ImageHeader],
+    *,
+    what: str,
+    own: int | None,
+    rank: int = 0,
+    rules: Mapping[str, OnResize] | None = None,
+) -> Merged:
+    """Lay the headers of all ranks over each other; ``own`` is the rank whose values count where they differ. Without
+    one, ``rules`` say by name what becomes of an entry on ``rank``."""
+    return _Merging(headers, own, rank, (rules or {}) if own is None else {}).merge(what)
 
 
 NOBODY = -1
+_INSIDE = "%"  # of what has no name that a wrapper could stand at
 
 
 class _Conflict(Exception):
@@ -67,8 +80,17 @@ class _Conflict(Exception):
 
 
 class _Merging:
-    def __init__(self, headers: Mapping[int, ImageHeader], own: int | None) -> None:
+    def __init__(
+        self,
+        headers: Mapping[int, ImageHeader],
+        own: int | None,
+        rank: int,
+        rules: Mapping[str, OnResize],
+    ) -> None:
         self._headers = headers
+        self._rank = rank
+        self._rules = rules
+        self._taken_of: dict[int, int] = {}
         self._own = NOBODY if own is None else own
         self._slots: dict[str, int] = {}
         self._holders: list[dict[int, StoredTensor]] = []
@@ -81,11 +103,12 @@ class _Merging:
                 if slot == len(self._holders):
                     self._holders.append({})
                 self._holders[slot][rank] = stored
-        tree = self._node({rank: header.tree for rank, header in self._headers.items()}, top=True)
+        roots = {rank: header.tree for rank, header in self._headers.items()}
+        tree = self._node(roots, "", top=True)
         assert isinstance(tree, MapNode), "a tree that is no mapping"
         wholes, blocks, replicas, end = [], [], {}, 0
-        for slot, holders in enumerate(self._holders):
-            whole, parts, others = self._whole(holders, end)
+        for slot in range(len(self._holders)):
+            whole, parts, others = self._whole(self._holders_of(slot), end)
             end = whole.end
             wholes.append(whole)
             blocks.append(parts)
@@ -134,6 +157,10 @@ class _Merging:
             )  # what torch says is a replica is one; or this rank's own counts
         return whole, chosen, tuple(b for same in found.values() for b in same if b not in chosen)
 
+    def _holders_of(self, slot: int) -> Mapping[int, StoredTensor]:
+        holders, one = self._holders[slot], self._taken_of.get(slot)
+        return holders if one is None else {one: holders[one]}
+
     def _choose(self, same: Sequence[Block]) -> Block:
         return next((block for block in same if block.rank == self._own), same[0])
 
@@ -144,7 +171,7 @@ class _Merging:
         if len(names) > 1:
             raise _Conflict(f"is tied to other tensors on some ranks: {', '.join(sorted(names))}")
         slot = self._slots[names.pop()]
-        self._check_same_whole(self._holders[slot])
+        self._check_same_whole(self._holders_of(slot))
         return slot
 
     def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
@@ -163,7 +190,9 @@ class _Merging:
 
     # ---- the tree
 
-    def _node(self, nodes: Mapping[int, Node], *, top: bool = False) -> Node:
+    def _node(self, nodes: Mapping[int, Node], name: str, *, top: bool = False) -> Node:
+        if name in self._rules:
+            return self._ruled(nodes, self._rules[name])
         kinds = {type(node) for node in nodes.values()}
         if self._own in nodes and len(kinds) > 1:
             nodes = {self._own: nodes[self._own]}
@@ -171,11 +200,24 @@ class _Merging:
             words = ", ".join(f"{type(n).__name__} on rank {r}" for r, n in list(nodes.items())[:4])
             return ConflictNode(f"is not of one kind: {words}")
         try:
-            return self._same_kind(nodes, top)
+            return self._same_kind(nodes, name, top)
         except _Conflict as conflict:
             return ConflictNode(str(conflict))
 
-    def _same_kind(self, nodes: Mapping[int, Any], top: bool) -> Node:
+    def _ruled(self, nodes: Mapping[int, Node], rule: OnResize) -> Node:
+        """Take an entry as one rank had it, whatever the others have; or keep what is there."""
+        rank = min(nodes) if rule is OnResize.REPLICATE else self._rank
+        if rule is OnResize.DROP or rank not in nodes:
+            return KeptNode()
+        for slot in slots_of(nodes[rank]):
+            self._taken_of[self._slots[self._headers[rank].tensors[slot].name]] = rank
+        rules, self._rules = self._rules, {}
+        try:
+            return self._node({rank: nodes[rank]}, "")
+        finally:
+            self._rules = rules
+
+    def _same_kind(self, nodes: Mapping[int, Any], name: str, top: bool) -> Node:
         first = next(iter(nodes.values()))
         match first:
             case TensorNode():
@@ -183,13 +225,13 @@ class _Merging:
             case ValueNode():
                 return self._value(nodes)
             case MapNode():
-                return self._mapping(nodes, top)
+                return self._mapping(nodes, name, top)
             case SequenceNode():
-                return self._sequence(nodes)
+                return self._sequence(nodes, name)
             case ModuleNode():
                 keys = {name: key for node in nodes.values() for key, name, _ in node.entries}
                 entries = {r: {name: n for _, name, n in x.entries} for r, x in nodes.items()}
-                merged = self._union(entries)
+                merged = self._union(entries, lambda below: f"{name}.{below}")
                 return ModuleNode(tuple((keys[name], name, node) for name, node in merged.items()))
             case OptimizerNode():
                 return self._optimizer(nodes)
@@ -206,20 +248,22 @@ class _Merging:
 
     def _inside(self, nodes: Mapping[int, Node]) -> Node:
         """Merge what is restored as one: a conflict anywhere in it is a conflict of all of it."""
-        merged = self._node(nodes)
+        merged = self._node(nodes, _INSIDE)
         conflict = _conflict_in(merged)
         if conflict is not None:
             raise _Conflict(conflict)
         return merged
 
-    def _union(self, entries: Mapping[int, Mapping[Any, Node]]) -> dict[Any, Node]:
+    def _union(
+        self, entries: Mapping[int, Mapping[Any, Node]], name_of: Callable[[Any], str]
+    ) -> dict[Any, Node]:
         keys = dict.fromkeys(key for mapping in entries.values() for key in mapping)
         return {
-            key: self._node({rank: m[key] for rank, m in entries.items() if key in m})
+            key: self._node({rank: m[key] for rank, m in entries.items() if key in m}, name_of(key))
             for key in keys
         }
 
-    def _mapping(self, nodes: Mapping[int, MapNode], top: bool) -> Node:
+    def _mapping(self, nodes: Mapping[int, MapNode], name: str, top: bool) -> Node:
         entries = {rank: dict(node.entries) for rank, node in nodes.items()}
         if top and self._own == NOBODY:
             # Another number of ranks has no use for the random state of each of the old ones.
@@ -228,16 +272,19 @@ class _Merging:
                 for rank, mapping in entries.items()
             }
         kind = next(iter(nodes.values())).kind
-        return MapNode(kind, tuple(self._union(entries).items()))
+        merged = self._union(entries, lambda key: naming.join(name, naming.part(key)))
+        return MapNode(kind, tuple(merged.items()))
 
-    def _sequence(self, nodes: Mapping[int, SequenceNode]) -> Node:
+    def _sequence(self, nodes: Mapping[int, SequenceNode], name: str) -> Node:
         if len({(node.is_tuple, len(node.nodes)) for node in nodes.values()}) > 1:
             raise _Conflict("is a sequence of another length or kind on some ranks")
         first = next(iter(nodes.values()))
         return SequenceNode(
             first.is_tuple,
             tuple(
-                self._node({rank: node.nodes[index] for rank, node in nodes.items()})
+                self._node(
+                    {rank: node.nodes[index] for rank, node in nodes.items()}, f"{name}.{index}"
+                )
                 for index in range(len(first.nodes))
             ),
         )
@@ -288,7 +335,8 @@ class _Merging:
             {
                 rank: {number_of[rank][k] if isinstance(k, int) else k: n for k, n in node.state}
                 for rank, node in nodes.items()
-            }
+            },
+            lambda key: _INSIDE,
         )
         return OptimizerNode(all_names, tuple(groups), tuple(state.items()))
 

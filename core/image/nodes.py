@@ -100,6 +100,11 @@ class ConflictNode:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class KeptNode:
+    """What a rank is to keep as it has it (``item(on_resize=...)``); no image holds one."""
+
+
 Node = (
     TensorNode
     | ValueNode
@@ -112,6 +117,7 @@ Node = (
     | CodecNode
     | RandomNode
     | ConflictNode
+    | KeptNode
 )
 
 

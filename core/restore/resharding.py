@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import RestoreError
-from tierfall.core.image import Fill, ImageHeader, Want
+from tierfall.core.image import Fill, ImageHeader, OnResize, Want
 from tierfall.core.image.merging import Block, Merged, merge_headers
 from tierfall.core.records import Manifest
 from tierfall.core.restore.images import Image
@@ -34,6 +34,15 @@ class Plan(Protocol):
 
 
 MakePlan = Callable[[ImageHeader], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """What becomes of entries when other ranks saved them: ``rules`` by name, or the values of one rank, whatever the
+    others had."""
+
+    values_of: int | None = None
+    rules: Mapping[str, OnResize] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -62,7 +71,7 @@ class Parts:
 
 
 def plan_parts(
-    parts: Parts, make_plan: MakePlan, shard: Shard, values_of: int | None
+    parts: Parts, make_plan: MakePlan, shard: Shard, resize: Resize
 ) -> tuple[Plan, Callable[[], None]]:
     """Plan to restore what this rank, ``shard``, holds; return the plan, and what reads all that it needs.
 
@@ -80,12 +89,12 @@ def plan_parts(
                 raise
         else:
             return plan, lambda: _read(parts, shard, plan.fills)
-        values_of = shard.rank
-    return _reshard(parts, make_plan, world_size, values_of)
+        resize = Resize(values_of=shard.rank)
+    return _reshard(parts, make_plan, world_size, shard.rank, resize)
 
 
 def _reshard(
-    parts: Parts, make_plan: MakePlan, world_size: int, values_of: int | None
+    parts: Parts, make_plan: MakePlan, world_size: int, rank: int, resize: Resize
 ) -> tuple[Plan, Callable[[], None]]:
     shards = [Shard(rank, world_size) for rank in range(world_size)]
     headers = {}
@@ -93,7 +102,7 @@ def _reshard(
         with parts.open(shard) as job:
             headers[shard.rank] = job.read_header()
     what = f"{parts.checkpoint.id} of {world_size} ranks"
-    merged = merge_headers(headers, what=what, own=values_of)
+    merged = merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
     plan = make_plan(merged.header)
     manifests = {shard.rank: parts.manifest(shard) for shard in shards}
     reads = spread(merged, plan.wants, same=_known_equal(merged, manifests))

@@ -21,7 +21,7 @@ from tierfall.core.errors import (
 from tierfall.core.restore.choosing import Request, choose
 from tierfall.core.restore.job import OpenImage
 from tierfall.core.restore.reader import Tally
-from tierfall.core.restore.resharding import MakePlan, Parts, Plan, plan_parts
+from tierfall.core.restore.resharding import MakePlan, Parts, Plan, Resize, plan_parts
 from tierfall.core.restore.ring import Ring
 from tierfall.core.values import Shard
 
@@ -39,6 +39,7 @@ __all__ = [
 
 logger = logging.getLogger("tierfall")
 
+RESIZE = Resize()
 HALF_FILLED = "; THE STATE IS HALF FILLED: do not train on it"
 
 
@@ -76,7 +77,7 @@ def restore(
     shard: Shard,
     ring: Ring | None = None,
     chunks_max: int | None = None,
-    values_of: int | None = None,
+    resize: Resize = RESIZE,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
@@ -100,7 +101,7 @@ def restore(
         shard=shard,
         ring=ring,
         chunks_max=chunks_max,
-        values_of=values_of,
+        resize=resize,
     )
 
 
@@ -115,7 +116,7 @@ def fill_first(
     shard: Shard,
     ring: Ring | None = None,
     chunks_max: int | None = None,
-    values_of: int | None = None,
+    resize: Resize = RESIZE,
     together: Together | None = None,
 ) -> Restored:
     """Fill the targets of a plan from the first of ``candidates`` that is good; the rest is as for ``restore``.
@@ -123,7 +124,7 @@ def fill_first(
     With several ranks, ``candidates`` are the same on all. ``together`` is called once per candidate, however filling
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
     others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is. What other
-    ranks saved is resharded; ``values_of`` is the rank whose values count where they differ.
+    ranks saved is resharded, as ``resize`` says.
     """
     touched = False
     for checkpoint in candidates:
@@ -132,7 +133,7 @@ def fill_first(
         try:
             tiers = _tiers(checkpoint, request, listings)
             parts = Parts(checkpoint, tiers, open_image, tally, ring, chunks_max)
-            plan, fill = plan_parts(parts, make_plan, shard, values_of)
+            plan, fill = plan_parts(parts, make_plan, shard, resize)
             touched = True
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below

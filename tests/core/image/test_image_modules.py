@@ -11,7 +11,7 @@ import torch
 from image_help import header_of, load, make_image, restore
 from torch import nn
 
-from tierfall.core.errors import CaptureError, ConfigError, NotSupportedError, RestoreError
+from tierfall.core.errors import CaptureError, ConfigError, RestoreError
 from tierfall.core.image import describe, item, plan_fill
 from tierfall.core.values import Changes
 
@@ -87,8 +87,6 @@ def test_item_refuses_words_that_it_does_not_know() -> None:
         item(1, changes="sometimes")
     with pytest.raises(ConfigError, match="stretch"):
         item(1, on_resize="stretch")
-    with pytest.raises(NotSupportedError, match="not supported yet"):
-        item(1, on_resize="drop")
 
 
 # ---- wrappers

@@ -11,7 +11,14 @@ from image_help import header_of, make_image
 from torch import nn
 
 from tierfall.core.errors import RestoreError
-from tierfall.core.image import ImageHeader, plan_fill, plan_load
+from tierfall.core.image import (
+    ImageHeader,
+    OnResize,
+    item,
+    plan_fill,
+    plan_load,
+    resize_rules,
+)
 from tierfall.core.image.merging import Merged, merge_headers
 from tierfall.core.image.nodes import MapNode
 from tierfall.core.image.sharded import Piece
@@ -125,3 +132,52 @@ def test_the_random_state_of_other_ranks_is_left_out() -> None:
     own = merged({"x": 1}, {"x": 1}, own=0).header.tree
     assert isinstance(own, MapNode)
     assert "rng" in dict(own.entries)
+
+
+def test_item_says_what_becomes_of_an_entry_on_another_number_of_ranks() -> None:
+    states = [
+        {
+            "loader": {"at": 10 + rank, "seen": torch.full((3,), rank)},
+            "seed": rank,
+            "scratch": [rank],
+            "rng": None,
+        }
+        for rank in (0, 1)
+    ]
+    headers = {rank: header_of(make_image(state)[0]) for rank, state in enumerate(states)}
+
+    def live() -> dict[str, Any]:
+        return {
+            "loader": item(
+                {"at": 0, "seen": torch.zeros(3, dtype=torch.int64)}, on_resize="per_rank"
+            ),
+            "seed": item(99, on_resize="replicate"),
+            "scratch": item(["mine"], on_resize="drop"),
+            "rng": None,
+        }
+
+    for rank in range(3):
+        state = live()
+        rules = resize_rules(state)
+        found = merge_headers(headers, what="test", own=None, rank=rank, rules=rules)
+        plan = plan_fill(state, found.header)
+        sources = {found.blocks[want.slot][0].rank for want in plan.wants}
+        plan.finish()
+        assert sources == ({rank} if rank < 2 else set())
+        assert state["loader"].value["at"] == (10 + rank if rank < 2 else 0), (
+            "a new rank keeps its own"
+        )
+        assert state["seed"].value == 0
+        assert state["scratch"].value == ["mine"]
+    state = live()
+    found = merge_headers(headers, what="test", own=1, rules=resize_rules(state))
+    plan_fill(state, found.header).finish()
+    assert state["scratch"].value == [1], "as many ranks: each keeps what it had saved"
+
+
+def test_rules_are_found_wherever_a_wrapper_stands() -> None:
+    state = {
+        "a": {"b.c": [1, item(2, on_resize="drop")]},
+        "d": item({"e": item(3, on_resize="replicate")}),
+    }
+    assert resize_rules(state) == {"a.b%2Ec.1": OnResize.DROP, "d.e": OnResize.REPLICATE}
