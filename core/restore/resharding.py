@@ -6,12 +6,13 @@ merged (``image.merging``), and of each part those ranges are read that this ran
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import RestoreError
+from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError, RestoreError
 from tierfall.core.image import Fill, ImageHeader, OnResize, Want
 from tierfall.core.image.merging import Block, Merged, merge_headers
 from tierfall.core.records import Manifest
@@ -21,6 +22,8 @@ from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.ring import Ring
 from tierfall.core.restore.spreading import spread
 from tierfall.core.values import Shard
+
+logger = logging.getLogger("tierfall")
 
 
 class Plan(Protocol):
@@ -84,13 +87,27 @@ def plan_parts(
             header = job.read_header()
         try:
             plan = make_plan(header)
-        except RestoreError:
+        except RestoreError as error:
             if world_size == 1:
                 raise
-        else:
-            return plan, lambda: _read(parts, shard, plan.fills)
-        resize = Resize(values_of=shard.rank)
+            return _in_another_layout(parts, make_plan, shard, header, error)
+        return plan, lambda: _read(parts, shard, plan.fills)
     return _reshard(parts, make_plan, world_size, shard.rank, resize)
+
+
+def _in_another_layout(
+    parts: Parts, make_plan: MakePlan, shard: Shard, header: ImageHeader, error: RestoreError
+) -> tuple[Plan, Callable[[], None]]:
+    """Plan with the parts of all ranks where this rank's own does not fit, for ``error``. That is what is raised where
+    they cannot be read, unless ranks held tensors together: then another layout is what they are needed for."""
+    own = Resize(values_of=shard.rank)
+    try:
+        return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
+    except (IntegrityError, BackendError, NotSupportedError) as unread:
+        if any(stored.piece is not None for stored in header.tensors):
+            raise
+        logger.warning("restore: the parts of other ranks cannot be read either: %s", unread)
+        raise error from None
 
 
 def _reshard(

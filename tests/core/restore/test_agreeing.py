@@ -22,12 +22,10 @@ from several_help import (
 from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.errors import (
     IntegrityError,
-    NotSupportedError,
     RanksError,
     RestoreError,
     UnreachableError,
 )
-from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreeing import (
     agree_to_restore,
     choose_together,
@@ -35,7 +33,6 @@ from tierfall.core.restore.agreeing import (
     whole_on,
 )
 from tierfall.core.restore.describing import describe, merge_ranks
-from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.restore import Request
 from tierfall.core.values import CheckpointId
 
@@ -189,7 +186,7 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
 
 
 def test_nothing_is_said_where_there_is_nothing() -> None:
-    assert chosen(several(3)) == {"order": [], "lives": [], "world_size": None, "fallbacks": []}
+    assert chosen(several(3)) == {"order": [], "lives": [], "fallbacks": []}
 
 
 def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
@@ -307,13 +304,6 @@ def test_what_rank_0_refuses_is_refused_on_every_rank(two: list[Rank]) -> None:
     outcomes = agreed(two)
     assert [type(outcome) for outcome in outcomes] == [RestoreError, RestoreError]
     assert all("rank 1: timeout" in str(outcome) for outcome in outcomes)
-
-
-def test_one_rank_alone_is_told_of_checkpoints_of_more() -> None:
-    tiers = Tiers(*ORDER)
-    put_shared([tiers, Tiers(*ORDER)], "store", 5)
-    with pytest.raises(NotSupportedError, match="2 ranks saved it, and there is 1 now"):
-        agree_to_restore(Ranks.alone(), tiers.listings(), Request(), mine=ORDER, tally=Tally())
 
 
 @pytest.mark.parametrize("request_", [{"step": 5}, {"tier": "nvme"}, {"ignore_unreachable": True}])
