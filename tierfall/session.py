@@ -195,6 +195,21 @@ class Session:
                 return attempt
             number += 1
 
+    def leave_out(self, tiers: Mapping[str, str]) -> None:
+        """Go on without tiers that other ranks of this start cannot reach; ``tiers`` says of each who, and why."""
+        for name, why in tiers.items():
+            if name in self.errors:
+                continue
+            self.stores.pop(name).close()
+            error = UnreachableError(f"{name}: other ranks cannot reach it: {why}")
+            self.errors[name] = error
+            self.listings = tuple(
+                Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+            )
+            logger.warning(
+                "open: all ranks go on without tier %s, for as long as they run: %s", name, why
+            )
+
     def adopt_attempt(self, attempt: Attempt) -> bool:
         """Write as ``attempt`` from now on; False where a tier knows another one by its number."""
         answered = {x.tier for x in self.listings if x.error is None}
@@ -248,11 +263,12 @@ class Session:
 
     # Threads -----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Build the ledger from what was found, and start to finish what an earlier start began.
+    def build(self) -> None:
+        """Build the ledger from what was found, and all that works on it; nothing moves before ``start``.
 
-        Without an attempt nothing is committed, copied or collected: only orders are carried out. Another node may be
-        at work on a shared tier then, and what looks unfinished there may be its own.
+        What is left half done on a tier is collected here: where there are other ranks, before any of them is at work.
+        Without an attempt nothing is: another node may be at work on a shared tier then, and what looks unfinished
+        there may be its own.
         """
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.load(merge(self._held), self._held)
@@ -277,6 +293,10 @@ class Session:
             council=self.ranks.council if self.ranks.many else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
         )
+
+    def start(self) -> None:
+        """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
+        only orders are carried out."""
         if self.attempt is None:
             self.coordinator.start_tending()
         else:
