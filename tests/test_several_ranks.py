@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from typer.testing import CliRunner
 
 from tests.core.ranks.threads import network, on_all
 from tierfall import stores
-from tierfall.checkpointer import Checkpointer
+from tierfall.backends.posix import PosixBackend
+from tierfall.checkpointer import Checkpointer, _open
+from tierfall.cli.app import app
 from tierfall.config import Config, FileTier, ObjectTier
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
@@ -21,11 +26,13 @@ from tierfall.core.errors import (
     CapacityError,
     CaptureError,
     ConfigError,
+    NotSupportedError,
     RanksError,
     RestoreError,
     UnreachableError,
 )
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.draining import drain
 from tierfall.saving import Saver
 from tierfall.session import Session
 from tierfall.tiers.host import HostTier
@@ -47,9 +54,10 @@ class Opener:
     def __init__(self, folder: Path, ranks: list[Ranks]) -> None:
         self.folder = folder
         self.ranks = ranks
+        self.place_of = {0: 0, 1: 1}
 
     def config(self, rank: int, **more: Any) -> Config:
-        place = self.folder / str(rank)
+        place = self.folder / str(self.place_of[rank])
         tiers = [
             {"name": "host", "kind": "host", "folder": str(place / "memory")},
             {"name": "nvme", "kind": "file", "path": str(place / "nvme")},
@@ -75,6 +83,88 @@ def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
 
 def close_all(checkpointers: list[Checkpointer]) -> None:
     assert on_all([ckpt.close for ckpt in checkpointers]) == [None] * len(checkpointers)
+
+
+def stop_before_any_flush(opener: Opener, patch: pytest.MonkeyPatch) -> None:
+    """Save step 1 on all ranks, and end as a kill does: it is sealed in memory, and nowhere else."""
+
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        if not key.endswith(".safetensors"):
+            return real(self, key, **options)
+        raise UnreachableError(f"{key}: nobody answers")
+
+    with patch.context() as context:
+        context.setattr(PosixBackend, "create", create)
+        both = opener.all_open()
+        for rank, ckpt in enumerate(both):
+            ckpt.save(1, {"w": torch.full((4,), float(rank)), "rng": None}).captured(SOON_S)
+        deadline = time.monotonic() + SOON_S
+        while any(ckpt.checkpoints()[0].tiers.get("host") != "sealed" for ckpt in both):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for ckpt in both:
+            ckpt._capturer.close(SOON_S)
+            ckpt._session.close(keep_memory=True)
+            _open.discard(ckpt)
+
+
+def test_memory_of_several_ranks_is_refused_to_one_process(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop_before_any_flush(opener, monkeypatch)
+    files = {path: path.stat().st_size for path in tmp_path.rglob("*.json")}
+    for call in (
+        lambda: Checkpointer(opener.config(0), run="run"),
+        lambda: drain(opener.config(0), SOON_S),
+    ):
+        with pytest.raises(NotSupportedError, match="2 ranks saved, and there is 1 now"):
+            call()
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*.json")} == files
+    with network(["a", "b"]) as again:
+        both = Opener(tmp_path, again).all_open()
+        states = [{"w": torch.zeros(4), "rng": None} for _ in both]
+        reports = on_all([lambda c=c, s=s: c.restore(s) for c, s in zip(both, states, strict=True)])  # type: ignore[misc]
+        assert [report.sources[0].tier for report in reports] == ["host", "host"]
+        assert [state["w"][0].item() for state in states] == [0.0, 1.0]  # type: ignore[index, union-attr]
+        close_all(both)
+
+
+def test_ranks_that_come_to_where_others_were_do_not_take_up_their_images(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop_before_any_flush(opener, monkeypatch)
+    with network(["b", "a"]) as again:
+        swapped = Opener(tmp_path, again)
+        swapped.place_of = {0: 1, 1: 0}
+        both = swapped.all_open()
+        assert [ckpt.checkpoints() for ckpt in both] == [[], []]
+        close_all(both)
+    assert not list(tmp_path.glob("*/*/run/step-*/*")), "nobody's image under another's name"
+
+
+def test_drain_leaves_the_memory_of_several_ranks_of_a_machine_alone(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": "run",
+            "max_wait": "10s",
+            "tiers": [
+                {"name": "host", "kind": "host", "folder": str(tmp_path / "memory")},
+                {"name": "nvme", "kind": "file", "path": str(tmp_path / "nvme")},
+            ],
+        }
+    )
+    with Checkpointer(config, run="run") as ckpt:
+        ckpt.save(1, {"w": torch.ones(4), "rng": None}).captured(SOON_S)
+        shutil.copy(tmp_path / "memory/run/slot-0.arena", tmp_path / "memory/run/slot-1.arena")
+    path = tmp_path / "tiers.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+    done = CliRunner().invoke(app, ["drain", "--config", str(path)])
+    assert done.exit_code == 1
+    assert "several ranks of run 'run' have left images in memory" in done.output
+    assert "slot-1.arena" in done.output
+    assert (tmp_path / "memory/run/slot-1.arena").exists()
 
 
 def fails_for(rank: int, owner: type, method: str, error: BaseException, patch: Any) -> None:

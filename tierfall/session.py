@@ -12,9 +12,11 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tierfall.config import Config
+from tierfall.core import names
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
@@ -23,6 +25,7 @@ from tierfall.core.errors import (
     FlushError,
     IntegrityError,
     KeyExistsError,
+    NotSupportedError,
     StorageFullError,
     TierfallError,
     UnreachableError,
@@ -30,6 +33,7 @@ from tierfall.core.errors import (
 from tierfall.core.lock import RunLock
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.records import Attempt, read_manifest
+from tierfall.core.restore.choosing import count_of_ranks
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.restore.ring import Ring
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -101,7 +105,7 @@ class Session:
                     name,
                     problem,
                 )
-            self.listings = list_all(config, self.host, self.stores, self.errors)
+            self.listings = self.list_now()
             self._held = self.listings
             self._check_adoption(accept_arena)
         except BaseException:
@@ -119,8 +123,11 @@ class Session:
     # Adoption ----------------------------------------------------------------------------------------
 
     def _check_adoption(self, accept: bool) -> None:
-        """Refuse host memory that belongs to another life of this run's name."""
+        """Refuse host memory that belongs to another life of this run's name, or to another number of ranks."""
         held = self.host.images()
+        for id, image in held.items():
+            if image.commit.world_size != self.ranks.shard.world_size:
+                raise self._of_others(id, image.commit.world_size)
         answered = [x for x in self.listings if x.tier in self.stores and x.error is None]
         for image in held.values():
             line = image.commit.line
@@ -143,6 +150,14 @@ class Session:
             f"open: {self.host.path} holds step {image.commit.line.checkpoint} of another life of run "
             f"{self.run!r}: {why}. If it is not needed, remove that file; if it is, bring it to the tiers by "
             "'tierfall drain'; or choose another run name"
+        )
+
+    def _of_others(self, id: CheckpointId, saved_by: int) -> NotSupportedError:
+        there_are = self.ranks.shard.world_size
+        return NotSupportedError(
+            f"open: {self.host.path} holds one rank's part of step {id}, which {count_of_ranks(saved_by)} saved, and "
+            f"there {'is' if there_are == 1 else 'are'} {there_are} now: it cannot go on from there. Start with "
+            f"{count_of_ranks(saved_by)}, which finish its flush; or, if it is not needed, remove that file"
         )
 
     # Attempts ----------------------------------------------------------------------------------------
@@ -320,7 +335,10 @@ class Session:
         for id, image in self.host.images().items():
             entry = ledger.entries.get(id)
             if entry is None or self.host.name not in entry.states:
-                logger.info("open: %s in memory is let go: other ranks have no part of it", id)
+                logger.warning(
+                    "open: %s in memory is let go: it is another rank's part, or other ranks have none of it",
+                    id,
+                )
                 image.region.release()
                 continue
             entry.region = image.region
@@ -378,7 +396,15 @@ class Session:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        return list_all(self.config, self.host, self.stores, self.errors)
+        """Ask every tier what it holds. In memory only this rank's own part counts: a rank may have come to where
+        another one was."""
+        own = names.manifest_name(self.ranks.shard)
+        return tuple(
+            replace(x, copies=tuple(c for c in x.copies if c.commit and c.commit.file(own)))
+            if x.tier == self.host.name
+            else x
+            for x in list_all(self.config, self.host, self.stores, self.errors)
+        )
 
     def open_image(
         self, regions: Mapping[CheckpointId, HostRegion]
