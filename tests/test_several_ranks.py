@@ -167,6 +167,25 @@ def test_drain_leaves_the_memory_of_several_ranks_of_a_machine_alone(tmp_path: P
     assert (tmp_path / "memory/run/slot-1.arena").exists()
 
 
+def test_what_one_node_has_of_a_checkpoint_is_looked_at_and_is_not_damage(
+    opener: Opener, tmp_path: Path
+) -> None:
+    both = opener.all_open()
+    handles = [ckpt.save(1, {"w": torch.ones(4), "rng": None}) for ckpt in both]
+    for handle in handles:
+        handle.wait(timeout=SOON_S)
+    close_all(both)
+    path = tmp_path / "tiers.yaml"
+    path.write_text(yaml.safe_dump(opener.config(0).model_dump(mode="json", exclude_none=True)))
+    for command in (["verify"], ["show", "1"]):
+        done = CliRunner().invoke(app, [*command, "--config", str(path)])
+        assert done.exit_code == 0, done.output
+        assert "does not name" not in done.output
+    image = tmp_path / "0/nvme/run/step-00000001-a0001/rank-00000-of-00002.safetensors"
+    image.write_bytes(image.read_bytes()[:-1] + b"x")
+    assert "DAMAGED" in CliRunner().invoke(app, ["verify", "--config", str(path)]).output
+
+
 def fails_for(rank: int, owner: type, method: str, error: BaseException, patch: Any) -> None:
     """Let a method fail on one rank: that whose folder is in what the method's object is about."""
     real = getattr(owner, method)
