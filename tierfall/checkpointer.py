@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,14 +22,13 @@ from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import (
     ConfigError,
     NotSupportedError,
-    RestoreError,
     StepError,
     TierfallError,
 )
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import plan_fill, resize_rules
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreeing import agree_to_restore, together
+from tierfall.core.restore.agreeing import agree_to_restore, finish_together, together
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.restore import Request, Restored, choose, fill_first
@@ -46,12 +45,13 @@ from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 from tierfall.saving import Saver
 from tierfall.session import Session
-from tierfall.starting import mine, report_failure
+from tierfall.starting import mine, opening, ready_together
 
 logger = logging.getLogger("tierfall")
 _open: set[Checkpointer] = set()
-FILL_WAITS = 10
-"""A rank that has filled its part of a restore waits for the others for so many times ``max_wait``."""
+SLOWER = 10
+"""A rank that has taken its memory, or has filled its part of a restore, waits for the others for so many times
+``max_wait``: how long either takes is a matter of bytes."""
 
 
 class Checkpointer:
@@ -68,23 +68,28 @@ class Checkpointer:
         self._run = run
         self._pid = os.getpid()
         self._closed = False
-        _check_first(config, run)
-        self._session = _open_session(config, run, ranks or Ranks.alone())
-        try:
+        ranks = ranks or Ranks.alone()
+        with ExitStack() as undo:
+            undo.callback(ranks.leave)
+            with opening(ranks):
+                _check_first(config, run)
+                self._session = Session(config, run=run, ranks=ranks)
+            undo.callback(self._session.abandon)
             first = self._session.begin_line()
             assert self._session.attempt is not None
-            self._session.host.create_now()
             self._line = SavingLine(run, self._session.attempt, begun=fresh or first)
+            with ready_together(ranks, timeout_s=SLOWER * config.max_wait_s):
+                self._session.host.create_now()
+                self._session.build()
+                self._capturer = Capturer(
+                    post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
+                )
+                undo.callback(self._capturer.close, 1.0)
+                self._saver = Saver(config, self._session, self._capturer)
             if fresh:
                 self._say_left_behind(self._session.known(), None)
             self._session.start()
-            self._capturer = Capturer(
-                post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
-            )
-            self._saver = Saver(config, self._session, self._capturer)
-        except BaseException:
-            self._session.abandon()
-            raise
+            undo.pop_all()
         _open.add(self)
 
     # Saving ------------------------------------------------------------------------------------------
@@ -108,15 +113,20 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._check_usable()
-        self._raise_failures()
+        self._check_alive()
+        many = self._session.ranks.many
+        if not many:
+            self._raise_failures()
         step = as_step(step)
         self._line.check(step)
-        self._finish_capture(in_order=True)
         try:
+            self._finish_capture(in_order=True)
             handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
         except BaseException as error:
             self._saver.tell_others(self._line, step, error)
             raise
+        if many:  # the others save this step whatever has failed here before
+            self._raise_failures()
         if block:
             handle.wait()
         return handle
@@ -211,15 +221,16 @@ class Checkpointer:
             if restored is None:
                 self._line.begun = True
                 return None
-            try:
-                restored.plan.finish()  # type: ignore[attr-defined]
-            except Exception as error:
-                raise RestoreError(
-                    f"restore of {restored.checkpoint.id}: the tensors are in place, but the rest is not: {error}; THE "
-                    "STATE IS HALF FILLED: do not train on it"
-                ) from error
+            any_saved = finish_together(
+                self._session.ranks,
+                restored.plan.finish,  # type: ignore[attr-defined]
+                restored.checkpoint.id,
+                goes_on=only is None,
+                saved=self._line.saved_any,
+                timeout_s=SLOWER * self._config.max_wait_s,
+            )
             if only is None:
-                self._continue_from(restored)
+                self._continue_from(restored, any_saved)
         return telling.restore_report(restored, time.monotonic() - began)
 
     @contextmanager
@@ -287,17 +298,15 @@ class Checkpointer:
             shard=ranks.shard,
             ring=session.ring,
             resize=resize,
-            together=together(ranks, timeout_s=FILL_WAITS * self._config.max_wait_s)
-            if many
-            else None,
+            together=together(ranks, timeout_s=SLOWER * self._config.max_wait_s) if many else None,
         )
 
-    def _continue_from(self, restored: Restored) -> None:
-        """The line goes on from here; what this process saved before belongs to another one."""
+    def _continue_from(self, restored: Restored, any_saved: bool) -> None:
+        """The line goes on from here; what this start saved before, on any rank, belongs to another one."""
         id, commit = restored.checkpoint.id, restored.checkpoint.commit
         assert commit is not None
         attempt = self._line.attempt
-        if self._line.saved_any:
+        if any_saved:
             self._session.listings = self._session.list_now()
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
@@ -440,9 +449,12 @@ class Checkpointer:
             self._closed = True
             _open.discard(self)
             self._saver.close()
-            self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
-            self._session.ranks.close(max(1.0, left_s()))
+            try:
+                self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
+            finally:
+                self._session.ranks.close(max(1.0, left_s()))
         if self._config.on_error is OnError.RAISE:
+            self._check_alive()
             self._raise_failures()
 
     def _say_left(self, report: DrainReport) -> None:
@@ -502,27 +514,21 @@ class Checkpointer:
                 "this Checkpointer belongs to the process that opened it; a forked child cannot use it"
             )
 
-    def _raise_failures(self) -> None:
-        coordinator = self._session.coordinator
+    def _check_alive(self) -> None:
+        """Raise what keeps anything that is saved from becoming a checkpoint."""
         self._session.ranks.check()
         if (failure := self._session.workers.failure) is not None:
             raise TierfallError(f"the coordinator stopped: {failure!r}") from failure
-        if coordinator.fenced is not None and not self._closed:
-            raise coordinator.fenced
+        if (fenced := self._session.coordinator.fenced) is not None and not self._closed:
+            raise fenced
+
+    def _raise_failures(self) -> None:
+        """Raise, under ``on_error: raise``, the first that failed since the last call."""
+        coordinator = self._session.coordinator
         fresh = tuple(coordinator.errors)
         del coordinator.errors[: len(fresh)]  # the coordinator's thread may append meanwhile
         if fresh and self._config.on_error is OnError.RAISE:
             raise fresh[0]
-
-
-def _open_session(config: Config, run: str, ranks: Ranks) -> Session:
-    try:
-        return Session(config, run=run, ranks=ranks)
-    except BaseException as error:
-        if ranks.many:
-            report_failure(ranks, error)
-            ranks.leave()
-        raise
 
 
 def _some(things: Sequence[str]) -> str:

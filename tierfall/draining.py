@@ -65,6 +65,7 @@ def drain(
             return Drained(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
         _take_up(session, max(images.values(), key=_order))
         planned = _plan(session)
+        session.build()
         session.start()
     except BaseException:
         session.abandon()

@@ -246,6 +246,7 @@ def tending(config: Config) -> Iterator[Session]:
     check_folders(config)
     session = Session(config, run=config.run)
     try:
+        session.build()
         session.start()
     except BaseException:
         session.abandon()

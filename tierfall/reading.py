@@ -41,15 +41,18 @@ class Reader:
         self._host_error: TierfallError | None = None
         self.host = self._attach()
 
-    def _attach(self) -> HostTier:
-        host = HostTier(
+    def _host(self, slot: int) -> HostTier:
+        return HostTier(
             name=self.config.host.name,
             run=self.run,
             folder=self._folder,
-            slot=SLOT,
+            slot=slot,
             shard=SHARD,
             capacity_bytes=None,
         )
+
+    def _attach(self) -> HostTier:
+        host = self._host(SLOT)
         self._host_error = None
         try:
             host.attach(writable=False)
@@ -80,6 +83,24 @@ class Reader:
 
     def images(self) -> dict[CheckpointId, HeldImage]:
         return self.host.images()
+
+    def memory_of_others(self) -> tuple[Path, ...]:
+        """Name the memory that further ranks of this machine have left images in, or that cannot be read."""
+        found = []
+        for path in sorted(self._folder.glob("slot-*.arena")):
+            slot = path.stem.removeprefix("slot-")
+            if not slot.isdecimal() or int(slot) == SLOT:
+                continue
+            try:
+                host = self._host(int(slot))
+                host.attach(writable=False)
+                holds = bool(host.images())
+                host.close(keep=True)
+            except TierfallError:
+                holds = True
+            if holds:
+                found.append(path)
+        return tuple(found)
 
     def opener(self) -> Callable[[str, CheckpointId, Shard], Image]:
         held = self.images()

@@ -12,9 +12,11 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from tierfall.config import Config
+from tierfall.core import names
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
@@ -23,6 +25,7 @@ from tierfall.core.errors import (
     FlushError,
     IntegrityError,
     KeyExistsError,
+    NotSupportedError,
     StorageFullError,
     TierfallError,
     UnreachableError,
@@ -38,7 +41,7 @@ from tierfall.core.scheduler.runner import TaskRunner
 from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion, geometry
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.stores import (
@@ -73,6 +76,7 @@ class Session:
         self.config = config
         self.run = run
         self.ranks = ranks or Ranks.alone()
+        self._is_command = ranks is None
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
         self._closed = False
@@ -101,7 +105,7 @@ class Session:
                     name,
                     problem,
                 )
-            self.listings = list_all(config, self.host, self.stores, self.errors)
+            self.listings = self.list_now()
             self._held = self.listings
             self._check_adoption(accept_arena)
         except BaseException:
@@ -119,8 +123,11 @@ class Session:
     # Adoption ----------------------------------------------------------------------------------------
 
     def _check_adoption(self, accept: bool) -> None:
-        """Refuse host memory that belongs to another life of this run's name."""
+        """Refuse host memory that belongs to another life of this run's name; a command refuses that of several ranks."""
         held = self.host.images()
+        for id, image in held.items():
+            if self._is_command and image.commit.world_size > 1:
+                raise self._of_others(id, image.commit.world_size)
         answered = [x for x in self.listings if x.tier in self.stores and x.error is None]
         for image in held.values():
             line = image.commit.line
@@ -143,6 +150,13 @@ class Session:
             f"open: {self.host.path} holds step {image.commit.line.checkpoint} of another life of run "
             f"{self.run!r}: {why}. If it is not needed, remove that file; if it is, bring it to the tiers by "
             "'tierfall drain'; or choose another run name"
+        )
+
+    def _of_others(self, id: CheckpointId, saved_by: int) -> NotSupportedError:
+        return NotSupportedError(
+            f"open: {self.host.path} holds one rank's part of step {id}, which {saved_by} ranks saved, and this is one "
+            f"process: it cannot go on from there. Start the job with {saved_by} ranks, which finish its flush; or, if "
+            "it is not needed, remove that file"
         )
 
     # Attempts ----------------------------------------------------------------------------------------
@@ -194,6 +208,21 @@ class Session:
             if self.adopt_attempt(attempt):
                 return attempt
             number += 1
+
+    def leave_out(self, tiers: Mapping[str, str]) -> None:
+        """Go on without tiers that other ranks of this start cannot reach; ``tiers`` says of each who, and why."""
+        for name, why in tiers.items():
+            if name in self.errors:
+                continue
+            self.stores.pop(name).close()
+            error = UnreachableError(f"{name}: other ranks cannot reach it: {why}")
+            self.errors[name] = error
+            self.listings = tuple(
+                Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+            )
+            logger.warning(
+                "open: all ranks go on without tier %s, for as long as they run: %s", name, why
+            )
 
     def adopt_attempt(self, attempt: Attempt) -> bool:
         """Write as ``attempt`` from now on; False where a tier knows another one by its number."""
@@ -248,11 +277,12 @@ class Session:
 
     # Threads -----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Build the ledger from what was found, and start to finish what an earlier start began.
+    def build(self) -> None:
+        """Build the ledger from what was found, and all that works on it; nothing moves before ``start``.
 
-        Without an attempt nothing is committed, copied or collected: only orders are carried out. Another node may be
-        at work on a shared tier then, and what looks unfinished there may be its own.
+        What is left half done on a tier is collected here: where there are other ranks, before any of them is at work.
+        Without an attempt nothing is: another node may be at work on a shared tier then, and what looks unfinished
+        there may be its own.
         """
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.load(merge(self._held), self._held)
@@ -277,6 +307,10 @@ class Session:
             council=self.ranks.council if self.ranks.many else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
         )
+
+    def start(self) -> None:
+        """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
+        only orders are carried out."""
         if self.attempt is None:
             self.coordinator.start_tending()
         else:
@@ -298,9 +332,15 @@ class Session:
         """Take over what an earlier start sealed; what is damaged there is said above, and makes room."""
         self.host.release_damaged()
         for id, image in self.host.images().items():
+            if image.commit.world_size != self.ranks.shard.world_size:
+                self._let_go_of_part(ledger, id, image)
+                continue
             entry = ledger.entries.get(id)
             if entry is None or self.host.name not in entry.states:
-                logger.info("open: %s in memory is let go: other ranks have no part of it", id)
+                logger.warning(
+                    "open: %s in memory is let go: it is another rank's part, or other ranks have none of it",
+                    id,
+                )
                 image.region.release()
                 continue
             entry.region = image.region
@@ -310,6 +350,20 @@ class Session:
             )
             entry.geometry = geometry(entry.manifest)
             logger.info("open: %s in memory is adopted", id)
+
+    def _let_go_of_part(self, ledger: Ledger, id: CheckpointId, image: HeldImage) -> None:
+        """Another number of ranks goes on: what the old ones have in memory is not put together."""
+        logger.warning(
+            "open: one rank's part of %s in memory is let go: %d ranks saved it, and now there are %d; what lies on "
+            "the other tiers is restored",
+            id,
+            image.commit.world_size,
+            self.ranks.shard.world_size,
+        )
+        image.region.release()
+        if (entry := ledger.entries.get(id)) is not None:
+            entry.set_state(self.host.name, CopyState.ABSENT)
+            ledger.forget_if_gone(entry)
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised."""
@@ -358,7 +412,15 @@ class Session:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        return list_all(self.config, self.host, self.stores, self.errors)
+        """Ask every tier what it holds. In memory only this rank's own part counts: a rank may have come to where
+        another one was."""
+        own = names.manifest_name(self.ranks.shard)
+        return tuple(
+            replace(x, copies=tuple(c for c in x.copies if c.commit and c.commit.file(own)))
+            if x.tier == self.host.name
+            else x
+            for x in list_all(self.config, self.host, self.stores, self.errors)
+        )
 
     def open_image(
         self, regions: Mapping[tuple[CheckpointId, Shard], HostRegion]

@@ -6,7 +6,8 @@ puts that together: a checkpoint is there when every rank's part of it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tierfall.session import Session
 
 TRIES = 8
+_OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +62,29 @@ def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
 
 
 def start_together(session: Session) -> Start:
-    """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting."""
+    """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
+
+    A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
+    """
     ranks, config = session.ranks, session.config
     order = [tier.name for tier in config.chain]
     number = session.next_number()
     for _ in range(TRIES):
         found = ranks.agree(
-            "open",
+            _OPEN,
             {
                 "number": number,
+                "unreachable": {tier: str(error) for tier, error in session.errors.items()},
                 "tiers": describe(session.listings, mine=mine(config, ranks)),
                 "nothing": session.knows_of_nothing(),
             },
             lambda bodies: _decide(session, bodies, order),
         )
+        session.leave_out(found["unreachable"])
         attempt = Attempt(run=session.run, **found["attempt"])
-        taken = session.adopt_attempt(attempt)
-        refused = ranks.agree("open: attempt", taken, _refused)
+        with _said_to_others(ranks, _ATTEMPT):
+            taken = session.adopt_attempt(attempt)
+        refused = ranks.agree(_ATTEMPT, {"taken": taken}, _refused)
         if not refused:
             return Start(
                 attempt=attempt,
@@ -91,12 +99,35 @@ def start_together(session: Session) -> Start:
     )
 
 
-def report_failure(ranks: Ranks, error: BaseException) -> None:
-    """This rank cannot start: the others, who wait for it, are to know why."""
+@contextmanager
+def opening(ranks: Ranks) -> Iterator[None]:
+    """What is done inside is done by each rank before it meets the others in ``start_together``, who wait for it: they
+    are to know why it does not come."""
+    with _said_to_others(ranks, _OPEN):
+        yield
+
+
+@contextmanager
+def ready_together(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
+    """What is done inside is done by all ranks, or no rank starts. ``timeout_s`` is how much longer than the fastest
+    rank the slowest may take."""
+    with _said_to_others(ranks, _READY, timeout_s):
+        yield
+    if ranks.many:
+        ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
+
+
+@contextmanager
+def _said_to_others(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Tell the other ranks, at their next agreement, what kept this one from coming to it."""
     try:
-        ranks.agree("open", {"error": str(error)}, _check_started)
-    except TierfallError:
-        return  # which they raise, and this rank too: its own
+        yield
+    except BaseException as error:
+        if ranks.many:
+            with suppress(TierfallError):  # it says the same: this rank raises its own
+                body = {"error": str(error) or repr(error)}
+                ranks.agree(what, body, _check_started, timeout_s=timeout_s)
+        raise
 
 
 def _check_started(bodies: Bodies) -> None:
@@ -110,7 +141,12 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
     listings = merge_ranks({rank: body["tiers"] for rank, body in bodies.items()}, order)
     found, _ = complete(listings)
     attempt = session.take_number(max(body["number"] for body in bodies.values()))
+    unreachable: dict[str, str] = {}
+    for rank, body in bodies.items():
+        for tier, why in body["unreachable"].items():
+            unreachable.setdefault(tier, f"rank {rank}: {why}")
     return {
+        "unreachable": unreachable,
         "attempt": {
             "number": attempt.number,
             "id": attempt.id,
@@ -128,7 +164,8 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
 
 
 def _refused(bodies: Bodies) -> list[int]:
-    return [rank for rank, taken in bodies.items() if not taken]
+    _check_started(bodies)
+    return [rank for rank, body in bodies.items() if not body["taken"]]
 
 
 def _pairs(ids: Any) -> list[list[int]]:

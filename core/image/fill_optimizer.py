@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tierfall.core.image import naming, optimizers, put
 from tierfall.core.image.build import CPU
 from tierfall.core.image.nodes import MapNode, Node, OptimizerNode, TensorNode, ValueNode
-from tierfall.core.image.sharded import Piece, is_sharded, like, local_part, piece_of
+from tierfall.core.image.sharded import Piece, Unsharded, is_sharded, like, local_part, piece_of
 from tierfall.core.image.work import Work
 
 _STEP = "step"
@@ -228,7 +228,7 @@ class OptimizerFiller:
             return False
         stored = self._builder.header.tensors[node.slot]
         shape = stored.shape if stored.piece is None else stored.piece.shape
-        same = piece_of(live) == stored.piece or self._builder.header.merged
+        same = self._builder.header.merged or _is_block(live, stored.piece)
         if tuple(live.shape) != shape or not same:
             self._work.fitter.compare(node.slot, live, name)
             return True
@@ -286,3 +286,10 @@ class OptimizerFiller:
 def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
     for key, value in values.items():
         live[key] = put.merge(live.get(key), value)
+
+
+def _is_block(live: torch.Tensor, piece: Piece | None) -> bool:
+    try:
+        return piece_of(live) == piece
+    except Unsharded:
+        return False

@@ -15,7 +15,7 @@ from tierfall.core.image import dtypes, tensors
 from tierfall.core.image.build import Builder
 from tierfall.core.image.nodes import QuantizedNode
 from tierfall.core.image.report import Report
-from tierfall.core.image.sharded import Piece, is_sharded, local_part, piece_of
+from tierfall.core.image.sharded import Piece, Unsharded, is_sharded, local_part, piece_of
 
 
 class Fitter:
@@ -31,7 +31,11 @@ class Fitter:
     def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
         """Say whether dtype and shape are the same; report it where they are not."""
         stored = self._builder.header.tensors[slot]
-        piece = piece_of(live)
+        try:
+            piece = piece_of(live)
+        except Unsharded as error:
+            self._report.refuses(name, f"cannot be restored into: {error}")
+            return False
         shape = stored.shape if stored.piece is None else stored.piece.shape
         same = piece == stored.piece or self._builder.header.merged
         if live.dtype is stored.dtype and tuple(live.shape) == shape and same:

@@ -48,7 +48,7 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, Piece]:
 
 
 def piece_of(tensor: Any) -> Piece | None:
-    """Return where this rank's part lies; None for what is no DTensor."""
+    """Return where this rank's part lies; None for what is no DTensor. Raises Unsharded as ``local_part`` does."""
     return _block(tensor) if is_sharded(tensor) else None
 
 
@@ -66,7 +66,11 @@ def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def _block(tensor: Any) -> Piece:
-    key = (tensor.device_mesh, tensor.placements, tensor.shape)
+    here = tensor.device_mesh.get_coordinate()
+    if here is None:
+        raise Unsharded("this rank is not in its mesh, and has no part of it; leave it out here")
+    # A process may come back as another rank of a mesh that is otherwise the same.
+    key = (tensor.device_mesh, tuple(here), tensor.placements, tensor.shape)
     known = _pieces.get(key)
     if known is not None:
         return known

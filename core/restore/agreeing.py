@@ -7,7 +7,7 @@ every shard somewhere, and chooses for all; and after each checkpoint that was t
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
@@ -88,6 +88,64 @@ def together(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
         return None if worst is None else Failure(**worst)
 
     return tell
+
+
+def finish_together(
+    ranks: Ranks,
+    finish: Callable[[], None],
+    id: CheckpointId,
+    *,
+    goes_on: bool,
+    saved: bool,
+    timeout_s: float | None = None,
+) -> bool:
+    """``finish`` a restore, on all ranks; return whether any of them has ``saved`` since its line began.
+
+    ``goes_on``: the run continues from what was restored. Raises RestoreError on every rank where one could not: its
+    own on that rank. All say that the state is half filled: on the others it is of a step that not all ranks are at.
+    """
+    of = f"restore of {id}"
+    failure: BaseException | None = None
+    try:
+        finish()
+    except BaseException as error:  # noqa: BLE001 - the other ranks must know; raised below
+        failure = error
+    try:
+        body = {"failed": failure and (str(failure) or repr(failure)), "goes_on": goes_on}
+        said = ranks.agree(
+            "restore: finish", {**body, "saved": saved}, _finished, timeout_s=timeout_s
+        )
+    except TierfallError as lost:
+        if failure is None:
+            raise _half_finished(of, str(lost), "") from lost
+        failure.add_note(f"the other ranks may not know of it: {lost}")
+        said = {}
+    if isinstance(failure, Exception):
+        raise _half_finished(of, str(failure), "") from failure
+    if failure is not None:
+        raise failure
+    if said["failed"] is not None:
+        raise _half_finished(of, said["failed"], f"rank {said['rank']}: ")
+    return bool(said["saved"])
+
+
+def _half_finished(of: str, reason: str, where: str) -> RestoreError:
+    return RestoreError(
+        f"{of}: {where}the tensors are in place, but the rest is not: {reason}{HALF_FILLED}"
+    )
+
+
+def _finished(bodies: Mapping[int, Any]) -> dict[str, Any]:
+    others = [rank for rank, body in bodies.items() if body["goes_on"] != bodies[0]["goes_on"]]
+    if others:
+        ours, theirs = ("all", "a part") if bodies[0]["goes_on"] else ("a part", "all")
+        raise RanksError(
+            f"{ranks_named(others)} restored {theirs} where rank 0 restored {ours} (only=...): every rank asks for the "
+            "same"
+        )
+    rank = next((rank for rank, body in bodies.items() if body["failed"] is not None), 0)
+    saved = any(body["saved"] for body in bodies.values())
+    return {"rank": rank, "failed": bodies[rank]["failed"], "saved": saved}
 
 
 def _worst(bodies: Mapping[int, Any]) -> dict[str, Any] | None:

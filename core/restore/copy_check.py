@@ -155,9 +155,16 @@ class CopyCheck:
                 self._check_mark(store, name)
 
     def _check_names(self, commit: Commit, sizes: dict[str, int]) -> None:
-        """Hold the folder against the commit record: every rank named, every file there and as long as it says."""
+        """Hold the folder against the commit record: every rank named, every file there and as long as it says.
+
+        The record of a tier that only one node sees names that node's ranks: of each, image and manifest.
+        """
+        shards = {names.parse_shard(file.name) for file in commit.files}
+        here = {shard for shard in shards if shard and shard.world_size == commit.world_size}
         for rank in range(commit.world_size):
             shard = Shard(rank, commit.world_size)
+            if here and shard not in here:
+                continue
             for name, file in (
                 (names.shard_name(shard), image_file(commit, shard)),
                 (names.manifest_name(shard), commit.file(names.manifest_name(shard))),

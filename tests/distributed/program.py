@@ -119,6 +119,9 @@ def save_alone(folder: str, only: int, **changes: Any) -> Any:
         if only == RANK:
             handle = ckpt.save(1, make_state(1))
             said = outcome_of(handle)
+            Path(folder, "said").touch()
+        while not Path(folder, "said").exists():  # step 2 is not to be late, too
+            time.sleep(0.05)
         ckpt.save(2, make_state(2)).wait("pfs", 20)
         return {"said": said, "steps": [c.step for c in ckpt.checkpoints() if "pfs" in c.tiers]}
 

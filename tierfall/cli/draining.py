@@ -73,6 +73,12 @@ def _holds_images(reader: Reader, answer: Answer) -> bool:
         refuse(
             f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
         )
+    if others := reader.memory_of_others():
+        refuse(
+            f"drain: several ranks of run {reader.run!r} have left images in memory ({', '.join(map(str, others))}): "
+            "draining for several ranks is not supported yet. Start the job again with as many ranks, which finish the "
+            "flush; nothing was done"
+        )
     memory = reader.memory()
     if memory.error is not None:
         refuse(f"drain: host memory cannot be read: {memory.error}")

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Self
 
+from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
@@ -176,6 +177,8 @@ def manifest_facts(
         for tier, copy in checkpoint.copies.items():
             if copy.commit is None:
                 continue
+            if size > 1 and copy.commit.file(names.manifest_name(shard)) is None:
+                continue  # the record of one node, or of one rank's memory, names its own parts
             try:
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)
                 found.append(_manifested(manifest))

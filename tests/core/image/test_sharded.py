@@ -13,7 +13,15 @@ import torch.distributed as dist
 from image_help import load, make_image, restore
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    zeros,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tierfall.core.errors import CaptureError, IntegrityError, RestoreError
 from tierfall.core.image import Recall, describe, plan_layout, sharded
@@ -120,6 +128,37 @@ def test_partial_sums_are_refused_by_name(mesh: DeviceMesh) -> None:
     tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(CaptureError, match=r'state\["w"\].*Partial'):
         describe({"w": tensor})
+
+
+def test_a_tensor_that_other_ranks_hold_is_refused_by_name_saving_and_restoring() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    try:
+        elsewhere = zeros(4, 2, device_mesh=DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+        with pytest.raises(CaptureError, match=r'state\["w"\].*not in its mesh'):
+            describe({"w": elsewhere})
+        image, _ = make_image({"w": torch.ones(4, 2), "rng": None})
+        with pytest.raises(RestoreError, match=r"w: cannot be restored into.*not in its mesh"):
+            restore({"w": elsewhere, "rng": None}, image)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_parts_of_every_size_come_back(rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        for rows in (3, 5, 0):  # none on rank 3
+            for dimension in (0, 1):
+                whole = torch.arange(2.0 * rows).reshape((rows, 2) if dimension == 0 else (2, rows))
+                there = [Shard(dimension)]
+                one = distribute_tensor(whole, mesh, there, src_data_rank=None)
+                other = distribute_tensor(whole - 7, mesh, there, src_data_rank=None)
+                image, _ = make_image({"w": one, "rng": None})
+                restore({"w": other, "rng": None}, image)
+                assert torch.equal(other.to_local(), one.to_local())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

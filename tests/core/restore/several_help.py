@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from restore_help import Made, Tiers, checkpoint, state_of
 
+from tests.core.ranks.threads import PATIENCE_S, network, on_all
 from tierfall.core.documents import sha256
 from tierfall.core.image import plan_fill
 from tierfall.core.names import manifest_name, shard_name
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.ranks.topology import Topology
 from tierfall.core.records import Commit, NamedFile
 from tierfall.core.restore.agreeing import agree_to_restore, together
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.restore import Request, Restored, fill_first
 from tierfall.core.values import CheckpointId, Shard
 
-PATIENCE_S = 20.0
+__all__ = [
+    "PATIENCE_S",
+    "Rank",
+    "all_named",
+    "network",
+    "on_all",
+    "put_parts",
+    "put_shared",
+    "sharded",
+]
 
 
 def sharded(step: int, rank: int, world_size: int, **members: Any) -> Made:
@@ -55,67 +61,6 @@ def put_parts(ranks: Sequence[Tiers], tier: str, step: int, **members: Any) -> N
     """Lay each rank's part on a tier of its own node."""
     for rank, tiers in enumerate(ranks):
         tiers.put(tier, sharded(step, rank, len(ranks), **members))
-
-
-class _Post:
-    """Carries messages to one rank: a queue, and a thread that hands out what comes."""
-
-    def __init__(self, posts: dict[int, _Post]) -> None:
-        self._posts = posts
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def send(self, rank: int, data: bytes) -> None:
-        self._posts[rank]._inbox.put(data)
-
-    def start(self, take: Callable[[bytes], None], lost: Callable[[BaseException], None]) -> None:
-        def receive() -> None:
-            while (data := self._inbox.get()) is not None:
-                take(data)
-
-        self._thread = threading.Thread(target=receive, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._inbox.put(None)
-        assert self._thread is not None
-        self._thread.join(PATIENCE_S)
-
-
-@contextmanager
-def network(nodes: Sequence[object], *, timeout_s: float = PATIENCE_S) -> Iterator[list[Ranks]]:
-    """All ranks, by what tells their nodes apart."""
-    posts: dict[int, _Post] = {}
-    for rank in range(len(nodes)):
-        posts[rank] = _Post(posts)
-    try:
-        yield [
-            Ranks(Topology.of(rank, nodes), post, timeout_s=timeout_s)  # type: ignore[arg-type]
-            for rank, post in posts.items()
-        ]
-    finally:
-        for post in posts.values():
-            post.stop()
-
-
-def on_all(calls: Iterable[Callable[[], Any]]) -> list[Any]:
-    """Make one call per rank at the same time; return what each returned or raised."""
-    calls = list(calls)
-    outcomes: list[Any] = [None] * len(calls)
-
-    def run(number: int, call: Callable[[], Any]) -> None:
-        try:
-            outcomes[number] = call()
-        except BaseException as error:  # noqa: BLE001 - an outcome like another
-            outcomes[number] = error
-
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "a rank hangs"
-    return outcomes
 
 
 class Rank:
