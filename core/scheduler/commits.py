@@ -137,6 +137,7 @@ class Commits(Alone):
             self._ledger.forget_if_gone(entry)
             return
         entry.landed.add(tier)
+        self._ledger.unfinished.pop((tier, entry.id), None)  # it was written over
         body = [[file.name, file.bytes, file.digest, file.raw_bytes] for file in files]
         self._council.contribute(_topic("landed", entry.id, tier), body)
 
