@@ -66,7 +66,10 @@ def reason_to_leave_memory(
     waiting = only_source_for(view, checkpoint, tier)
     if live and checkpoint.id == live[-1].id:
         durable = any(checkpoint.state(t.name) is CopyState.COMMITTED for t in view.tiers)
-        alone = len(held) == 1
+        alone = not any(
+            other.id != checkpoint.id and other.state(tier.name) is not CopyState.ABSENT
+            for other in view.checkpoints
+        )
         return (
             "it is durable below, and memory has room for one image only"
             if durable and alone

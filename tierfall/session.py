@@ -107,6 +107,8 @@ class Session:
                 )
             self.listings = self.list_now()
             self._held = self.listings
+            self._seen: frozenset[str] = frozenset()
+            self._scattered: frozenset[CheckpointId] = frozenset()
             self._check_adoption(accept_arena)
         except BaseException:
             self._let_go(keep=True)
@@ -168,6 +170,8 @@ class Session:
             return self.knows_of_nothing()
         start = start_together(self)
         self._held = held_by_all(self, start)
+        self._seen = start.seen
+        self._scattered = start.scattered
         return start.first
 
     def take_attempt(self) -> Attempt:
@@ -286,6 +290,8 @@ class Session:
         """
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.load(merge(self._held), self._held)
+        ledger.scattered = self._scattered
+        ledger.note_partial(x for x in self.listings if x.tier in self._seen)
         self._adopt(ledger)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.workers = Workers(

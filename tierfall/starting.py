@@ -33,12 +33,19 @@ _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
-    there; ``complete`` those whose parts are all somewhere; ``first``: no rank found any."""
+    there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
+    ``first``: no rank found any."""
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
     complete: frozenset[CheckpointId]
+    seen: frozenset[str]
     first: bool
+
+    @property
+    def scattered(self) -> frozenset[CheckpointId]:
+        """Whose parts are all somewhere, but on no tier together."""
+        return self.complete - frozenset().union(*self.whole.values())
 
 
 def is_shared(tier: StoredSection) -> bool:
@@ -90,6 +97,7 @@ def start_together(session: Session) -> Start:
                 attempt=attempt,
                 whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
                 complete=_ids(found["complete"]),
+                seen=frozenset(found["seen"]),
                 first=found["first"],
             )
         number = attempt.number + 1
@@ -159,6 +167,7 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
             for listing in listings
         },
         "complete": _pairs(found),
+        "seen": [listing.tier for listing in listings if listing.error is None],
         "first": all(body["nothing"] for body in bodies.values()),
     }
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tierfall.core.errors import CapacityError, CaptureError, FencedError, FlushError
 from tierfall.core.ranks.council import Bodies, Council, Topic
@@ -33,8 +33,11 @@ from tierfall.core.words import ranks_named
 
 logger = logging.getLogger("tierfall")
 
+K = TypeVar("K")
+V = TypeVar("V")
 COMMIT_AGAIN_S = 1.0
-LOST_REMEMBERED = 64
+REMEMBERED = 64
+"""So many checkpoints that were given up are remembered for ranks that come to save them later."""
 
 
 @dataclass(slots=True)
@@ -42,8 +45,22 @@ class _Retry:
     """A commit that could not be made yet."""
 
     task: CommitCopy
+    since_s: float | None = None
     not_before_s: float | None = None
     tries: int = 0
+    reported: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        return self.not_before_s is None
+
+
+@dataclass(slots=True)
+class _Wait:
+    """This rank's image is sealed, and others' are not yet; ``hurried``: nobody below holds back who is."""
+
+    since_s: float | None = None
+    hurried: bool = False
 
 
 class Commits(Alone):
@@ -75,9 +92,13 @@ class Commits(Alone):
         self._max_wait_s = max_wait_s
         self._admitted: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
         self._here: dict[tuple[str, CheckpointId], Bodies] = {}
-        self._ended: set[tuple[str, CheckpointId]] = set()
+        self._stuck: dict[str, CheckpointId] = {}
+        self._whole_ones: dict[CheckpointId, None] = {}
+        self._complete: set[tuple[str, CheckpointId]] = set()
+        self._ended: dict[tuple[str, CheckpointId], None] = {}
+        self._given_up_on: dict[tuple[str, CheckpointId], FlushError] = {}
         self._commits: dict[tuple[str, CheckpointId], _Retry] = {}
-        self._sealed_at_s: dict[CheckpointId, float | None] = {}
+        self._waits: dict[CheckpointId, _Wait] = {}
         self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
 
     # What this rank asks ---------------------------------------------------------------------------
@@ -91,8 +112,11 @@ class Commits(Alone):
     def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
         return self._lost.get(id)
 
-    def busy(self) -> bool:
-        return bool(self._commits)
+    def was_given_up(self, id: CheckpointId) -> dict[str, BaseException]:
+        return {tier: error for (tier, of), error in self._given_up_on.items() if of == id}
+
+    def is_stuck(self, tier: str) -> bool:
+        return tier in self._stuck
 
     # What this rank says ---------------------------------------------------------------------------
 
@@ -102,12 +126,18 @@ class Commits(Alone):
 
     def sealed(self, entry: Entry) -> None:
         entry.awaits_others = True
-        self._sealed_at_s[entry.id] = None
-        self._council.contribute(_topic("sealed", entry.id), None)
+        self._waits[entry.id] = _Wait()
+        self._council.contribute(_topic("sealed", entry.id), entry.ordinal)
 
     def landed(self, tier: str, entry: Entry, files: Collection[NamedFile]) -> None:
         """This rank's part lies on a tier."""
+        if tier not in entry.owed:  # it was given up while its end was under way
+            entry.set_state(tier, CopyState.ABSENT)
+            self._dropper.collect(tier, entry.id, "it was given up", shard=entry.shard)
+            self._ledger.forget_if_gone(entry)
+            return
         entry.landed.add(tier)
+        self._ledger.unfinished.pop((tier, entry.id), None)  # it was written over
         body = [[file.name, file.bytes, file.digest, file.raw_bytes] for file in files]
         self._council.contribute(_topic("landed", entry.id, tier), body)
 
@@ -132,12 +162,12 @@ class Commits(Alone):
     def hear(self, news: News) -> None:
         match news:
             case Gathered(topic=("sealed", *_), passed=False):
-                self._council.announce(("whole", *news.topic[1:]), None)
+                self._all_sealed(_read(news.topic)[0], news.bodies)
             case Gathered(topic=("landed", *_)):
                 self._all_landed(*_read(news.topic), news.bodies, here_only=news.passed)
             case Gathered(topic=("committed", *_), passed=False):
                 sizes = {str(rank): size for rank, size in news.bodies.items()}
-                self._council.announce(("there", *news.topic[1:]), sizes)
+                self._all_committed(*_read(news.topic), sizes)
             case Announced(topic=("fenced",)):
                 self._flusher.fence(FencedError(str(news.body)))
             case Announced():
@@ -149,14 +179,19 @@ class Commits(Alone):
 
     def _told(self, what: str, id: CheckpointId, tier: str, body: Any, rank: int) -> None:
         """Rank 0 hears what one rank cannot do: that decides for all, once."""
-        if (tier, id) in self._ended or ("", id) in self._ended:
+        if self._has_ended(tier, id):
             return
         if what == "stuck":
             self._council.announce(_topic("stuck", id, tier), f"rank {rank}: {body}")
             return
-        self._ended.add((tier, id))
+        if what == "late" and id in self._whole_ones:
+            return  # the last of them came just now
+        _remember(self._ended, (tier, id), None)
         if what == "cannot":
-            self._council.announce(_topic("given_up", id, tier), f"rank {rank}: {body}")
+            complete = (tier, id) in self._complete
+            self._complete.discard((tier, id))
+            body = [f"rank {rank}: {body}", complete]
+            self._council.announce(_topic("given_up", id, tier), body)
         elif what == "late":
             missing = self._council.missing(_topic("sealed", id))
             late = ranks_named(missing) if missing else "another rank"
@@ -168,6 +203,10 @@ class Commits(Alone):
         else:
             self._council.announce(_topic("gone", id), [f"rank {rank}: {body[0]}", body[1]])
 
+    def _has_ended(self, tier: str, id: CheckpointId) -> bool:
+        """Rank 0 has given it up: everywhere, or on this tier."""
+        return (tier, id) in self._ended or ("", id) in self._ended
+
     def _decided(self, what: str, id: CheckpointId, tier: str, body: Any) -> None:
         entry = self._ledger.entries.get(id)
         match what:
@@ -175,6 +214,10 @@ class Commits(Alone):
                 self._admitted[tier].add(id)
             case "gone":
                 self._gone(id, entry, SaveOutcome(body[1]), body[0])
+            case "stuck":
+                self._is_stuck(tier, id, FlushError(f"flush of {id} to {tier}: {body}"))
+            case "given_up":
+                self._given_up(id, entry, tier, body[0], complete=body[1])
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", what, id)
             case "whole":
@@ -183,17 +226,29 @@ class Commits(Alone):
                 self._commit_here(entry, tier, body)
             case "there":
                 self._there(entry, tier, body)
-            case "stuck" if tier in entry.owed and entry.handle is not None:
-                entry.handle.tell_tier_failed(tier, FlushError(f"flush of {id} to {tier}: {body}"))
-            case "given_up":
-                self._given_up(entry, tier, FlushError(f"flush of {id} to {tier}: {body}"))
             case "drop":
                 self._drop(entry, tier, body)
 
     # Whole in memory -------------------------------------------------------------------------------
 
+    def _all_sealed(self, id: CheckpointId, ordinals: Bodies) -> None:
+        if self._has_ended("", id):
+            return
+        others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
+        if not others:
+            _remember(self._whole_ones, id, None)
+            self._council.announce(_topic("whole", id), None)
+            return
+        # their parts would not fit together at a restore
+        _remember(self._ended, ("", id), None)
+        text = (
+            f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the line, and rank 0 as checkpoint "
+            f"{ordinals[0]}: every rank saves the same steps. Restore, so that all count alike again"
+        )
+        self._council.announce(_topic("gone", id), [text, str(SaveOutcome.FAILED)])
+
     def _whole(self, entry: Entry) -> None:
-        self._sealed_at_s.pop(entry.id, None)
+        self._waits.pop(entry.id, None)
         entry.awaits_others = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
             entry.set_state(self._ledger.host, CopyState.SEALED)
@@ -203,17 +258,29 @@ class Commits(Alone):
     ) -> None:
         kind = CapacityError if outcome is not SaveOutcome.FAILED else CaptureError
         error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
-        self._sealed_at_s.pop(id, None)
+        self._waits.pop(id, None)
         self._council.forget(_topic("sealed", id))
-        self._lost[id] = (error, outcome)
-        while len(self._lost) > LOST_REMEMBERED:
-            del self._lost[next(iter(self._lost))]
+        _remember(self._lost, id, (error, outcome))
+        for tier in self._shared:
+            self._admitted[tier].discard(id)
+            self._goes_on(tier, id)
+            if entry is not None:
+                self._clear(entry, tier, reason, complete=False)
         if entry is not None:
-            for tier in self._shared:
-                self._clear(entry, tier, reason)
             self._give_up_save(entry, error, outcome)
 
     # On a tier -------------------------------------------------------------------------------------
+
+    def _is_stuck(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        if tier not in self._ledger.failing:
+            self._stuck[tier] = id
+            self._flusher.is_failing(tier, error)
+
+    def _goes_on(self, tier: str, id: CheckpointId) -> None:
+        """What another rank was stuck at is no more to be brought."""
+        if self._stuck.get(tier) == id:
+            del self._stuck[tier]
+            self._flusher.recovered(tier)
 
     def _all_landed(self, id: CheckpointId, tier: str, bodies: Bodies, *, here_only: bool) -> None:
         if not self._shared[tier]:
@@ -222,8 +289,9 @@ class Commits(Alone):
         if here_only:
             return
         entry = self._ledger.entries.get(id)
-        if entry is None or entry.commit is None or (tier, id) in self._ended:
+        if entry is None or entry.commit is None or self._has_ended(tier, id):
             return
+        self._complete.add((tier, id))
         if self._shared[tier]:
             self._commit(entry, tier, replace(entry.commit, files=_files(bodies)))
             return
@@ -264,9 +332,9 @@ class Commits(Alone):
         task = outcome.task
         assert isinstance(task, CommitCopy)
         retry = self._commits.get((task.tier, task.id))
-        if retry is None:  # it was given up meanwhile, by all
-            if outcome.error is None:
-                self._dropper.leave(DropCopy(tier=task.tier, id=task.id, reason="it was given up"))
+        if retry is None or self._has_ended(task.tier, task.id):
+            self._commits.pop((task.tier, task.id), None)
+            self._take_back(task.tier, task.id, "it was given up meanwhile, by all")
         elif outcome.error is None:
             del self._commits[task.tier, task.id]
             size = task.commit.stored_bytes
@@ -277,6 +345,10 @@ class Commits(Alone):
                 self._council.contribute(topic, size, leaders_only=True)
         elif getattr(outcome.error, "retryable", False):
             retry.tries += 1
+            retry.since_s = now_s if retry.since_s is None else retry.since_s
+            if now_s >= retry.since_s + self._max_wait_s and not retry.reported:
+                retry.reported = True
+                self._council.tell(_topic("stuck", task.id, task.tier), str(outcome.error))
             retry.not_before_s = now_s + COMMIT_AGAIN_S * min(retry.tries, 60)
             logger.warning(
                 "%s: the commit of %s is tried again: %s", task.tier, task.id, outcome.error
@@ -294,42 +366,92 @@ class Commits(Alone):
             if retry.not_before_s is not None and now_s >= retry.not_before_s:
                 retry.not_before_s = None
                 self._dispatch(retry.task)
-        for id, since_s in list(self._sealed_at_s.items()):
-            if since_s is None:
-                self._sealed_at_s[id] = now_s
-            elif now_s >= since_s + self._max_wait_s:
-                del self._sealed_at_s[id]
+        for id, wait in list(self._waits.items()):
+            if wait.since_s is None:
+                wait.since_s = now_s
+            elif now_s >= wait.since_s + self._max_wait_s:
+                del self._waits[id]
                 self._council.tell(_topic("late", id), None)
-            elif now_s >= since_s + self._max_wait_s / 2:  # so that rank 0 can name who is late
+            elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.hurried:
+                wait.hurried = True  # so that rank 0 can name who is late
                 self._council.hand_on_what_there_is(_topic("sealed", id))
 
     def next_s(self, now_s: float) -> float | None:
         waits = [r.not_before_s for r in self._commits.values() if r.not_before_s is not None]
-        for since_s in self._sealed_at_s.values():
-            if since_s is not None:
-                waits += [since_s + self._max_wait_s / 2, since_s + self._max_wait_s]
+        for wait in self._waits.values():
+            if wait.since_s is not None:
+                waits += [wait.since_s + self._max_wait_s / 2, wait.since_s + self._max_wait_s]
         return min((when for when in waits if when > now_s), default=None)
+
+    def _all_committed(self, id: CheckpointId, tier: str, sizes: Mapping[str, int]) -> None:
+        if not self._has_ended(tier, id):
+            self._council.announce(_topic("there", id, tier), sizes)
 
     def _there(self, entry: Entry, tier: str, sizes: Mapping[str, int]) -> None:
         leader = 0 if self._shared[tier] else self._topology.local_ranks[0]
-        self._ended.discard((tier, entry.id))
+        self._complete.discard((tier, entry.id))
+        self._stuck.pop(tier, None)
         self._clean(entry, tier)
         self._flusher.committed(tier, entry.id, sizes[str(leader)])
+        self._ledger.partial.discard((tier, entry.id))
+        self._collect_partial(tier, entry)
 
-    def _given_up(self, entry: Entry, tier: str, error: BaseException) -> None:
-        self._clear(entry, tier, str(error))
+    def _collect_partial(self, tier: str, newer: Entry) -> None:
+        """Let go of older ones of which only a part is left: nobody needs the rest to come back any more."""
+        older = {
+            (where, id)
+            for where, id in self._ledger.partial
+            if where == tier and (id.attempt, id.step) < newer.order
+        }
+        for where, id in older if self._writes_record(tier) else ():
+            if where not in (e.owed if (e := self._ledger.entries.get(id)) else ()):
+                self._ledger.partial.discard((where, id))
+                self._take_back(where, id, "only a part of it is there, and a newer one is whole")
+
+    def _given_up(
+        self,
+        id: CheckpointId,
+        entry: Entry | None,
+        tier: str,
+        reason: str,
+        *,
+        complete: bool,
+    ) -> None:
+        error = FlushError(f"flush of {id} to {tier}: {reason}")
+        _remember(self._given_up_on, (tier, id), error)
+        self._admitted[tier].discard(id)
+        self._goes_on(tier, id)
+        if entry is None:
+            return  # it is told once it comes to save this
+        self._clear(entry, tier, str(error), complete=complete)
         if tier in entry.owed:
             self._flusher.give_up_copy(entry, tier, error)
+        self._ledger.forget_if_gone(entry)
 
-    def _clear(self, entry: Entry, tier: str, reason: str) -> None:
-        """Take back what this rank has brought to a tier of a checkpoint that will not be one there."""
+    def _clear(self, entry: Entry, tier: str, reason: str, *, complete: bool) -> None:
+        """Take back what this rank has brought to a tier of a checkpoint that will not be one there.
+
+        ``complete``: all ranks' images have landed, so that a commit record may be there. It goes first:
+        whoever writes it takes back everything then.
+        """
         landed = tier in entry.landed
         self._clean(entry, tier)
-        self._commits.pop((tier, entry.id), None)
+        retry = self._commits.pop((tier, entry.id), None)
         self._council.forget(_topic("landed", entry.id, tier))
-        if landed:
-            entry.set_state(tier, CopyState.ABSENT)
+        if not landed:
+            return
+        entry.set_state(tier, CopyState.ABSENT)
+        if not complete:
             self._dropper.collect(tier, entry.id, reason, shard=entry.shard)
+        elif self._writes_record(tier) and not (retry is not None and retry.under_way):
+            self._take_back(tier, entry.id, reason)  # else once it is known what became of it
+        self._ledger.forget_if_gone(entry)
+
+    def _writes_record(self, tier: str) -> bool:
+        return self.decides if self._shared[tier] else self._topology.is_leader
+
+    def _take_back(self, tier: str, id: CheckpointId, reason: str) -> None:
+        self._dropper.leave(DropCopy(tier=tier, id=id, reason=reason))
 
     def _clean(self, entry: Entry, tier: str) -> None:
         entry.landed.discard(tier)
@@ -355,6 +477,13 @@ class Commits(Alone):
                 next_latest=CheckpointId(*latest) if latest else None,
             )
         )
+
+
+def _remember(memory: dict[K, V], key: K, value: V) -> None:
+    """Keep what is late for few; the oldest is forgotten."""
+    memory[key] = value
+    while len(memory) > REMEMBERED:
+        del memory[next(iter(memory))]
 
 
 def _topic(what: str, id: CheckpointId, tier: str = "") -> Topic:

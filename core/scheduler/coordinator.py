@@ -138,7 +138,7 @@ class Coordinator:
             ledger=ledger,
             host=host,
             plan_eviction=policies.plan_eviction,
-            give_up_copy=self._flusher.give_up_copy,
+            give_up_copy=self._flusher.give_up_for_all,
             superseder=self.superseder,
             when_full=when_full,
             max_wait_s=max_wait_s,
@@ -267,6 +267,8 @@ class Coordinator:
         view = self.ledger.view()
         for checkpoint in view.checkpoints:
             entry = self.ledger.entries[checkpoint.id]
+            if entry.id in self.ledger.scattered:
+                continue
             if entry.commit is not None and entry.shard == self.ledger.shard:
                 owed = self._policies.still_owed(view, checkpoint)
                 entry.owed.update(
@@ -360,7 +362,7 @@ class Coordinator:
                     self._flusher.stalled(lane, task.id, lane.stalled, now_s)
                 elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
                     logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
-                    self.ledger.failing.pop(lane.tier, None)
+                    self._flusher.recovered(lane.tier)
 
     def _copied(self, lane: Lane, id: CheckpointId, done: Commit | Landed) -> None:
         """All of a copy has arrived; alone, it is committed with that."""

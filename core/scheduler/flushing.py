@@ -65,6 +65,7 @@ class Flusher:
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
         self.counters = Counters()
+        self._said_failing: dict[str, CheckpointId] = {}
 
     def drive(self, lane: Lane, now_s: float, *, begin: bool) -> None:
         """Advance a lane; ``begin`` says whether another copy may be begun."""
@@ -161,16 +162,23 @@ class Flusher:
         """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
         cause = error.__cause__ or error
         for_good = not getattr(cause, "retryable", False)
-        if self.others.cannot(entry, lane.tier, error, for_good=for_good):
+        said, self._said_failing[lane.tier] = self._said_failing.get(lane.tier), entry.id
+        if (for_good or said != entry.id) and self.others.cannot(
+            entry, lane.tier, error, for_good=for_good
+        ):
             return
-        if lane.tier in self._ledger.failing:
+        self.is_failing(lane.tier, error)
+
+    def is_failing(self, tier: str, error: BaseException) -> None:
+        """A tier does not take copies at present, from this rank or from another."""
+        if tier in self._ledger.failing:
             return
-        self._ledger.failing[lane.tier] = error
+        self._ledger.failing[tier] = error
         self.errors.append(error)
         logger.error("%s", error)
         for entry in self._ledger.entries.values():
-            if lane.tier in entry.owed:
-                self.tell_failing(entry, lane.tier)
+            if tier in entry.owed:
+                self.tell_failing(entry, tier)
 
     def tell_failing(self, entry: Entry, tier: str) -> None:
         if entry.handle is not None:
@@ -179,7 +187,12 @@ class Flusher:
     def room_was_made(self, lane: Lane, now_s: float) -> None:
         lane.full = False
         lane.not_before_s = min(lane.not_before_s, now_s)
-        self._ledger.failing.pop(lane.tier, None)
+        self.recovered(lane.tier)
+
+    def recovered(self, tier: str) -> None:
+        """A tier takes copies from this rank again."""
+        if not self.others.is_stuck(tier):
+            self._ledger.failing.pop(tier, None)
 
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint is committed on a tier, where it takes ``stored_bytes``."""
@@ -274,6 +287,11 @@ class Flusher:
             e.id > entry.id and e.id not in left and e.state(tier) is CopyState.COMMITTED
             for e in self._ledger.entries.values()
         )
+
+    def give_up_for_all(self, entry: Entry, tier: str, error: BaseException) -> None:
+        """Give up a copy that this rank can bring no more; so no rank brings it."""
+        self.others.cannot(entry, tier, error, for_good=True)
+        self.give_up_copy(entry, tier, error)
 
     def give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)

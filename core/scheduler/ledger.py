@@ -118,12 +118,16 @@ class Ledger:
     """Entries by checkpoint, and the picture of them that policies see."""
 
     def __init__(self, rules: tuple[TierRules, ...], host: str, *, shard: Shard = ALONE) -> None:
-        """``shard`` is this rank's part of every checkpoint that is saved now."""
+        """``shard`` is this rank's part of every checkpoint that is saved now. ``partial`` is as in ``note_partial``;
+        ``scattered`` are those whose parts are all somewhere, but not on one tier: they can be restored, and no rank
+        flushes its part, as another may have none to bring."""
         self.shard = shard
         self.rules = rules
         self.host = host
         self.entries: dict[CheckpointId, Entry] = {}
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
+        self.partial: set[tuple[str, CheckpointId]] = set()
+        self.scattered: frozenset[CheckpointId] = frozenset()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
         self.attempt: int | None = None
@@ -143,6 +147,21 @@ class Ledger:
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
+
+    def note_partial(self, listings: Iterable[Listing]) -> None:
+        """Note what has a commit record on the part of a tier that is seen here, and is not whole on all of it: a start
+        died while it was committed there, or dropped; or a machine is missing."""
+        self.partial = {
+            (listing.tier, copy.id)
+            for listing in listings
+            for copy in listing.copies
+            if copy.state is CopyState.COMMITTED and copy.damage is None
+            if not self._has(listing.tier, copy.id)
+        }
+
+    def _has(self, tier: str, id: CheckpointId) -> bool:
+        entry = self.entries.get(id)
+        return entry is not None and tier in entry.states
 
     def go_on_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
         """Note what was restored, and as which attempt the line goes on."""

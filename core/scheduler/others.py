@@ -6,6 +6,8 @@ given up, what leaves a tier. ``commits`` is the part of a rank that has others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tierfall.core.errors import FencedError
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.tasks import DropCopy
@@ -48,12 +50,20 @@ class Alone:
         what lasts ``for_good`` does."""
         return False
 
+    def is_stuck(self, tier: str) -> bool:
+        """Say whether a tier does not take a copy from some other rank at present."""
+        return False
+
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         """A save will never be whole on this rank."""
 
     def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
         """Say why other ranks have given up a checkpoint that this one only begins to save."""
         return None
+
+    def was_given_up(self, id: CheckpointId) -> Mapping[str, BaseException]:
+        """Name the tiers where other ranks have given up a checkpoint that this one only begins to save, and why."""
+        return {}
 
     def is_fenced(self, error: FencedError) -> None:
         """This process must not commit any more."""

@@ -70,6 +70,8 @@ class Saves:
             entry.give_up(tuple(entry.owed), fenced)
         for tier in entry.owed & self._ledger.failing.keys():
             self._flusher.tell_failing(entry, tier)
+        for tier, error in self.others.was_given_up(entry.id).items():
+            entry.give_up([tier], error)
         if (lost := self.others.was_lost(entry.id)) is not None:
             self.give_up(entry, *lost)
 

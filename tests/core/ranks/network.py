@@ -55,6 +55,11 @@ class Network:
             limit = None if limit is None else limit - 1
             self._deliver_one()
 
+    @property
+    def waiting(self) -> bool:
+        """Say whether something was sent and not delivered."""
+        return bool(self._waiting)
+
     def counts(self) -> Counts:
         """Count what was sent since the start, or since ``forget_counts``."""
         return Counts(

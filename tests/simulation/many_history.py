@@ -1,0 +1,499 @@
+"""Histories of several ranks: what may happen to them, drawn by a seed, and what must hold whatever happened.
+
+The checks look at disks, memory, handles and what rank 0 has said. The ledgers are asked only whether they agree.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.many import (
+    CUT,
+    NODE_TIER,
+    SHARED_TIER,
+    Many,
+    Rank,
+    image_of,
+)
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Operation
+from tierfall.core import names
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.documents import sha256
+from tierfall.core.errors import (
+    BackendError,
+    CapacityError,
+    CaptureError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.core.packing.files import image_file
+from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.ranks.council import Topic
+from tierfall.core.records import Commit
+from tierfall.core.restore.images import Image, StoredImage, checked_manifest, unpacked
+from tierfall.core.scheduler.tasks import CommitCopy, Task
+from tierfall.core.snapshot import Snapshot
+from tierfall.core.values import CheckpointId, Codec, SaveOutcome, Shard, WhenFull
+from tierfall.tiers.stored import StoredTier
+
+MAX_WAIT_S = 30.0
+KEYS = "run/step-*"
+COMMITS = "run/step-*/commit.json"
+ENTRY_BYTES = IMAGE + 2000
+"""About what one rank's part takes on a tier, records included."""
+
+
+@dataclass
+class Loop:
+    """One rank's training loop: where it is among the steps that all save."""
+
+    speed: float = 1.0
+    at: int = 0
+    asked: tuple[int, list[Any]] | None = None
+    capture: tuple[Snapshot, int] | None = None
+    leaves_out: set[int] = field(default_factory=set)
+
+    @property
+    def between_saves(self) -> bool:
+        return self.asked is None and self.capture is None
+
+
+class ManyHistory:
+    """One run's life. ``go`` makes events happen, ``settle`` ends them; both look after each."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(f"many {seed}")
+        nodes = draw.choice((1, 2, 2, 3))
+        count = draw.randint(max(2, nodes), 6 if draw.random() < 0.3 else 4)
+        node_of = [*range(nodes), *(draw.randrange(nodes) for _ in range(count - nodes))]
+        if draw.random() < 0.7:
+            node_of.sort()
+        local = max(node_of.count(node) for node in node_of)
+        rules = [
+            file_rules(
+                NODE_TIER,
+                retain_last=draw.choice((None, 1, 2, 3)),
+                capacity_bytes=draw.choice((None, None, int(2.5 * local * ENTRY_BYTES))),
+            ),
+            file_rules(
+                SHARED_TIER,
+                shared=True,
+                flush_every=draw.choice((1, 1, 2)),
+                retain_last=draw.choice((None, 1, 2)),
+                capacity_bytes=draw.choice((None, None, int(2.5 * count * ENTRY_BYTES))),
+            ),
+        ]
+        if draw.random() < 0.15:
+            rules.pop(0)
+        self.tiers = tuple(r.name for r in rules)
+        self.world = Many(
+            node_of,
+            rules,
+            seed=seed,
+            fan_out=draw.choice((1, 64)),
+            memory_images=draw.choice((1, 2, 2, 3)),
+            max_wait_s=MAX_WAIT_S,
+            when_full=draw.choice(tuple(WhenFull)),
+            codecs={NODE_TIER: draw.choice((*Codec, Codec.NONE)), SHARED_TIER: Codec.NONE},
+        )
+        self.careless = draw.random() < 0.2
+        self.lead = draw.choice((1, 1, 2, 100))
+        self.tidy = draw.random() < 0.4
+        self.memory_images = self.world.ranks[0].memory.capacity_bytes // IMAGE
+        self.loops: dict[int, Loop] = {}
+        self.steps: list[int] = []
+        self.whole: list[CheckpointId] = []
+        self.committed: set[tuple[str, CheckpointId]] = set()
+        self.given_up: set[tuple[str, CheckpointId]] = set()
+        self.lasting: set[str] = set()
+        self.durable: dict[str, CheckpointId] = {}
+        self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
+        self.world.said, self.world.ran = self._said, self._ran
+        self._begin_loops()
+
+    def _begin_loops(self) -> None:
+        slow = self.draw.choice((None, None, *self.world.ranks))
+        start = self.world.started_from
+        self.steps = [-1 if start is None else start.step]
+        self.loops = {
+            rank.number: Loop(speed=0.15 if rank is slow else 1.0) for rank in self.world.ranks
+        }
+        self.whole = []
+
+    # What is seen as it happens ------------------------------------------------------------------
+
+    def _said(self, topic: Topic, body: Any) -> None:
+        """Rank 0 announces something."""
+        what, step, attempt, tier = (*topic, "", "", "")[:4]
+        self.world.trace.append(f"announced: {topic} {body}")
+        if what in self.counts:
+            self.counts[str(what)] += 1
+        if what == "whole":
+            self.whole.append(CheckpointId(int(step), int(attempt)))
+        if what == "given_up":
+            self.given_up.add((str(tier), CheckpointId(int(step), int(attempt))))
+        if what == "gone":
+            id = CheckpointId(int(step), int(attempt))
+            assert id not in self.whole[-1:], f"{id}, the newest that was whole, is given up"
+            self.given_up |= {(t, id) for t in self.tiers if (t, id) not in self.committed}
+
+    def _ran(self, rank: Rank, task: Task) -> None:
+        """A record that a task leaves on a tier: all ranks' parts are on their disks at that moment."""
+        if not isinstance(task, CommitCopy) or task.tier not in self.tiers:
+            return
+        if task.id not in self.world.records(task.tier, rank.node):
+            return
+        if (task.tier, task.id) in self.given_up:
+            return  # it is taken back: what is left at the end is looked at
+        for other in self.world.ranks:
+            folder = names.step_prefix("run", task.id)
+            there = {
+                names.parse_shard(key.removeprefix(folder))
+                for key in self.world.disk(task.tier, other.node)._objects
+                if key.startswith(folder)
+            }
+            assert other.shard in there, (
+                f"{task.tier}: rank {rank.number} commits {task.id}, and rank {other.number} has not landed"
+            )
+
+    # Events --------------------------------------------------------------------------------------
+
+    def go(self, events: int) -> None:
+        actions: list[tuple[int, Callable[[], None]]] = [
+            (30, self.train),
+            (40, self.work),
+            (30, self.talk),
+            (6, self.let_time_pass),
+            (2, self.trouble),
+            (1, self.recover),
+            (1, self.fail_capture),
+            (1, self.skip),
+        ]
+        weights = [weight for weight, _ in actions]
+        for action in self.draw.choices([action for _, action in actions], weights, k=events):
+            action()
+            self._after()
+
+    def _after(self) -> None:
+        self.world.hear()
+        self._take_answers()
+        self.check()
+
+    def train(self) -> None:
+        rank = self.draw.choice(self.world.ranks)
+        if self.draw.random() < self.loops[rank.number].speed:
+            self.train_on(rank)
+
+    def train_on(self, rank: Rank) -> None:
+        loop = self.loops[rank.number]
+        if loop.asked is not None:
+            return
+        if loop.capture is not None:
+            snapshot, final = loop.capture
+            final = self.draw.randint(final, CUT.chunk_count)
+            loop.capture = None if final == CUT.chunk_count else (snapshot, final)
+            rank.advance(snapshot, final)
+            return
+        if loop.at - min(other.at for other in self.loops.values()) >= self.lead:
+            return
+        step = self._next_step(loop)
+        if self.careless and self.draw.random() < 0.05:
+            self.world.trace.append(f"rank {rank.number} never saves {step}")
+            return
+        self.world.trace.append(f"rank {rank.number} saves {step}")
+        loop.asked = (step, rank.ask(step))
+
+    def _next_step(self, loop: Loop) -> int:
+        loop.at += 1
+        if loop.at == len(self.steps):
+            self.steps.append(self.steps[-1] + self.draw.choice((1, 1, 5)))
+        return self.steps[loop.at]
+
+    def _take_answers(self) -> None:
+        for rank in self.world.ranks:
+            loop = self.loops[rank.number]
+            if loop.asked is None or not loop.asked[1]:
+                continue
+            step, (region, error) = loop.asked
+            loop.asked = None
+            if error is not None:
+                self.world.trace.append(f"rank {rank.number} skips {step}: {error}")
+                rank.skip(step, error)
+            else:
+                loop.capture = (rank.begin(step, region), 0)
+
+    def work(self) -> None:
+        busy = [rank for rank in self.world.ranks if rank.tasks]
+        if busy:
+            self.draw.choice(busy).run_one(self.draw)
+
+    def talk(self) -> None:
+        self.world.deliver(self.draw.choice((1, 2, 5)))
+
+    def let_time_pass(self) -> None:
+        self.world.now_s += self.draw.choice((0.1, 0.1, 0.1, 1.0, 1.0, 10.0))
+        self.world.step()
+
+    def fail_capture(self) -> None:
+        rank = self.draw.choice(self.world.ranks)
+        loop = self.loops[rank.number]
+        if loop.capture is not None and not self.tidy:
+            self.world.trace.append(f"rank {rank.number}: a capture fails")
+            snapshot, _ = loop.capture
+            loop.capture = None
+            rank.fail_capture(snapshot, CaptureError("on purpose"))
+
+    def skip(self) -> None:
+        """A save of one rank ends before its capture."""
+        rank = self.draw.choice(self.world.ranks)
+        loop = self.loops[rank.number]
+        if loop.between_saves and not self.tidy:
+            step = self._next_step(loop)
+            self.world.trace.append(f"rank {rank.number}: save {step} ends at once")
+            if self.draw.random() < 0.5:
+                rank.skip(step, CapacityError("on purpose"))
+            else:
+                rank.skip(step, CaptureError("on purpose"), SaveOutcome.FAILED)
+
+    def trouble(self) -> None:
+        """A tier begins to fail for one rank: a little or wholly, in all or in its commits, in passing or for good."""
+        rank = self.draw.choice(self.world.ranks)
+        tier = self.draw.choice(self.tiers)
+        keys = self.draw.choice((KEYS, KEYS, COMMITS))
+        kind = self.draw.choice(
+            (FaultKind.FAIL_BEFORE, FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER)
+        )
+        chance = self.draw.choice((0.1, 1.0, 1.0))
+        errors: tuple[type[BackendError], ...] = (UnreachableError, UnreachableError)
+        error = self.draw.choice((*errors, StorageFullError, BackendError))
+        if error is not UnreachableError:
+            kind = FaultKind.FAIL_BEFORE
+        operations = list(Operation)
+        if error is StorageFullError:
+            operations = [Operation.CREATE, Operation.WRITE, Operation.PUBLISH]
+        self.world.trace.append(
+            f"rank {rank.number}: {tier} {kind} {error.__name__} {keys} {chance}"
+        )
+        rank.troubles[tier].strike(
+            [
+                Fault(kind=kind, operation=op, keys=keys, chance=chance, times=None, error=error)
+                for op in operations
+            ]
+        )
+
+    def recover(self) -> None:
+        for rank in self.world.ranks:
+            for trouble in rank.troubles.values():
+                if self.draw.random() < 0.5:
+                    trouble.heal()
+
+    def crash(self) -> None:
+        lost = [n for n in sorted(set(self.world.node_of)) if self.draw.random() < 0.15]
+        self.world.trace.append(f"all are killed; nodes {lost} lose their memory")
+        self.counts["crash"] += 1
+        self.world.crash(nodes_lost=lost)
+        for rank in self.world.ranks:
+            rank.handles.clear()
+        self.given_up.clear()
+        self.committed.clear()
+        self.world.start()
+        self._begin_loops()
+        self.durable = {}
+        self._after()
+
+    # The end -------------------------------------------------------------------------------------
+
+    def settle(self, *, heal: bool = True) -> None:
+        """Let storage heal, every rank come to the same step, and all work be done."""
+        if heal:
+            for rank in self.world.ranks:
+                for trouble in rank.troubles.values():
+                    trouble.heal()
+        self.world.settle(after_each=self._after)
+        while behind := [r for r in self.world.ranks if not self._is_even(self.loops[r.number])]:
+            self.train_on(self.draw.choice(behind))
+            self._after()
+            if not any(self._can_go_on(self.loops[r.number]) for r in behind):
+                self.world.settle(after_each=self._after)
+        self.world.settle(after_each=self._after)
+        self.world.trace.append("settled")
+
+    def _is_even(self, loop: Loop) -> bool:
+        return loop.between_saves and loop.at == len(self.steps) - 1
+
+    def _can_go_on(self, loop: Loop) -> bool:
+        return loop.asked is None and not self._is_even(loop)
+
+    # What must hold after each event -------------------------------------------------------------
+
+    def check(self) -> None:
+        self._check_memory()
+        self._check_durable()
+
+    def _check_memory(self) -> None:
+        """The newest checkpoint that was whole in memory stays on all ranks until a newer one is."""
+        if not self.whole:
+            return
+        newest = max(self.whole)
+        below = any(newest in self.world.committed(tier) for tier in self.tiers)
+        for rank in self.world.ranks:
+            if newest not in rank.sealed():
+                may_go = self.memory_images == 1 and below
+                assert may_go, (
+                    f"{newest} is the newest that was whole in memory, and rank {rank.number} has it no more"
+                )
+
+    def _check_durable(self) -> None:
+        """The newest checkpoint on what survives a loss never gets older."""
+        here = {tier: self.world.committed(tier) for tier in self.tiers}
+        self.committed |= {(tier, id) for tier, ids in here.items() for id in ids}
+        reach = {"node": here[SHARED_TIER], "process": set().union(*here.values())}
+        for lost, ids in reach.items():
+            newest = max((id for id in ids if self._live(id)), default=None)
+            had = self.durable.get(lost)
+            if had is not None:
+                assert newest is not None, f"nothing survives the loss of a {lost} any more"
+                assert newest >= had, f"{had} survived the loss of a {lost}, and is gone"
+            if newest is not None:
+                self.durable[lost] = newest
+
+    def _live(self, id: CheckpointId) -> bool:
+        start = self.world.started_from
+        return id.attempt == self.world.attempt.number or (start is not None and id <= start)
+
+    # What must hold once all is done -------------------------------------------------------------
+
+    def check_settled(self, *, healed: bool = True) -> None:
+        self._check_handles()
+        self._check_idle()
+        self._check_records()
+        if healed:
+            self._check_leftovers()
+            self._check_agreement()
+
+    def _check_idle(self) -> None:
+        for rank in self.world.ranks:
+            assert not rank.coordinator.busy(), (
+                f"rank {rank.number} is still busy: {rank.coordinator.left_undone()}"
+            )
+            for entry in rank.coordinator.ledger.entries.values():
+                assert not any(entry.leases.values()), f"{entry.id} is leased for ever"
+            assert all(region.sealed for region in rank.memory.regions), "memory is leaked"
+
+    def _check_handles(self) -> None:
+        """Every handle ends, and all that a checkpoint has end the same way."""
+        for rank in self.world.ranks:
+            for id, handle in rank.handles.items():
+                assert handle.outcome is not SaveOutcome.PENDING, (
+                    f"whoever waits for {id} on rank {rank.number} waits for ever"
+                )
+                for tier in handle.tiers:
+                    told = handle.done(tier)
+                    assert told == ((tier, id) in self.committed), (
+                        f"rank {rank.number}: {id} is told to be on {tier}: {told}"
+                    )
+
+    def _check_records(self) -> None:
+        """A record names every image that it stands for, and those are there with the right bytes."""
+        for tier in self.tiers:
+            for node in self.world.disks(tier):
+                for id, commit in self.world.records(tier, node).items():
+                    self._check_record(tier, node, id, commit)
+
+    def _check_record(self, tier: str, node: int, id: CheckpointId, commit: Commit) -> None:
+        ranks = [r for r in self.world.ranks if tier == SHARED_TIER or r.node == node]
+        where = f"{tier} of node {node}: {id}"
+        assert commit.line.checkpoint == id
+        assert commit.world_size == len(self.world.ranks)
+        named = {names.parse_shard(file.name) for file in commit.files}
+        assert named == {rank.shard for rank in ranks}, f"{where} names {named}"
+        disk = self.world.disk(tier, node)
+        store = StoredTier(name=tier, run="run", backend=disk)
+        for rank in ranks:
+            manifest = disk._objects.get(
+                names.step_prefix("run", id) + names.manifest_name(rank.shard)
+            )
+            image = image_file(commit, rank.shard)
+            assert manifest is not None, f"{where} lacks {rank.shard}"
+            assert image is not None, f"{where} lacks {rank.shard}"
+            file = commit.file(names.manifest_name(rank.shard))
+            assert file is not None, where
+            assert file.digest == sha256(bytes(manifest)), where
+            found = read_image(store, commit, rank.shard)
+            assert found == image_of(id, rank.number), f"{where} has wrong bytes of {rank.shard}"
+
+    def _check_leftovers(self) -> None:
+        for tier in self.tiers:
+            for node, disk in self.world.disks(tier).items():
+                there = self.world.records(tier, node)
+                for key in disk._objects:
+                    folder, _, _ = key.removeprefix("run/").partition("/")
+                    id = names.parse_step_folder(folder)
+                    assert id is None or id in there, f"{tier} of node {node}: {key} is a leftover"
+                whole = self.world.committed(tier)
+                mine = {id for id in whole if id.attempt == self.world.attempt.number}
+                parts = {
+                    id  # what a start has left half committed, or half dropped, waits for a newer one
+                    for id in there
+                    if id.attempt < self.world.attempt.number and not mine
+                }
+                assert set(there) - parts == whole - parts, (
+                    f"{tier}: node {node} has records of {sorted(there)}, all nodes of "
+                    f"{sorted(self.world.committed(tier))}"
+                )
+
+    def _check_agreement(self) -> None:
+        for tier in self.tiers:
+            there = self.world.committed(tier)
+            for rank in self.world.ranks:
+                told = rank.committed(tier)
+                assert told == there, (
+                    f"{tier}: rank {rank.number} says that {sorted(told)} are there, and {sorted(there)} are"
+                )
+        known = [set(rank.coordinator.ledger.entries) for rank in self.world.ranks]
+        sealed = [rank.sealed() for rank in self.world.ranks]
+        for rank, ids, held in zip(self.world.ranks, known, sealed, strict=True):
+            left = ids - held - set().union(*(rank.committed(tier) for tier in self.tiers))
+            assert not left, f"rank {rank.number} knows of {left}, which is nowhere"
+
+
+def read_image(store: StoredTier, commit: Commit, shard: Shard) -> bytes:
+    """Read a whole image from a tier, chunk by chunk, each held against its digest."""
+    image: Image = StoredImage(store, commit.line.checkpoint, shard)
+    manifest = checked_manifest(image, commit, shard)
+    image = unpacked(image, commit, manifest)
+    data = bytearray()
+    for index in range(manifest.chunk_count):
+        view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(IMAGE))))
+        assert chunk_digest(view) == manifest.digests[index]
+        data += view
+    return bytes(data)
+
+
+def run_many(seed: int, events: int) -> ManyHistory:
+    """Live through one history; what is wrong is said with the seed and what happened."""
+    history = ManyHistory(seed)
+    try:
+        for life in range(history.draw.choice((1, 1, 2, 3))):
+            if life:
+                history.crash()
+            history.go(events)
+        history.settle(heal=history.draw.random() < 0.5)
+        history.check_settled(healed=False)
+        history.settle()
+        history.check_settled()
+        history.crash()
+        history.settle()
+        history.check_settled()
+    except Exception as error:
+        lately = "\n".join(history.world.trace[-150:])
+        nodes = history.world.node_of
+        rules = "\n".join(map(str, history.world.rules))
+        raise AssertionError(
+            f"seed {seed}, ranks on nodes {nodes}: {error!r}\n{rules}\n{lately}"
+        ) from error
+    return history

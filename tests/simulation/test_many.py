@@ -1,0 +1,29 @@
+"""Many lives of a run of several ranks, drawn by seeds: whatever happens to one of them, they agree, and all ends well.
+
+``TIERFALL_MANY_HISTORIES`` says how many (default 96), ``TIERFALL_MANY_FIRST`` from which seed on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from tests.simulation.many_history import run_many
+
+BLOCKS = 8
+HISTORIES = int(os.environ.get("TIERFALL_MANY_HISTORIES", "96"))
+FIRST = int(os.environ.get("TIERFALL_MANY_FIRST", "0"))
+EVENTS = 250
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(FIRST + block, FIRST + HISTORIES, BLOCKS):
+        seen.update(run_many(seed, EVENTS).counts)
+    rare = {
+        what for what in ("whole", "there", "given_up", "gone", "drop", "crash") if not seen[what]
+    }
+    assert not rare, f"{rare} never came about: too little happens for a test of it"
