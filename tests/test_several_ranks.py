@@ -119,7 +119,7 @@ def test_memory_of_several_ranks_is_refused_to_one_process(
         lambda: Checkpointer(opener.config(0), run="run"),
         lambda: drain(opener.config(0), SOON_S),
     ):
-        with pytest.raises(NotSupportedError, match="2 ranks saved, and there is 1 now"):
+        with pytest.raises(NotSupportedError, match="2 ranks saved, and this is one process"):
             call()
     assert {path: path.stat().st_size for path in tmp_path.rglob("*.json")} == files
     with network(["a", "b"]) as again:

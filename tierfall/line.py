@@ -55,13 +55,13 @@ class SavingLine:
                 "fresh=True to leave them behind"
             )
 
-    def next(self, step: int) -> Line:
-        """Say what the next checkpoint's place in the line is."""
+    def next(self, step: int, *, above: int = 0) -> Line:
+        """Say what the next checkpoint's place in the line is: above so many that other ranks have counted."""
         return Line(
             run=self._run,
             checkpoint=CheckpointId(step, self.attempt.number),
             attempt_id=self.attempt.id,
-            ordinal=self.ordinal + 1,
+            ordinal=max(self.ordinal, above) + 1,
             started_from=self.started_from,
         )
 

@@ -81,8 +81,8 @@ class Saver:
         with collector_paused():
             view = describe(state, self._recall)
             layout, header = self._lay_out(view)
-        place = line.next(step)
-        rules = self._session.coordinator.ledger.rules
+        ledger = self._session.coordinator.ledger
+        place, rules = line.next(step, above=ledger.least_ordinal), ledger.rules
         tiers = tuple(n for n in tiers_owed(rules, place.ordinal) if n in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
         region = self._room(handle, line, place, layout, metrics, tags)

@@ -76,7 +76,6 @@ class Session:
         self.config = config
         self.run = run
         self.ranks = ranks or Ranks.alone()
-        self._is_command = ranks is None
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
         self._closed = False
@@ -125,10 +124,10 @@ class Session:
     # Adoption ----------------------------------------------------------------------------------------
 
     def _check_adoption(self, accept: bool) -> None:
-        """Refuse host memory that belongs to another life of this run's name; a command refuses that of several ranks."""
+        """Refuse host memory of another life of this run's name; one process refuses that of several ranks, too."""
         held = self.host.images()
         for id, image in held.items():
-            if self._is_command and image.commit.world_size > 1:
+            if not self.ranks.many and image.commit.world_size > 1:
                 raise self._of_others(id, image.commit.world_size)
         answered = [x for x in self.listings if x.tier in self.stores and x.error is None]
         for image in held.values():

@@ -63,6 +63,10 @@ class _Wait:
     hurried: bool = False
 
 
+_LEVEL: Topic = ("level",)
+"""How many checkpoints the line counts at least: ranks that left a save out come level by it."""
+
+
 class Commits(Alone):
     """See the module. ``shared`` says of each stored tier whether all ranks see the same files there."""
 
@@ -149,6 +153,9 @@ class Commits(Alone):
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         self._council.tell(_topic("lost", id), [str(error), str(outcome)])
 
+    def saved_in_vain(self, entry: Entry) -> None:
+        self._council.tell(_LEVEL, entry.ordinal)
+
     def is_fenced(self, error: FencedError) -> None:
         self._council.tell(("fenced",), str(error))
 
@@ -168,6 +175,10 @@ class Commits(Alone):
             case Gathered(topic=("committed", *_), passed=False):
                 sizes = {str(rank): size for rank, size in news.bodies.items()}
                 self._all_committed(*_read(news.topic), sizes)
+            case Told(topic=("level",)):
+                self._council.announce(_LEVEL, news.body)
+            case Announced(topic=("level",)):
+                self._ledger.least_ordinal = max(self._ledger.least_ordinal, news.body)
             case Announced(topic=("fenced",)):
                 self._flusher.fence(FencedError(str(news.body)))
             case Announced():
@@ -199,6 +210,7 @@ class Commits(Alone):
                 f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every "
                 "rank saves the same steps"
             )
+            self._council.announce(_LEVEL, body)
             self._council.announce(_topic("gone", id), [text, str(SaveOutcome.FAILED)])
         else:
             self._council.announce(_topic("gone", id), [f"rank {rank}: {body[0]}", body[1]])
@@ -243,8 +255,9 @@ class Commits(Alone):
         _remember(self._ended, ("", id), None)
         text = (
             f"{ranks_named(others)} saved it as checkpoint {ordinals[others[0]]} of the line, and rank 0 as checkpoint "
-            f"{ordinals[0]}: every rank saves the same steps. Restore, so that all count alike again"
+            f"{ordinals[0]}: every rank saves the same steps. From the next one on all count alike again"
         )
+        self._council.announce(_LEVEL, max(ordinals.values()))
         self._council.announce(_topic("gone", id), [text, str(SaveOutcome.FAILED)])
 
     def _whole(self, entry: Entry) -> None:
@@ -371,7 +384,8 @@ class Commits(Alone):
                 wait.since_s = now_s
             elif now_s >= wait.since_s + self._max_wait_s:
                 del self._waits[id]
-                self._council.tell(_topic("late", id), None)
+                ordinal = self._ledger.entries[id].ordinal if id in self._ledger.entries else 0
+                self._council.tell(_topic("late", id), ordinal)
             elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.hurried:
                 wait.hurried = True  # so that rank 0 can name who is late
                 self._council.hand_on_what_there_is(_topic("sealed", id))

@@ -131,6 +131,7 @@ class Ledger:
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
         self.attempt: int | None = None
+        self.least_ordinal = 0
 
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
@@ -166,6 +167,7 @@ class Ledger:
     def go_on_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
         """Note what was restored, and as which attempt the line goes on."""
         self.restored_from, self.attempt = checkpoint, attempt
+        self.least_ordinal = 0
 
     def ordered(self) -> list[Entry]:
         """Entries in the order in which they came to be."""

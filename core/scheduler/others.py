@@ -65,5 +65,8 @@ class Alone:
         """Name the tiers where other ranks have given up a checkpoint that this one only begins to save, and why."""
         return {}
 
+    def saved_in_vain(self, entry: Entry) -> None:
+        """This rank has saved what others had given up; its line counts that, theirs may not."""
+
     def is_fenced(self, error: FencedError) -> None:
         """This process must not commit any more."""

@@ -74,6 +74,7 @@ class Saves:
             entry.give_up([tier], error)
         if (lost := self.others.was_lost(entry.id)) is not None:
             self.give_up(entry, *lost)
+            self.others.saved_in_vain(entry)
 
     def _sealed(self, id: CheckpointId) -> None:
         entry = self._ledger.entries[id]

@@ -213,7 +213,7 @@ class Rank:
     # Saving --------------------------------------------------------------------------------------
 
     def _line(self, step: int) -> Line:
-        self.ordinal += 1
+        self.ordinal = max(self.ordinal, self.coordinator.ledger.least_ordinal) + 1
         return Line(
             run="run",
             checkpoint=CheckpointId(step, self.world.attempt.number),

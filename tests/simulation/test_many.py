@@ -12,7 +12,7 @@ import pytest
 
 from tests.simulation.many_history import run_many
 
-BLOCKS = 8
+BLOCKS = 4
 HISTORIES = int(os.environ.get("TIERFALL_MANY_HISTORIES", "96"))
 FIRST = int(os.environ.get("TIERFALL_MANY_FIRST", "0"))
 EVENTS = 250
