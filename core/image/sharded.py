@@ -7,6 +7,7 @@ loading the module that defines it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,14 @@ def is_sharded(tensor: object) -> bool:
     """Say whether this is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_sharded(values: Iterable[object]) -> bool:
+    """Say whether a DTensor is among many values: asked of their types, this is the inner loop of every save."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    return any(issubclass(kind, module.DTensor) for kind in set(map(type, values)))
 
 
 def local_part(tensor: Any) -> tuple[torch.Tensor, Piece]:

@@ -36,7 +36,7 @@ from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.recall import Recall, look
 from tierfall.core.image.refusing import asked, refusal, refuse
-from tierfall.core.image.sharded import Piece, Unsharded, is_sharded, local_part
+from tierfall.core.image.sharded import Piece, Unsharded, any_sharded, is_sharded, local_part
 from tierfall.core.image.table import TensorTable
 from tierfall.core.values import Changes
 from tierfall.core.words import with_article
@@ -322,7 +322,7 @@ class _Walk:
         keys = tuple(state)
         about = ("module", keys, scan.signature(), self._ruled, self._inside_optimizer)
         met = list(state.values())
-        if any(map(is_sharded, met)):
+        if any_sharded(met):
             met, about = self._local_parts(met, about, trail)
         return self._recalled_or(
             name, about, met, lambda: self._module_anew(scan, state, keys, name, trail, depth)
@@ -407,7 +407,7 @@ class _Walk:
             return anew()
         about = ("optimizer", numbering.names, numbers, [*map(len, held)], keys, self._ruled)
         met = [*chain.from_iterable(map(dict.values, held))]
-        if any(map(is_sharded, met)):
+        if any_sharded(met):
             met, about = self._local_parts(met, about, trail)
         return self._recalled_or(name, about, met, anew)
 
