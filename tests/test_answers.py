@@ -26,7 +26,7 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.restore import restore as restoring
+from tierfall.core.restore import job as restoring
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.values import CheckpointId
 from tierfall.session import Session
