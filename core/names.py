@@ -2,6 +2,7 @@
 
     <run>/attempts/a0007.json
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json, marks/<name>
+    <run>/step-00000400-a0007/index.zst: the merged index of several ranks
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
     <run>/latest
 
@@ -18,6 +19,7 @@ from tierfall.core.values import CheckpointId, Codec, Shard
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 COMMIT_NAME = "commit.json"
+INDEX_NAME = "index.zst"
 LATEST_NAME = "latest"
 ATTEMPTS_FOLDER = "attempts"
 MARKS_FOLDER = "marks"
@@ -119,4 +121,10 @@ def is_ours(name: str) -> bool:
     folder, slash, leaf = name.rpartition("/")
     if folder == MARKS_FOLDER:
         return bool(_MARK.match(leaf))
-    return slash == "" and (leaf == COMMIT_NAME or _SHARD.match(leaf) is not None)
+    return slash == "" and (leaf in (COMMIT_NAME, INDEX_NAME) or _SHARD.match(leaf) is not None)
+
+
+def belongs_to(name: str, shard: Shard) -> bool:
+    """Say whether a file of a step folder is one that this rank writes there before the commit record: the index of all
+    ranks is rank 0's."""
+    return parse_shard(name) == shard or (name == INDEX_NAME and shard.rank == 0)

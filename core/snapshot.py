@@ -97,9 +97,27 @@ def geometry(manifest: Manifest) -> Geometry:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How one rank's image was made: the ``structure`` of its state, the ``division`` by which it leaves tensors out
+    (none: it has all), and, the first time, the ``digests`` of what it holds and others hold too."""
+
+    structure: str
+    division: str | None = None
+    digests: str | None = None
+
+    def to_json(self) -> list[Any]:
+        return [self.structure, self.division, self.digests]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Share:
+        structure, division, digests = data
+        return cls(structure=structure, division=division, digests=digests)
+
+
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A save in flight. Capture sets ``manifest`` and ``commit`` when it seals; nobody else writes to it."""
+    """A save in flight. Capture sets ``manifest`` and ``commit`` when it is complete; nobody else writes to it."""
 
     line: Line
     shard: Shard
@@ -111,6 +129,7 @@ class Snapshot:
     filling: Filling
     wall_time_s: float
     node: str
+    share: Share | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     lazy: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _NAMED_MAX = 8
 _VOWELS = ("a", "e", "i", "o", "un")
@@ -20,3 +20,9 @@ def ranks_named(ranks: Iterable[int]) -> str:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
     return f"ranks {', '.join(map(str, ranks[:_NAMED_MAX]))}{more}"
+
+
+def few_of(things: Sequence[str]) -> str:
+    """Name a few of many, and say how many more there are."""
+    more = len(things) - 4
+    return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 import tierfall
+from tests.core.ranks.threads import network
 from tests.media import Medium
 from tests.object_store import SeaweedFS
 from tests.steps import state_of
 from tierfall.backends import wrap
+from tierfall.core.ranks.ranks import Ranks
 
 SHARED = Path("/dev/shm")
 
@@ -99,10 +101,32 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture(autouse=True)
+def impatient_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that are threads see each other's files at once, or never."""
+    monkeypatch.setattr("tierfall.probing.PATIENCE_S", dict.fromkeys((True, None, False), 0.1))
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Ranks]]:
+    """Two ranks, each on a node of its own."""
+    with network(["a", "b"]) as both:
+        yield both
+
+
 @pytest.fixture
 def slow_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Medium:
     """What the steps of a tier named ``slow`` lie on."""
     return Medium(tmp_path / "slow" / "run" / "step-", monkeypatch)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is made by the export; whatever was unfinished must have gone."""
+    yield tmp_path / "out" / "deep"
+    left = [str(path) for path in tmp_path.rglob("*") if path.name.endswith(".unfinished")]
+    left += [str(path) for path in tmp_path.rglob("*.image")]
+    assert left == []
 
 
 @pytest.fixture

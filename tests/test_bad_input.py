@@ -14,6 +14,7 @@ import torch
 
 import tierfall
 from tests.steps import blank, files_below, state_of, step_in, steps_on
+from tierfall import ordering
 from tierfall.core.errors import (
     CaptureError,
     ConfigError,
@@ -389,11 +390,12 @@ def test_a_failing_close_is_noted_on_the_exception_on_its_way(
     def loop() -> None:
         with tierfall.open(make_config()) as ckpt:
             ckpt.save(1, state_of(1), block=True)
-            monkeypatch.setattr(ckpt, "drain", refuse)
             raise LoopFailed("loss is nan")
 
-    with caplog.at_level(logging.ERROR), pytest.raises(LoopFailed) as caught:
-        loop()
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(ordering, "drain_here", refuse)
+        with pytest.raises(LoopFailed) as caught:
+            loop()
     assert any("closing failed too: the disk is on fire" in n for n in caught.value.__notes__)
     assert "closing failed while another exception was on its way" in caplog.text
     assert steps_on(tmp_path / "disk") == [1]

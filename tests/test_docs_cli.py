@@ -86,6 +86,7 @@ class Stage:
             assert shown in text
             text = text.replace(shown, real)
         self.places["/data/export"] = str(self.out)
+        self.places["/data/dcp"] = str(root / "dcp")
         self.config = yaml.safe_load(text)
         self._step = root / "local" / "gpt-small" / "step-00000400-a0001"
         self._image = b""
@@ -117,7 +118,9 @@ class Stage:
     def run(self, line: str) -> str:
         """Play a command, and return what a person sees, with the page's own places and names."""
         self.path.write_text(yaml.safe_dump(self.config))
-        words = line.removeprefix("tierfall ").replace("/data/export", str(self.out)).split()
+        for shown, real in self.places.items():
+            line = line.replace(shown, real)
+        words = line.removeprefix("tierfall ").split()
         result = CliRunner().invoke(app, words, env={"TIERFALL_CONFIG": str(self.path)})
         assert result.exception is None or isinstance(result.exception, SystemExit)
         text = result.stdout + result.stderr

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 import tierfall
 from tests.steps import state_of
-from tierfall import exporting, new_file
+from tierfall import new_file, torch_file
 from tierfall.backends.posix import PosixBackend
 from tierfall.config import load_config
 from tierfall.core.catalog import merge
@@ -28,7 +27,6 @@ from tierfall.core.errors import (
     CapacityError,
     ConfigError,
     IntegrityError,
-    NotSupportedError,
     RestoreError,
     StorageFullError,
 )
@@ -104,15 +102,6 @@ def flip(path: Path, offset: int) -> None:
 
 def step_of(tmp_path: Path, tier: str) -> Path:
     return tmp_path / tier / "run" / "step-00000001-a0001"
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Iterator[Path]:
-    """A folder that is made by the export; whatever was unfinished must have gone."""
-    yield tmp_path / "out" / "deep"
-    left = [str(path) for path in tmp_path.rglob("*") if path.name.endswith(".unfinished")]
-    left += [str(path) for path in tmp_path.rglob("*.image")]
-    assert left == []
 
 
 # What is written -------------------------------------------------------------------------------------
@@ -333,7 +322,7 @@ def test_a_disk_that_is_full_when_torch_writes_leaves_nothing(
         file.write(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
 
-    monkeypatch.setattr(exporting.torch, "save", full)
+    monkeypatch.setattr(torch_file.torch, "save", full)
     with pytest.raises(BackendError, match=r"torch\.save could not write it: .enforce fail"):
         export_from(config, "raw", to=out, format=Format.TORCH)
     assert not out.parent.exists()
@@ -370,7 +359,7 @@ def test_what_stops_torch_while_it_writes_is_what_is_raised(
             written: int = self.file.write(data)
             return written
 
-    monkeypatch.setattr(exporting.torch, "save", lambda state, file: real(state, Failing(file)))
+    monkeypatch.setattr(torch_file.torch, "save", lambda state, file: real(state, Failing(file)))
     with pytest.raises(raised):
         export_from(config, "raw", to=out, format=Format.TORCH)
     assert not out.parent.exists()
@@ -467,16 +456,6 @@ def test_parts_that_are_not_there_are_refused(
     assert not out.parent.exists()
 
 
-def test_several_ranks_come_later(config: dict[str, Any], out: Path) -> None:
-    with Reader(load_config(config)) as run:
-        (known,) = merge(run.list())
-        assert known.commit is not None
-        of_two = replace(known, commit=replace(known.commit, world_size=2))
-        wish = Wish(to=out, format=Format.SAFETENSORS)
-        with pytest.raises(NotSupportedError, match="has 2 ranks"):
-            export(of_two, ["raw"], run.opener(), wish)
-
-
 class Angle:
     def __init__(self, degrees: float) -> None:
         self.degrees = degrees
@@ -522,11 +501,6 @@ def test_a_folder_that_somebody_uses_meanwhile_stays(config: dict[str, Any], out
     with pytest.raises(KeyboardInterrupt):
         export_from(config, "raw", to=out, watch=put_something)
     assert [path.name for path in out.iterdir()] == ["theirs"]
-
-
-def test_dcp_is_refused_by_name(config: dict[str, Any], out: Path) -> None:
-    with pytest.raises(NotSupportedError, match="dcp is not supported yet"):
-        export_from(config, "raw", to=out, format=Format.DCP)
 
 
 def test_without_a_good_commit_record_nothing_is_believed(

@@ -26,26 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The step that is measured comes on the command line; before it everything is imported and warm.
 _WATCHING = """
-import json, sys, threading
+import json, sys
 from pathlib import Path
 
 import torch
 import tierfall
+from tests.memory_watch import rise_bytes
 from tierfall.config import load_config
 from tierfall.core.catalog import merge
 from tierfall.exporting import Format, Wish, export
 from tierfall.reading import Reader
-
-
-def anonymous():
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-
-
-def watch(stop, seen):
-    while not stop.wait(0.002):
-        seen.append(anonymous())
 
 
 def work(what, config, tier, to, small):
@@ -61,13 +51,7 @@ def work(what, config, tier, to, small):
 
 config, what, tier, to = json.loads(sys.argv[1]), *sys.argv[2:]
 work(what, config, tier, to, True)
-before, seen, stop = anonymous(), [], threading.Event()
-watcher = threading.Thread(target=watch, args=(stop, seen))
-watcher.start()
-result = work(what, config, tier, to, False)
-stop.set()
-watcher.join()
-print(max([*seen, anonymous()]) - before)
+print(rise_bytes(lambda: work(what, config, tier, to, False)))
 """
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+import tierfall
 from tests.core.ranks.threads import network, on_all
-from tierfall import stores
-from tierfall.backends.posix import PosixBackend
-from tierfall.checkpointer import Checkpointer, _open
+from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
+from tests.steps import wait_until
+from tierfall import ordering, stores
+from tierfall.checkpointer import Checkpointer
 from tierfall.cli.app import app
-from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.config import FileTier, ObjectTier
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
     BackendError,
     CapacityError,
     CaptureError,
     ConfigError,
-    NotSupportedError,
+    LockError,
     RanksError,
     RestoreError,
     UnreachableError,
@@ -37,101 +40,33 @@ from tierfall.saving import Saver
 from tierfall.session import Session
 from tierfall.tiers.host import HostTier
 
-SOON_S = 8.0
-"""Less than ``max_wait``, and much more than what these calls take."""
-
-
-@pytest.fixture
-def ranks() -> Iterator[list[Ranks]]:
-    """Two ranks, each on a node of its own."""
-    with network(["a", "b"]) as both:
-        yield both
-
-
-class Opener:
-    """Opens one run on all ranks, each with tiers of its own."""
-
-    def __init__(self, folder: Path, ranks: list[Ranks]) -> None:
-        self.folder = folder
-        self.ranks = ranks
-        self.place_of = {0: 0, 1: 1}
-
-    def config(self, rank: int, **more: Any) -> Config:
-        place = self.folder / str(self.place_of[rank])
-        tiers = [
-            {"name": "host", "kind": "host", "folder": str(place / "memory")},
-            {"name": "nvme", "kind": "file", "path": str(place / "nvme")},
-            {"name": "far", "kind": "file", "path": str(place / "far")},
-        ]
-        return Config.model_validate({"run": "run", "max_wait": "10s", "tiers": tiers, **more})
-
-    def open(self, rank: int, *, fresh: bool = False, **more: Any) -> Checkpointer:
-        config = self.config(rank, **more)
-        return Checkpointer(config, run="run", ranks=self.ranks[rank], fresh=fresh)
-
-    def all_open(self, **more: Any) -> list[Any]:
-        return on_all([lambda r=r: self.open(r, **more) for r in range(len(self.ranks))])  # type: ignore[misc]
-
-    def left(self) -> list[bool]:
-        return [one._post.closed for one in self.ranks]  # type: ignore[union-attr]
-
 
 @pytest.fixture
 def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
     return Opener(tmp_path, ranks)
 
 
-def close_all(checkpointers: list[Checkpointer]) -> None:
-    assert on_all([ckpt.close for ckpt in checkpointers]) == [None] * len(checkpointers)
-
-
-def stop_before_any_flush(opener: Opener, patch: pytest.MonkeyPatch) -> None:
-    """Save step 1 on all ranks, and end as a kill does: it is sealed in memory, and nowhere else."""
-
-    real = PosixBackend.create
-
-    def create(self: PosixBackend, key: str, **options: Any) -> Any:
-        if not key.endswith(".safetensors"):
-            return real(self, key, **options)
-        raise UnreachableError(f"{key}: nobody answers")
-
-    with patch.context() as context:
-        context.setattr(PosixBackend, "create", create)
-        both = opener.all_open()
-        for rank, ckpt in enumerate(both):
-            ckpt.save(1, {"w": torch.full((4,), float(rank)), "rng": None}).captured(SOON_S)
-        deadline = time.monotonic() + SOON_S
-        while any(ckpt.checkpoints()[0].tiers.get("host") != "sealed" for ckpt in both):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        for ckpt in both:
-            ckpt._capturer.close(SOON_S)
-            ckpt._session.close(keep_memory=True)
-            _open.discard(ckpt)
-
-
-def test_memory_of_several_ranks_is_refused_to_one_process(
+def test_a_part_that_one_process_cannot_complete_stays_and_drain_leaves_it_alone(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stop_before_any_flush(opener, monkeypatch)
     files = {path: path.stat().st_size for path in tmp_path.rglob("*.json")}
-    for call in (
-        lambda: Checkpointer(opener.config(0), run="run"),
-        lambda: drain(opener.config(0), SOON_S),
-    ):
-        with pytest.raises(NotSupportedError, match="2 ranks saved, and this is one process"):
-            call()
+    drained = drain(opener.config(0), SOON_S)
+    assert (drained.done, drained.memory_kept) == ((), True)
+    assert all("is not known here: say so" in problem for problem in drained.problems)
     assert {path: path.stat().st_size for path in tmp_path.rglob("*.json")} == files
+    with Checkpointer(opener.config(0), run="run") as alone:
+        assert alone.restore({"w": torch.zeros(4), "rng": None}) is None
     with network(["a", "b"]) as again:
         both = Opener(tmp_path, again).all_open()
         states = [{"w": torch.zeros(4), "rng": None} for _ in both]
-        reports = on_all([lambda c=c, s=s: c.restore(s) for c, s in zip(both, states, strict=True)])  # type: ignore[misc]
+        reports = restore_all(both, states)
         assert [report.sources[0].tier for report in reports] == ["host", "host"]
         assert [state["w"][0].item() for state in states] == [0.0, 1.0]  # type: ignore[index, union-attr]
         close_all(both)
 
 
-def test_ranks_that_come_to_where_others_were_do_not_take_up_their_images(
+def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_names(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stop_before_any_flush(opener, monkeypatch)
@@ -139,32 +74,56 @@ def test_ranks_that_come_to_where_others_were_do_not_take_up_their_images(
         swapped = Opener(tmp_path, again)
         swapped.place_of = {0: 1, 1: 0}
         both = swapped.all_open()
-        assert [ckpt.checkpoints() for ckpt in both] == [[], []]
+        reports = on_all([lambda c=c: c.drain(SOON_S) for c in both])  # type: ignore[misc]
+        assert [report.left for report in reports] == [(), ()]
         close_all(both)
-    assert not list(tmp_path.glob("*/*/run/step-*/*")), "nobody's image under another's name"
+    images = sorted(tmp_path.glob("*/nvme/run/step-00000001-a0001/*.safetensors"))
+    assert [str(p.relative_to(tmp_path))[0] for p in images] == ["0", "1"]
+    for rank, image in enumerate(images):
+        assert image.name == f"rank-{rank:05}-of-00002.safetensors", "each where its node is"
+        assert tierfall.load(image)["w"].tolist() == [float(rank)] * 4
+    assert not list(tmp_path.glob("*/memory/run/*.arena"))
 
 
-def test_drain_leaves_the_memory_of_several_ranks_of_a_machine_alone(tmp_path: Path) -> None:
-    config = Config.model_validate(
-        {
-            "run": "run",
-            "max_wait": "10s",
-            "tiers": [
-                {"name": "host", "kind": "host", "folder": str(tmp_path / "memory")},
-                {"name": "nvme", "kind": "file", "path": str(tmp_path / "nvme")},
-            ],
-        }
-    )
-    with Checkpointer(config, run="run") as ckpt:
-        ckpt.save(1, {"w": torch.ones(4), "rng": None}).captured(SOON_S)
-        shutil.copy(tmp_path / "memory/run/slot-0.arena", tmp_path / "memory/run/slot-1.arena")
-    path = tmp_path / "tiers.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
-    done = CliRunner().invoke(app, ["drain", "--config", str(path)])
-    assert done.exit_code == 1
-    assert "several ranks of run 'run' have left images in memory" in done.output
-    assert "slot-1.arena" in done.output
-    assert (tmp_path / "memory/run/slot-1.arena").exists()
+def test_memory_that_cannot_be_read_stays_and_the_rest_is_adopted(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    stop_before_any_flush(opener, monkeypatch)
+    memory = tmp_path / "0/memory/run"
+    shutil.copy(tmp_path / "1/memory/run/slot-0.arena", memory / "slot-1.arena")
+    (memory / "slot-2.arena").write_bytes(b"nothing of ours")
+    with Checkpointer(opener.config(0), run="run") as alone:
+        assert "slot-2.arena" in caplog.text
+        states = [{"w": torch.zeros(4), "rng": None}]
+        with pytest.raises(RestoreError, match="differ"):  # each rank's w was its own
+            alone.restore(states[0])
+        alone.drain(SOON_S)
+        assert [sorted(c.tiers) for c in alone.checkpoints()] == [["far", "host", "nvme"]]
+    folder = tmp_path / "0/nvme/run/step-00000001-a0001"
+    assert [tierfall.load(p)["w"][0].item() for p in sorted(folder.glob("*.safetensors"))] == [0, 1]
+    assert [path.name for path in memory.glob("*.arena")] == ["slot-2.arena"]
+
+
+def test_a_slot_that_a_living_process_owns_is_not_adopted(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stop_before_any_flush(opener, monkeypatch)
+    memory = tmp_path / "0/memory/run"
+    shutil.copy(tmp_path / "1/memory/run/slot-0.arena", memory / "slot-1.arena")
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(memory / "slot-1.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        with pytest.raises(LockError, match=f"process {owner.pid}.*slot-1.lock"):
+            Checkpointer(opener.config(0), run="run")
+        owner.communicate("\n")
+    with Checkpointer(opener.config(0), run="run") as alone:
+        assert alone.drain(SOON_S).left == ()
 
 
 def test_what_one_node_has_of_a_checkpoint_is_looked_at_and_is_not_damage(
@@ -269,7 +228,7 @@ def test_a_tier_that_one_rank_cannot_reach_is_left_out_by_all(
         for handle in handles:
             assert handle.tiers == ("nvme",)
             handle.wait("nvme", SOON_S)
-        assert all(ckpt.drain(SOON_S).left == () for ckpt in both)
+        assert [r.left for r in on_all([lambda c=c: c.drain(SOON_S) for c in both])] == [(), ()]  # type: ignore[misc]
     finally:
         close_all(both)
 
@@ -354,13 +313,11 @@ def test_an_earlier_failure_that_save_raises_costs_no_rank_its_place(opener: Ope
                 raised.append(error)
         for ckpt in both:  # rank 0 hears of it before its next save
             ckpt._finish_capture()
-        deadline = time.monotonic() + SOON_S
-        while step == 1 and not both[0]._session.coordinator.errors:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        if step == 1:
+            wait_until(lambda: bool(both[0]._session.coordinator.errors), "it is told", SOON_S)
     assert len(raised) == 2, "once on each rank"
     assert [ckpt._line.ordinal for ckpt in both] == [4, 4]
-    assert all(ckpt.drain(SOON_S).left == () for ckpt in both)
+    assert [r.left for r in on_all([lambda c=c: c.drain(SOON_S) for c in both])] == [(), ()]  # type: ignore[misc]
     known = [[c.step for c in ckpt.checkpoints() if "far" in c.tiers] for ckpt in both]
     assert known == [[2, 3, 4], [2, 3, 4]]
     close_all(both)
@@ -384,3 +341,58 @@ def test_a_close_that_fails_on_one_rank_still_leaves_the_others(
     assert outcomes[0] is None
     assert isinstance(outcomes[1], CapacityError)
     assert opener.left() == [True, True]
+
+
+def test_a_save_that_fails_on_one_rank_keeps_its_line_level_with_what_others_have_counted(
+    opener: Opener,
+) -> None:
+    both = opener.all_open()
+    both[0]._session.ranks.council.announce(("level",), 5)
+    wait_until(
+        lambda: all(c._session.coordinator.ledger.least_ordinal == 5 for c in both),
+        "all have heard it",
+        SOON_S,
+    )
+    lost = both[0].save(1, {"w": torch.zeros(2), "rng": None})
+    with pytest.raises(CaptureError, match="function"):
+        both[1].save(1, {"function": print, "rng": None})
+    with pytest.raises(CaptureError, match="rank 1"):
+        lost.wait(timeout=SOON_S)
+    handles = [ckpt.save(2, {"w": torch.zeros(2), "rng": None}) for ckpt in both]
+    for handle in handles:
+        handle.wait(timeout=SOON_S)
+    assert [ckpt.checkpoints()[-1].ordinal for ckpt in both] == [7, 7]
+    close_all(both)
+
+
+def test_a_rank_whose_coordinator_has_stopped_holds_up_no_close(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpts = opener.all_open()
+    broken = ckpts[1]._session
+
+    def step(now_s: float) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(broken.coordinator, "step", step)
+    broken.tell(int)
+    wait_until(lambda: broken.workers.failure is not None, "the coordinator to stop")
+    began = time.monotonic()
+    outcomes = on_all([one.close for one in ckpts])
+    assert outcomes[0] is None
+    assert "a fault of ours" in str(outcomes[1])
+    assert time.monotonic() - began < SOON_S / 2
+
+
+def test_ranks_whose_time_is_up_still_end_together(
+    opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    ckpts = opener.all_open()
+
+    def end(rank: int) -> bool:
+        time.sleep(0.3 * rank)  # as one may be slower to give up a drain
+        return ordering.settle(ckpts[rank]._session, lambda: 0.0)
+
+    assert on_all([lambda: end(0), lambda: end(1)]) == [True, True]
+    assert on_all([one.close for one in ckpts]) == [None, None]
+    assert "does not wait for the others" not in caplog.text

@@ -21,7 +21,7 @@ from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.restore import Request, restore
 from tierfall.core.values import CheckpointId, Shard
 from tierfall.line import as_step
-from tierfall.place import find_ranks
+from tierfall.place import find_ranks, find_wire
 from tierfall.reading import Reader, moved, open_place, resolve_path
 from tierfall.stores import SHARD
 
@@ -44,14 +44,16 @@ def open(
     takes an attempt, and adopts what an earlier start left in host memory.
 
     With several ranks, each calls this, and all that follows, in the same order. They find each other by
-    ``process_group``, by ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun.
+    ``process_group``, by ``torch.distributed`` where it is initialised, or by the environment of torchrun or srun. In
+    the first two cases a restore reads once what several of them want, and they hand it on.
 
     Raises ConfigError for what is wrong in the configuration or in what lies in memory, LockError while another process
     trains this run on this machine, BackendError where a tier refuses, RanksError where other ranks do not come.
     """
     settings = load_config(config, run=run)
     ranks = find_ranks(settings, run=settings.run, process_group=process_group)
-    return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks)
+    connect = find_wire() if ranks.many else None
+    return Checkpointer(settings, run=settings.run, fresh=fresh, ranks=ranks, connect=connect)
 
 
 def load(

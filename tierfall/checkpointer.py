@@ -15,43 +15,41 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from tierfall import telling
+from tierfall import ordering, telling
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import (
     ConfigError,
-    NotSupportedError,
     StepError,
     TierfallError,
 )
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import plan_fill, resize_rules
+from tierfall.core.image import Recall, StateView, describe, plan_fill, resize_rules
+from tierfall.core.image.files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreeing import agree_to_restore, finish_together, together
-from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.agreeing import finish_together
 from tierfall.core.restore.resharding import Resize
-from tierfall.core.restore.restore import Request, Restored, choose, fill_first
+from tierfall.core.restore.wire import Connect
 from tierfall.core.scheduler.tasks import (
     PersonsOrder,
 )
 from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision
+from tierfall.core.words import few_of
+from tierfall.inheriting import images_in
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
-from tierfall.policies.bundle import plan_retention
+from tierfall.path_saving import PathSaves
 from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
+from tierfall.restoring import Restorer, say_left_behind
 from tierfall.saving import Saver
 from tierfall.session import Session
-from tierfall.starting import mine, opening, ready_together
+from tierfall.starting import opening, ready_together
 
 logger = logging.getLogger("tierfall")
 _open: set[Checkpointer] = set()
-SLOWER = 10
-"""A rank that has taken its memory, or has filled its part of a restore, waits for the others for so many times
-``max_wait``: how long either takes is a matter of bytes."""
 
 
 class Checkpointer:
@@ -62,7 +60,13 @@ class Checkpointer:
     """
 
     def __init__(
-        self, config: Config, *, run: str, fresh: bool = False, ranks: Ranks | None = None
+        self,
+        config: Config,
+        *,
+        run: str,
+        fresh: bool = False,
+        ranks: Ranks | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -73,12 +77,14 @@ class Checkpointer:
             undo.callback(ranks.leave)
             with opening(ranks):
                 _check_first(config, run)
-                self._session = Session(config, run=run, ranks=ranks)
+                self._session = Session(config, run=run, ranks=ranks, adopts=True)
             undo.callback(self._session.abandon)
             first = self._session.begin_line()
             assert self._session.attempt is not None
+            self._config = config = self._session.config
             self._line = SavingLine(run, self._session.attempt, begun=fresh or first)
-            with ready_together(ranks, timeout_s=SLOWER * config.max_wait_s):
+            self._restorer = Restorer(config, self._session, self._line, connect=connect)
+            with ready_together(ranks, timeout_s=self._restorer.slower_s):
                 self._session.host.create_now()
                 self._session.build()
                 self._capturer = Capturer(
@@ -86,8 +92,15 @@ class Checkpointer:
                 )
                 undo.callback(self._capturer.close, 1.0)
                 self._saver = Saver(config, self._session, self._capturer)
+                self._by_path = PathSaves(
+                    config,
+                    self._session,
+                    self._saver,
+                    self._line,
+                    check=self._check_saving,
+                )
             if fresh:
-                self._say_left_behind(self._session.known(), None)
+                say_left_behind(run, self._session.known(), None)
             self._session.start()
             undo.pop_all()
         _open.add(self)
@@ -111,6 +124,28 @@ class Checkpointer:
         checkpoint, FencedError where a newer attempt of the run exists, and under ``on_error: raise`` what failed since
         the last call.
         """
+        check_no_files(state)
+        handle = self._save(
+            step,
+            lambda recall: describe(state, recall),
+            metrics=metrics or {},
+            tags=tags,
+        )
+        if block:
+            handle.wait()
+        return handle
+
+    def _save(
+        self,
+        step: int,
+        described: Callable[[Recall], StateView],
+        *,
+        metrics: Mapping[str, Any],
+        tags: Sequence[str],
+        may_be_lazy: bool = True,
+    ) -> SaveHandle:
+        """Save what ``described`` walks, as ``save`` does. One thread after the other: torch.distributed.checkpoint
+        saves on threads of its own."""
         began = time.monotonic()
         self._check_usable()
         self._check_alive()
@@ -118,17 +153,24 @@ class Checkpointer:
         if not many:
             self._raise_failures()
         step = as_step(step)
-        self._line.check(step)
-        try:
-            self._finish_capture(in_order=True)
-            handle = self._saver.save(self._line, step, state, metrics or {}, tags, began)
-        except BaseException as error:
-            self._saver.tell_others(self._line, step, error)
-            raise
+        with self._saver.lock:
+            self._line.check(step)
+            try:
+                self._finish_capture(in_order=True)
+                handle = self._saver.save(
+                    self._line,
+                    step,
+                    described,
+                    metrics,
+                    tags,
+                    began,
+                    may_be_lazy=may_be_lazy,
+                )
+            except BaseException as error:
+                self._saver.tell_others(self._line, step, error)
+                raise
         if many:  # the others save this step whatever has failed here before
             self._raise_failures()
-        if block:
-            handle.wait()
         return handle
 
     def maybe_save(
@@ -205,15 +247,15 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._check_usable()
-        request = self._request(step, attempt, tier, unreachable)
+        request = self._restorer.request(step, attempt, tier, unreachable)
         if only is None and (fenced := self._session.coordinator.fenced) is not None:
             raise fenced
         if only is None and self._line.saved_any:
             self._session.check_newest()
         self._finish_capture()
         self._wait_sealed()
-        with self._nothing_dropped():
-            restored = self._restore(
+        with self._restorer.nothing_dropped():
+            restored = self._restorer.fill(
                 request,
                 lambda header: plan_fill(state, header, only=only, strict=strict),
                 Resize(rules=resize_rules(state)),
@@ -227,22 +269,11 @@ class Checkpointer:
                 restored.checkpoint.id,
                 goes_on=only is None,
                 saved=self._line.saved_any,
-                timeout_s=SLOWER * self._config.max_wait_s,
+                timeout_s=self._restorer.slower_s,
             )
             if only is None:
-                self._continue_from(restored, any_saved)
+                self._restorer.continue_from(restored.checkpoint, any_saved)
         return telling.restore_report(restored, time.monotonic() - began)
-
-    @contextmanager
-    def _nothing_dropped(self) -> Iterator[None]:
-        """Keep every copy where it is, until what was read is known to be what this run goes on from."""
-        session = self._session
-        dropper = session.coordinator.dropper
-        try:
-            session.ask(lambda: setattr(dropper, "paused", True))
-            yield
-        finally:
-            session.tell(lambda: setattr(dropper, "paused", False))
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""
@@ -252,93 +283,13 @@ class Checkpointer:
             except (TierfallError, TimeoutError):
                 logger.debug("the last save was not captured", exc_info=True)
 
-    def _request(
-        self, step: int | None, attempt: int | None, tier: str | None, unreachable: str
-    ) -> Request:
-        if unreachable not in ("raise", "ignore"):
-            raise ConfigError(
-                f"restore: unreachable must be 'raise' or 'ignore', not {unreachable!r}"
-            )
-        step = None if step is None else as_step(step, doing="restore")
-        attempt = None if attempt is None else as_step(attempt, doing="restore", what="attempt")
-        known = [t.name for t in self._config.chain]
-        if tier is not None and tier not in known:
-            raise ConfigError(f"restore: no tier is named {tier!r}; there are {', '.join(known)}")
-        return Request(
-            step=step, attempt=attempt, tier=tier, ignore_unreachable=unreachable == "ignore"
-        )
-
-    def _restore(
-        self, request: Request, make_plan: Callable[[Any], Any], resize: Resize
-    ) -> Restored | None:
-        session, tally = self._session, Tally()
-        listings = session.list_now()
-        ranks, many = session.ranks, session.ranks.many
-        if many:
-            told = mine(self._config, ranks)
-            candidates = agree_to_restore(ranks, listings, request, mine=told, tally=tally)
-        else:
-            candidates = choose(listings, request, tally)
-        if not candidates:
-            return None
-        regions = session.ask(
-            lambda: {
-                (e.id, e.shard): e.region
-                for e in session.coordinator.ledger.entries.values()
-                if e.region is not None and e.region.sealed
-            }
-        )
-        return fill_first(
-            candidates,
-            listings,
-            request,
-            tally,
-            open_image=session.open_image(regions),
-            make_plan=make_plan,
-            shard=ranks.shard,
-            ring=session.ring,
-            resize=resize,
-            together=together(ranks, timeout_s=SLOWER * self._config.max_wait_s) if many else None,
-        )
-
-    def _continue_from(self, restored: Restored, any_saved: bool) -> None:
-        """The line goes on from here; what this start saved before, on any rank, belongs to another one."""
-        id, commit = restored.checkpoint.id, restored.checkpoint.commit
-        assert commit is not None
-        attempt = self._line.attempt
-        if any_saved:
-            self._session.listings = self._session.list_now()
-            attempt = self._session.take_attempt()
-        self._line.continue_from(commit, attempt)
-        self._say_left_behind(self._session.known(), id)
-        ledger = self._session.coordinator.ledger
-        self._session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
-
-    def _say_left_behind(
-        self, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None
-    ) -> None:
-        """Say which checkpoints the line that begins here leaves behind: they go once it is as safe."""
-        left = [
-            c
-            for c in known
-            if not (c.abandoned or c.tombstoned or c.pinned)
-            and (from_id is None or c.id.step > from_id.step)
-        ]
-        if left:
-            logger.warning(
-                "run %s: the line that begins %s leaves behind %s; each tier deletes its own once the new line has a "
-                "copy that is as safe. To keep one, pin it now",
-                self._run,
-                "anew" if from_id is None else f"at {from_id}",
-                _some([str(c.id) for c in left]),
-            )
-
     # Looking, and a person's orders ------------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return every known step and attempt, oldest first: on which tiers, in what state, and why it matters."""
         self._check_usable()
         session = self._session
+        session.look()
         return session.ask(lambda: telling.infos(session.coordinator.ledger, time.time()))
 
     def pin(self, step: int, *, attempt: int | None = None) -> None:
@@ -355,18 +306,15 @@ class Checkpointer:
 
     def _order(self, kind: PersonsOrder, step: int, attempt: int | None) -> None:
         self._check_usable()
-        if self._session.ranks.many:
-            raise NotSupportedError(f"{kind}: with several ranks this is not supported yet")
         step = as_step(step, doing=kind)
         attempt = None if attempt is None else as_step(attempt, doing=kind, what="attempt")
         self._finish_capture()
+        if self._session.ranks.many:
+            named = {"step": step, "attempt": attempt}
+            ordering.order(self._session, kind, named, lambda: self._find(kind, step, attempt))
+            return
         id = self._find(kind, step, attempt)
-        failed = give(self._session, kind, id)
-        for tier, error in failed.items():
-            if isinstance(error, StepError):
-                raise error
-            known = type(error) if isinstance(error, TierfallError) else TierfallError
-            raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
+        ordering.check(kind, id, give(self._session, kind, id))
 
     def _find(self, kind: PersonsOrder, step: int, attempt: int | None) -> CheckpointId:
         known = self.checkpoints()
@@ -384,18 +332,16 @@ class Checkpointer:
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
         """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``."""
         self._check_usable()
-        coordinator = self._session.coordinator
-
-        def plan() -> list[Decision]:
-            view = coordinator.ledger.view()
-            return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
-
-        decisions = self._session.ask(plan)
+        session = self._session
+        session.look()
+        if session.ranks.many:
+            return ordering.prune(session, dry_run=dry_run)
+        decisions = ordering.plan(session)
         if (
             not dry_run
         ):  # marks that were left from outside are read first, so that more may go, or less
-            self._session.ask(coordinator.dropper.survey_all)
-            self._session.wait_idle(self._config.max_wait_s)
+            session.ask(session.coordinator.dropper.survey_all)
+            session.wait_idle(self._config.max_wait_s)
         return decisions
 
     def statistics(self) -> Statistics:
@@ -408,21 +354,18 @@ class Checkpointer:
     def drain(self, deadline: float | None = None) -> DrainReport:
         """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: as long as it goes on).
 
-        A tier that does not take copies at present is not waited for; what is left stands in the report.
+        A tier that does not take copies at present is not waited for; what is left stands in the report, and what was
+        given up meanwhile. With several ranks all call it, and the report is the same on all.
         """
-        began = time.monotonic()
         deadline = as_seconds(deadline, what="drain: deadline")
         self._check_usable()
         self._finish_capture()
-        session = self._session
-        owed = session.ask(session.coordinator.left_undone)
-        session.wait_idle(deadline)
-        left = set(session.ask(session.coordinator.left_undone))
-        return DrainReport(
-            done=tuple((id.step, id.attempt, tier) for id, tier in owed if (id, tier) not in left),
-            left=tuple((id.step, id.attempt, tier) for id, tier in sorted(left)),
-            seconds=time.monotonic() - began,
-        )
+        began = time.monotonic()
+        self._session.look(deadline)
+        if deadline is not None:
+            deadline = max(0.0, deadline - (time.monotonic() - began))
+        drain = ordering.drain if self._session.ranks.many else ordering.drain_here
+        return drain(self._session, deadline)
 
     def close(self) -> None:
         """Finish what can be made durable within ``max_wait``, and let go of everything. May be called twice.
@@ -433,16 +376,21 @@ class Checkpointer:
         if self._closed:
             return
         self._check_process()
-        keep = True
+        keep, together = True, False
         deadline_s = time.monotonic() + self._config.max_wait_s
 
         def left_s() -> float:
             return max(0.0, deadline_s - time.monotonic())
 
         try:
-            self._finish_capture(left_s())
-            self._capturer.close(left_s())
-            report = self.drain(left_s())
+            try:
+                self._by_path.close(left_s())
+                self._finish_capture(left_s())
+                self._capturer.close(left_s())
+                self._session.look(left_s(), last=True)
+                report = ordering.drain_here(self._session, left_s())
+            finally:
+                together = ordering.settle(self._session, left_s)
             keep = telling.must_keep_memory(self._session)
             self._say_left(report)
         finally:
@@ -452,7 +400,10 @@ class Checkpointer:
             try:
                 self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
             finally:
-                self._session.ranks.close(max(1.0, left_s()))
+                if together:
+                    self._session.ranks.close(max(1.0, left_s()))
+                else:
+                    self._session.ranks.leave()
         if self._config.on_error is OnError.RAISE:
             self._check_alive()
             self._raise_failures()
@@ -460,7 +411,8 @@ class Checkpointer:
     def _say_left(self, report: DrainReport) -> None:
         if not report.left:
             return
-        session, held = self._session, self._session.host.images()
+        session = self._session
+        held = {id for id, _ in images_in(session.hosts())}
         entries = session.coordinator.ledger.entries
         capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
         in_memory: list[str] = []
@@ -471,17 +423,17 @@ class Checkpointer:
             place = lost if id in capturing else in_memory if id in held else elsewhere
             place.append(f"{step}@{attempt} to {tier}")
         if lost:
-            logger.warning("close: not captured in time, and lost: %s", _some(lost))
+            logger.warning("close: not captured in time, and lost: %s", few_of(lost))
         if in_memory:
             logger.warning(
                 "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
-                _some(in_memory),
+                few_of(in_memory),
                 self._session.host.path,
             )
         if elsewhere:
             logger.warning(
                 "close: still owed: %s; the next start copies it from the tier that has it",
-                _some(elsewhere),
+                few_of(elsewhere),
             )
 
     def __enter__(self) -> Self:
@@ -522,6 +474,10 @@ class Checkpointer:
         if (fenced := self._session.coordinator.fenced) is not None and not self._closed:
             raise fenced
 
+    def _check_saving(self) -> None:
+        self._check_usable()
+        self._check_alive()
+
     def _raise_failures(self) -> None:
         """Raise, under ``on_error: raise``, the first that failed since the last call."""
         coordinator = self._session.coordinator
@@ -531,10 +487,9 @@ class Checkpointer:
             raise fresh[0]
 
 
-def _some(things: Sequence[str]) -> str:
-    """Name a few of many, and say how many more there are."""
-    more = len(things) - 4
-    return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")
+def opened_runs() -> list[PathSaves]:
+    """Return how each run that is open in this process is saved by path."""
+    return [one._by_path for one in list(_open) if one._pid == os.getpid()]
 
 
 def _check_first(config: Config, run: str) -> None:
@@ -554,7 +509,8 @@ def _close_what_was_not() -> None:
     """A script that ends without close loses nothing that it saved."""
     for ckpt in list(_open):
         if ckpt._pid == os.getpid():
-            logger.warning("run %s: the program ends and did not close it: closing", ckpt._run)
+            if not ckpt._by_path.goes_on:  # else nobody has it in hand who could close it
+                logger.warning("run %s: the program ends and did not close it: closing", ckpt._run)
             try:
                 ckpt.close()
             except Exception:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tierfall.config import Config
 from tierfall.core.catalog import Listing, merge
@@ -18,10 +20,14 @@ from tierfall.core.errors import FencedError
 from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
+from tierfall.draining_parts import PartsDrain, drain_parts
 from tierfall.orders import POLL_S, Watch, check_folders, unread, view_of
 from tierfall.session import Session
+from tierfall.slots import LocalMemory
+from tierfall.stores import open_stores
 from tierfall.telling import must_keep_memory
 from tierfall.tiers.host import HeldImage
+from tierfall.tiers.stored import StoredTier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +63,19 @@ def drain(
     """
     began = time.monotonic()
     check_folders(config)
+    with LocalMemory(config) as memory:
+        if any(
+            image.commit.world_size > 1 for of in memory.parts().values() for image in of.values()
+        ):
+            return _drain_parts(config, memory, deadline_s, watch, began)
     session = Session(config, run=config.run, accept_arena=True)
     try:
         images = session.host.images()
         if not images:  # whoever owned the run a moment ago has flushed them
             session.abandon()
             return Drained(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
-        _take_up(session, max(images.values(), key=_order))
+        newest = max(images.values(), key=_order)
+        session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
         planned = _plan(session)
         session.build()
         session.start()
@@ -93,30 +105,103 @@ def drain(
     )
 
 
+def _drain_parts(
+    config: Config, memory: LocalMemory, deadline_s: float | None, watch: Watch, began: float
+) -> Drained:
+    """Do it for the memory of several ranks."""
+    stores, errors = open_stores(config, config.run)
+    try:
+        listings = (
+            memory.listing(),
+            *(
+                stores[tier.name].list()
+                if tier.name in stores
+                else Listing(tier=tier.name, error=errors[tier.name])
+                for tier in config.stored
+            ),
+        )
+        held = [image for parts in memory.parts().values() for image in parts.values()]
+        moved = Moved(watch)
+        drain = PartsDrain(
+            config=config,
+            memory=memory,
+            stores={
+                x.tier: stores[x.tier] for x in listings if x.error is None and x.tier in stores
+            },
+            listings=listings,
+            attempt=writer_of(max(held, key=_order), listings, stores, memory.path),
+            ends_s=None if deadline_s is None else time.monotonic() + deadline_s,
+            on_bytes=moved.add,
+        )
+        planned = drain.plan()
+        sizes = {copy.id: copy.bytes for copy in listings[0].copies}
+        moved.total = sum(sizes[id] for id, _ in planned)
+        drain_parts(drain, planned, config.max_wait_s)
+        kept = drain.must_keep(planned)
+        if not kept:
+            memory.give_back()
+    finally:
+        for store in stores.values():
+            store.close()
+    owed = {copy: Owed(checkpoint=copy[0], tier=copy[1], bytes=sizes[copy[0]]) for copy in planned}
+    silent = [f"tier {name} could not be read: {error}" for name, error in unread(listings).items()]
+    return Drained(
+        done=tuple(owed[copy] for copy in planned if copy in drain.done),
+        left=tuple(owed[copy] for copy in planned if copy not in drain.done),
+        problems=(*drain.problems, *silent),
+        memory_kept=kept,
+        seconds=time.monotonic() - began,
+    )
+
+
+class Moved:
+    """Adds up what several threads have moved."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._done = 0
+        self.total = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._watch(self._done, self.total)
+
+
 def _order(image: HeldImage) -> tuple[int, int]:
     id = image.commit.line.checkpoint
     return id.attempt, id.step
 
 
-def _take_up(session: Session, newest: HeldImage) -> None:
-    """Write on behalf of the attempt that left the newest image, unless another came after it.
+def writer_of(
+    newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
+) -> Attempt:
+    """Return the attempt that left the newest image, to write on its behalf, unless another came after it.
 
     A later attempt of this node whose process is dead saved nothing here that memory does not hold: it is taken up too.
     """
-    session.continue_attempt(newest)
-    number = newest.commit.line.checkpoint.attempt
-    numbered = [(max(x.attempts), x.tier) for x in session.listings if x.attempts]
+    line = newest.commit.line
+    number = line.checkpoint.attempt
+    numbered = [(max(x.attempts), x.tier) for x in listings if x.attempts]
     if not numbered or max(numbered)[0] <= number:
-        return
+        return Attempt(
+            run=line.run,
+            number=number,
+            id=line.attempt_id,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            wall_time_s=time.time(),
+        )
     later, tier = max(numbered)
-    attempt = session.stores[tier].read_attempt(later)
+    attempt = stores[tier].read_attempt(later)
     if not _is_dead(attempt):
         raise FencedError(
-            f"drain: attempt {number} of run {session.run!r} was followed by attempt {later} (process {attempt.pid} on "
+            f"drain: attempt {number} of run {line.run!r} was followed by attempt {later} (process {attempt.pid} on "
             f"{attempt.node}), tier {tier} says: nothing of the older one is written any more. If its images are not "
-            f"needed, remove {session.host.path}"
+            f"needed, remove {path}"
         )
-    session.attempt = attempt
+    return attempt
 
 
 def _is_dead(attempt: Attempt) -> bool:

@@ -1,5 +1,7 @@
 """Exporting: a checkpoint, or a part of it, as one file that needs no tierfall to be read.
 
+What one rank saved is written here, what several ranks saved, and DCP's folders, by ``exporting_ranks``.
+
 Every chunk is verified before its bytes are written, and read from the next copy where one is damaged. Beside fixed
 overhead no more memory is taken than two chunks: bytes stream into the file, and what ``torch.save`` is given lies in a
 file too, mapped.
@@ -7,67 +9,37 @@ file too, mapped.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import pickle
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import BackendError, ConfigError, NotSupportedError
-from tierfall.core.image import ImageHeader, dtypes
+from tierfall.core.errors import ConfigError
+from tierfall.core.image import ImageHeader
 from tierfall.core.image.build import CPU, Builder
 from tierfall.core.image.nodes import slots_of
 from tierfall.core.restore.job import OpenImage
-from tierfall.core.restore.reader import Fallback
-from tierfall.core.values import CheckpointId
+from tierfall.export_values import (
+    Exported,
+    Format,
+    Wish,
+    as_bytes,
+    exported,
+    file_name,
+    lay_out,
+    left_out,
+)
+from tierfall.exporting_ranks import export_ranks
 from tierfall.new_file import check_free, new_file, write_all
 from tierfall.orders import Watch
 from tierfall.pouring import Source, Span, pour
-from tierfall.selecting import Part, select, tensors_of, values_of
+from tierfall.selecting import Part, select, tensors_of
+from tierfall.torch_file import save_torch
 
-NAMES_SHOWN = 4
-
-
-class Format(StrEnum):
-    """What is written."""
-
-    SAFETENSORS = "safetensors"
-    TORCH = "torch"
-    DCP = "dcp"
-
-
-_SUFFIXES = {Format.SAFETENSORS: ".safetensors", Format.TORCH: ".pt"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What to export: the parts named by ``only`` (none: all of it) into the folder ``to``."""
-
-    to: Path
-    format: Format
-    only: tuple[str, ...] = ()
-    replace: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """What was written, from which tiers it was read (in bytes), what was passed over, and what is worth knowing."""
-
-    id: CheckpointId
-    path: Path
-    bytes: int
-    tensors: int
-    sources: Mapping[str, int]
-    fallbacks: tuple[Fallback, ...]
-    notes: tuple[str, ...]
+__all__ = ["Exported", "Format", "Wish", "export"]
 
 
 def export(
@@ -80,36 +52,18 @@ def export(
     """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` is told bytes read and bytes in all.
 
     Raises ConfigError for parts that are not there, IntegrityError where no copy is good, BackendError and
-    CapacityError for what is wrong with the place, RestoreError where a registered type is not registered here.
+    CapacityError for what is wrong with the place, RestoreError where a registered type is not registered here, and for
+    what ranks do not have alike.
     """
-    if wish.format is Format.DCP:
-        raise NotSupportedError(
-            "export: --format dcp is not supported yet; use safetensors or torch"
-        )
+    if wish.format is Format.DCP or (checkpoint.commit and checkpoint.commit.world_size > 1):
+        return export_ranks(checkpoint, tiers, open_image, wish, watch)
     with Source.open(checkpoint, tiers, open_image, watch) as source:
-        path = wish.to / _file_name(source, wish)
+        path = wish.to / file_name(source.run, source.id, wish)
         check_free(path, replace=wish.replace)
         parts = select(source.header, wish.only)
         export_as = _export_torch if wish.format is Format.TORCH else _export_safetensors
         tensors, notes = export_as(source, parts, path, wish)
-        return Exported(
-            id=checkpoint.id,
-            path=path,
-            bytes=path.stat().st_size,
-            tensors=tensors,
-            sources=dict(source.tally.bytes),
-            fallbacks=tuple(source.tally.fallbacks),
-            notes=tuple(notes),
-        )
-
-
-def _file_name(source: Source, wish: Wish) -> str:
-    name = f"{source.run}-step-{source.id.step:08d}"
-    if len(wish.only) == 1:
-        (name,) = wish.only
-        if "/" in name or name.startswith("."):
-            raise ConfigError(f"--only {name!r}: it cannot name a file")
-    return name + _SUFFIXES[wish.format]
+        return exported(checkpoint.id, path, tensors, source.tally, notes)
 
 
 # safetensors ------------------------------------------------------------------------------------------
@@ -128,8 +82,10 @@ def _export_safetensors(
         raise ConfigError(
             f"export: {', '.join(wish.only)} holds no tensor, and safetensors holds nothing else; use --format torch"
         )
-    head, spans, end = _lay_out(source, named)
-    notes = [*_left_out(parts), *_as_bytes(header, named)]
+    said = {"tierfall.checkpoint": f"{source.run} {source.id}"}
+    head, places, end = lay_out(header, named, range(len(header.tensors)), said)
+    spans = [_span(header, slot, places[slot]) for slot in sorted(places)]
+    notes = [*left_out(parts), *as_bytes(header, named)]
     with new_file(path, replace=wish.replace, room_bytes=end) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -138,6 +94,11 @@ def _export_safetensors(
         finally:
             os.close(descriptor)
     return len(named), notes
+
+
+def _span(header: ImageHeader, slot: int, targets: Sequence[int]) -> Span:
+    stored, base = header.tensors[slot], header.data_start
+    return Span(start=base + stored.start, end=base + stored.end, targets=tuple(targets))
 
 
 def _export_image(source: Source, path: Path, wish: Wish) -> tuple[int, list[str]]:
@@ -150,73 +111,6 @@ def _export_image(source: Source, path: Path, wish: Wish) -> tuple[int, list[str
         finally:
             os.close(descriptor)
     return len(source.header.tensors), []
-
-
-def _lay_out(source: Source, named: Mapping[str, int]) -> tuple[bytes, list[Span], int]:
-    """Return the header of a file that holds these tensors, what goes where, and the length of the file.
-
-    Tensors stand in the image's order, which aligns each to its items; one with several names is written for each.
-    """
-    stored = source.header.tensors
-    table: dict[str, Any] = {"__metadata__": _metadata(source, named)}
-    places: dict[int, list[int]] = {}
-    end = 0
-    for name, slot in sorted(named.items(), key=lambda item: (item[1], item[0])):
-        tensor = stored[slot]
-        code, shape = dtypes.code_of(tensor.dtype), list(tensor.shape)
-        if code is None:
-            code, shape = dtypes.RAW_CODE, [tensor.length]
-        table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
-        places.setdefault(slot, []).append(end)
-        end += tensor.length
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = struct.pack("<Q", len(text)) + text
-    base = source.header.data_start
-    spans = [
-        Span(
-            start=base + stored[slot].start,
-            end=base + stored[slot].end,
-            targets=tuple(len(head) + place for place in places[slot]),
-        )
-        for slot in sorted(places)
-    ]
-    return head, spans, len(head) + end
-
-
-def _metadata(source: Source, named: Mapping[str, int]) -> dict[str, str]:
-    metadata = {"format": "pt", "tierfall.checkpoint": f"{source.run} {source.id}"}
-    true = {
-        name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
-        for name, slot in named.items()
-        if dtypes.code_of((tensor := source.header.tensors[slot]).dtype) is None
-    }
-    if true:
-        metadata["tierfall.dtypes"] = json.dumps(true)
-    return metadata
-
-
-def _left_out(parts: Sequence[Part]) -> list[str]:
-    left = [name for part in parts for name in values_of(part)]
-    if not left:
-        return []
-    return [
-        f"left out, since safetensors holds tensors alone: {_some(left)}; --format torch has it"
-    ]
-
-
-def _as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
-    raw = [n for n, slot in named.items() if dtypes.code_of(header.tensors[slot].dtype) is None]
-    if not raw:
-        return []
-    return [
-        f"as bytes, since safetensors' loader has no such dtype (see tierfall.dtypes): {_some(raw)}"
-    ]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 # torch -----------------------------------------------------------------------------------------------
@@ -263,24 +157,8 @@ def _export_torch(
         for part in parts:
             builder.prepare(part.node, CPU)
         built = {part.name: builder.build(part.node, CPU) for part in parts}
-        try:
-            with open(unfinished, "xb") as file:  # by its name torch would call what is in it
-                torch.save(built[parts[0].name] if len(parts) == 1 else built, file)
-        except RuntimeError as error:  # what torch makes of a full disk or Ctrl-C, among others
-            if (first := _first_cause(error)) is not None:
-                raise first from None
-            why = str(error).splitlines()[0]
-            raise BackendError(f"export to {path}: torch.save could not write it: {why}") from error
-        notes = _why_not_plain(unfinished)
+        notes = save_torch(built[parts[0].name] if len(parts) == 1 else built, unfinished, path)
     return len(slots), notes
-
-
-def _first_cause(error: RuntimeError) -> BaseException | None:
-    """Return what torch's own error hides, if anything: having failed to write, it fails again to end the file."""
-    first: BaseException = error
-    while first.__context__ is not None and not isinstance(first, KeyboardInterrupt):
-        first = first.__context__
-    return first if isinstance(first, OSError | KeyboardInterrupt) else None
 
 
 def _map_image(source: Source, spans: Sequence[Span], beside: Path) -> mmap.mmap:
@@ -294,15 +172,3 @@ def _map_image(source: Source, spans: Sequence[Span], beside: Path) -> mmap.mmap
         return mmap.mmap(descriptor, source.manifest.image_bytes, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
-
-
-def _why_not_plain(path: Path) -> list[str]:
-    """Find out whether ``torch.load`` takes the file as it comes, by trying; nothing of its tensors is read."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:
-        return [
-            "torch.load takes it with weights_only=False alone, since it holds more than tensors and plain values, "
-            "such as the random state of NumPy; --only names the parts to export"
-        ]
-    return []

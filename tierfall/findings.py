@@ -76,6 +76,8 @@ def _advice(
         return NEWER
     if damage.file.startswith(f"{names.MARKS_FOLDER}/") and copy.tier in reader.stores:
         return f"it counts all the same; to write it anew: {repair}"
+    if damage.file == names.INDEX_NAME:
+        return f"the manifests say the same, restores do without it; to make it anew: {repair}"
     good = [c.tier for c in same if c.good]
     if good and copy.tier in reader.stores:
         return f"restores take {good[0]} instead; to repair it: {repair}"

@@ -77,9 +77,13 @@ class SavingLine:
 
     def continue_from(self, commit: Commit, attempt: Attempt) -> None:
         """Go on from a restored checkpoint, as ``attempt``."""
+        self.go_on_from(commit.line.checkpoint, commit.line.ordinal, attempt)
+
+    def go_on_from(self, checkpoint: CheckpointId, ordinal: int, attempt: Attempt) -> None:
+        """Go on from a checkpoint that is the ``ordinal``th of its line, as ``attempt``."""
         self.attempt = attempt
         self.saved_any = False
-        self.started_from = commit.line.checkpoint
-        self._last_step = commit.line.checkpoint.step
-        self.ordinal = commit.line.ordinal
+        self.started_from = checkpoint
+        self._last_step = checkpoint.step
+        self.ordinal = ordinal
         self.begun = True

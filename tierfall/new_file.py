@@ -1,4 +1,4 @@
-"""A file that appears whole under its name, or not at all: what ``export`` writes.
+"""A file, or a folder, that appears whole under its name, or not at all: what ``export`` writes.
 
 It is written under a name of its own beside its place, synced, and renamed. Whatever fails leaves nothing behind, nor
 the folders that were made for it. A kill may leave the unfinished file, whose name says what it is.
@@ -43,6 +43,44 @@ def new_file(path: Path, *, replace: bool, room_bytes: int) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
         _remove_folders(made)
         raise
+
+
+@contextmanager
+def new_folder(path: Path, *, room_bytes: int) -> Iterator[Path]:
+    """Give the folder to write files into; after the block it stands at ``path``, durably, with all of them.
+
+    Raises as ``new_file`` does, and where ``path`` is there: only an empty folder gives way.
+    """
+    check_free_folder(path)
+    with translated(f"export to {path}"):
+        made = _make_folders(path.parent)
+    unfinished = path.parent / f".{path.name}.{secrets.token_hex(4)}{UNFINISHED_SUFFIX}"
+    try:
+        _check_room(path, room_bytes)
+        with translated(f"export to {path}"):
+            unfinished.mkdir()
+            yield unfinished
+            for each in (*unfinished.iterdir(), unfinished):
+                _sync(each)
+            check_free_folder(path)
+            os.replace(unfinished, path)
+            _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove_folders(made)
+        raise
+
+
+def check_free_folder(path: Path) -> None:
+    """Raise BackendError where something stands at ``path`` that is no empty folder, or in place of what it lies in."""
+    with translated(f"export to {path}"):
+        if os.path.lexists(path.parent) and not path.parent.is_dir():
+            raise BackendError(f"export: {path.parent} is no folder; name another")
+        empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        if os.path.lexists(path) and not empty:
+            raise BackendError(
+                f"export: {path} is there already; name a folder that is not there, or an empty one"
+            )
 
 
 def check_free(path: Path, *, replace: bool) -> None:

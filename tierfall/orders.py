@@ -30,6 +30,7 @@ from tierfall.core.records import Attempt, Mark
 from tierfall.core.scheduler.tasks import Order, PersonsOrder
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Decision, Verdict, View
+from tierfall.inheriting import images_in
 from tierfall.policies.bundle import plan_retention, still_owed
 from tierfall.session import Session
 from tierfall.stores import open_stores, tier_rules
@@ -239,12 +240,13 @@ def _change(store: StoredTier, kind: PersonsOrder, id: CheckpointId) -> None:
 
 @contextmanager
 def tending(config: Config) -> Iterator[Session]:
-    """Own a run without an attempt; host memory is given back where nothing is left in it.
+    """Own a run without an attempt, and all memory of it on this machine, which is given back where nothing is left in
+    it.
 
     Raises UnreachableError, before anything is made, where a tier's folder is not there.
     """
     check_folders(config)
-    session = Session(config, run=config.run)
+    session = Session(config, run=config.run, tending=True)
     try:
         session.build()
         session.start()
@@ -254,7 +256,7 @@ def tending(config: Config) -> Iterator[Session]:
     try:
         yield session
     finally:
-        session.close(keep_memory=bool(session.host.images()))
+        session.close(keep_memory=bool(images_in(session.hosts())))
 
 
 def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tierfall.config import Config
 from tierfall.core.errors import ConfigError, RanksError
 from tierfall.core.ranks.joining import Place, connect
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.wire import Connect, GlooWire
 
 
 def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
@@ -40,6 +42,15 @@ def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
         settings=_settings(config),
     )
     return Ranks.join(place, _bootstrap(), run=run, timeout_s=config.max_wait_s)
+
+
+def find_wire() -> Connect | None:
+    """Return what connects the ranks of this job to exchange bytes at a restore: a gloo group beside those of the
+    training, whatever these are. None where ``torch.distributed`` is not initialised."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return partial(GlooWire, _bootstrap())
 
 
 def _rank_and_size(process_group: Any) -> tuple[int, int]:

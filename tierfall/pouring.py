@@ -11,8 +11,9 @@ from typing import Self
 
 from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import IntegrityError, NotSupportedError
+from tierfall.core.errors import IntegrityError
 from tierfall.core.image import ImageHeader, read_header
+from tierfall.core.image.files import refuse_files
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Manifest
 from tierfall.core.restore.job import OpenImage, find_images
@@ -36,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One checkpoint's image, as its good copies hold it."""
+    """The image of a checkpoint of one rank, as its good copies hold it."""
 
     run: str
     id: CheckpointId
@@ -61,10 +62,6 @@ class Source:
         commit = checkpoint.commit
         if commit is None:
             raise IntegrityError(f"export: every commit record of {checkpoint.id} is damaged")
-        if commit.world_size != 1:
-            raise NotSupportedError(
-                f"export: {checkpoint.id} has {commit.world_size} ranks; merging ranks is not supported yet"
-            )
         tally = Tally()
         images, manifest = find_images(checkpoint, tiers, open_image, Shard(0, 1), tally)
         reader = ChunkReader(images, manifest, tally)
@@ -76,6 +73,7 @@ class Source:
                 image_bytes=manifest.image_bytes,
                 what=f"header of {checkpoint.id}",
             )
+        refuse_files(header, doing="export")
         yield cls(
             run=commit.line.run,
             id=checkpoint.id,

@@ -22,7 +22,8 @@ from tierfall.core.packing.files import files_of
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Codec, Shard
 from tierfall.origin import moved_run, moved_shard, moved_step
-from tierfall.stores import SHARD, SLOT, list_all, open_stores, run_folder
+from tierfall.slots import find_owner
+from tierfall.stores import SLOT, any_slot, list_all, open_stores, run_folder
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier
@@ -42,14 +43,7 @@ class Reader:
         self.host = self._attach()
 
     def _host(self, slot: int) -> HostTier:
-        return HostTier(
-            name=self.config.host.name,
-            run=self.run,
-            folder=self._folder,
-            slot=slot,
-            shard=SHARD,
-            capacity_bytes=None,
-        )
+        return any_slot(self._folder, slot, name=self.config.host.name, run=self.run)
 
     def _attach(self) -> HostTier:
         host = self._host(SLOT)
@@ -67,7 +61,7 @@ class Reader:
 
     def owner(self) -> Owner | None:
         """Say which living process trains this run on this machine."""
-        return RunLock.owner(self._lock_path)
+        return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
         listings = list_all(self.config, self.host, self.stores, self.errors)
@@ -83,24 +77,6 @@ class Reader:
 
     def images(self) -> dict[CheckpointId, HeldImage]:
         return self.host.images()
-
-    def memory_of_others(self) -> tuple[Path, ...]:
-        """Name the memory that further ranks of this machine have left images in, or that cannot be read."""
-        found = []
-        for path in sorted(self._folder.glob("slot-*.arena")):
-            slot = path.stem.removeprefix("slot-")
-            if not slot.isdecimal() or int(slot) == SLOT:
-                continue
-            try:
-                host = self._host(int(slot))
-                host.attach(writable=False)
-                holds = bool(host.images())
-                host.close(keep=True)
-            except TierfallError:
-                holds = True
-            if holds:
-                found.append(path)
-        return tuple(found)
 
     def opener(self) -> Callable[[str, CheckpointId, Shard], Image]:
         held = self.images()

@@ -22,7 +22,8 @@ from tierfall.core.errors import (
     StepError,
     TierfallError,
 )
-from tierfall.core.packing.files import plain, same_checkpoint
+from tierfall.core.index.reading import make_index
+from tierfall.core.packing.files import plain, same_checkpoint, with_index, without_index
 from tierfall.core.records import Commit, read_manifest
 from tierfall.core.restore.verify import CheckedCopy, Damage, Verifier
 from tierfall.core.values import CheckpointId, Shard
@@ -116,10 +117,13 @@ class Repairer:
             self._check_ours(store, copy, checkpoint)
             damaged = [d for d in copy.damage if not d.newer]
             marks = [d for d in damaged if d.file.startswith(_MARKS)]
+            indexes = [d for d in damaged if d.file == names.INDEX_NAME]
             discard_unfinished(store, self._reader.run, copy.id)
             said = self._mend_marks(store, checkpoint, marks)
-            if len(marks) < len(damaged):
+            if len(marks) + len(indexes) < len(damaged):
                 said = [self._mend_files(store, checkpoint, copy), *said]
+            elif indexes and copy.commit is not None:
+                said = [self._mend_index(store, copy.commit), *said]
         return ", ".join(said)
 
     def _check_ours(
@@ -159,6 +163,15 @@ class Repairer:
             replace_document(store, self._reader.run, checkpoint.id, damage.file, data)
         return [f"{damage.file} written anew" for damage in damaged]
 
+    def _mend_index(self, store: StoredTier, commit: Commit) -> str:
+        """Make the index of the manifests beside it. Its bytes, and so the commit record, may come to be others than
+        they were, as another zstd makes them."""
+        attempt = writing_attempt(self._reader, self._listings, commit.line)
+        store.check_fence(attempt)
+        data = make_index(store, commit)
+        self._replace_records(store, with_index(commit, data), index=data)
+        return f"{names.INDEX_NAME} made anew of the manifests"
+
     def _mend_files(self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy) -> str:
         source = origin(self._reader, checkpoint, self._sources(store, checkpoint, copy))
         attempt = writing_attempt(self._reader, self._listings, source.commit.line)
@@ -166,13 +179,22 @@ class Repairer:
         limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
-        if not store.holds(copy.id):  # its commit record has gone meanwhile: it was dropped
-            self._drop_too(store, copy.id)
-        replace_document(store, self._reader.run, copy.id, names.COMMIT_NAME, commit.encode())
-        if not self._is_whole(store, commit):  # or just now: the rest may be gone, or go next
-            self._drop_too(store, copy.id)
+        self._replace_records(store, commit)
         remove_other_forms(store, self._reader.run, commit)
         return f"written anew from {', '.join(source.tally.bytes)}"
+
+    def _replace_records(
+        self, store: StoredTier, commit: Commit, *, index: bytes | None = None
+    ) -> None:
+        """Put the index, if one is given, and the commit record in the place of what is there."""
+        id, run = commit.line.checkpoint, self._reader.run
+        if not store.holds(id):  # its commit record has gone meanwhile: it was dropped
+            self._drop_too(store, id)
+        if index is not None:
+            replace_document(store, run, id, names.INDEX_NAME, index)
+        replace_document(store, run, id, names.COMMIT_NAME, commit.encode())
+        if not self._is_whole(store, commit):  # or just now: the rest may be gone, or go next
+            self._drop_too(store, id)
 
     def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
         """Say whether all that a commit record names is there."""
@@ -194,7 +216,7 @@ class Repairer:
         """
         held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
         others = [tier for tier in held if tier != copy.tier]
-        raw = copy.commit is not None and plain(copy.commit) == copy.commit
+        raw = copy.commit is not None and plain(copy.commit) == without_index(copy.commit)
         return [*others, copy.tier] if raw and not store.packs else others
 
     # Tiers as a whole --------------------------------------------------------------------------------

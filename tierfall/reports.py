@@ -21,16 +21,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSource:
-    """From which tier a shard's bytes came, and how many."""
+    """From which tier a shard's bytes came, and how many. ``rank`` is the one that read them there and handed them on;
+    None: this rank read them itself, for itself or for others too."""
 
     shard: str
     tier: str
     bytes: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore read: ``bytes`` in all, ``seconds`` from call to return, ``sources`` the largest first.
+    """What a restore read, or got from other ranks: ``bytes`` in all, ``seconds`` from call to return, ``sources`` the
+    largest first.
 
     ``fallbacks`` lists every tier, copy, chunk and step that was passed over, and why.
     """
@@ -67,11 +70,12 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """What a drain made durable, and what is left, as (step, attempt, tier)."""
+    """What a drain made durable, what is left, and what was given up meanwhile, as (step, attempt, tier)."""
 
     done: tuple[tuple[int, int, str], ...]
     left: tuple[tuple[int, int, str], ...]
     seconds: float
+    lost: tuple[tuple[int, int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

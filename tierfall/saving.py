@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,17 @@ from tierfall.core.collector import collector_paused
 from tierfall.core.device import cuda_available
 from tierfall.core.errors import CapacityError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import Layout, Recall, StateView, describe, plan_layout
+from tierfall.core.image import Layout, Recall, StateView, plan_layout
+from tierfall.core.image import describe as describe_state
+from tierfall.core.image.files import ENTRY as FILES_ENTRY
 from tierfall.core.pace import Pace
 from tierfall.core.records import Line
 from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBegun, SaveGivenUp
-from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
+from tierfall.core.snapshot import Geometry, HostRegion, Share, Snapshot
 from tierfall.core.streams import Streams
 from tierfall.core.units import format_size
 from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
+from tierfall.layouts import Layouts
 from tierfall.line import SavingLine
 from tierfall.policies.bundle import Trial, choose_lazy, tiers_owed
 from tierfall.session import Session
@@ -57,7 +60,7 @@ class Saver:
         self._config = config
         self._session = session
         self._capturer = capturer
-        self._layout: Layout | None = None
+        self._layouts = Layouts(session, max_wait_s=config.max_wait_s)
         self._recall = Recall()
         self._cutting: Cutting | None = None
         self._targets = TargetCache()
@@ -65,24 +68,75 @@ class Saver:
         self._pace = Pace(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _Mode(config.capture.mode)
         self.counts = telling.SaveCounts()
+        self.lock = threading.RLock()
+        """Held by whoever saves: one save after another, whichever threads they come from."""
 
     def save(
         self,
         line: SavingLine,
         step: int,
-        state: Mapping[str, Any],
+        describe: Callable[[Recall], StateView],
         metrics: Mapping[str, Any],
         tags: Sequence[str],
         began: float,
+        *,
+        may_be_lazy: bool = True,
     ) -> SaveHandle:
-        """Begin the capture of ``state`` as the next checkpoint of ``line``; see ``Checkpointer.save``."""
+        """Begin the capture of the state that ``describe`` walks as the next checkpoint of ``line``; see
+        ``Checkpointer.save``. Without ``may_be_lazy`` all of it is copied when this returns."""
         metrics = telling.checked_metrics(metrics)
         tags = telling.checked_tags(tags)
         with collector_paused():
-            view = describe(state, self._recall)
-            layout, header = self._lay_out(view)
-        ledger = self._session.coordinator.ledger
-        place, rules = line.next(step, above=ledger.least_ordinal), ledger.rules
+            view = describe(self._recall)
+            id = CheckpointId(step, line.attempt.number)
+            layout, header, share = self._layouts.of(view, id)
+        return self._begin(
+            line,
+            step,
+            view,
+            layout,
+            header,
+            metrics,
+            tags,
+            began,
+            share=share,
+            may_be_lazy=may_be_lazy,
+        )
+
+    def save_files(
+        self, line: SavingLine, step: int, files: Mapping[str, torch.Tensor], began: float
+    ) -> SaveHandle:
+        """Begin the capture of files, as tensors of bytes by their names, that nothing changes any more.
+
+        What is known of the training's own state stays as it is; no barrier waits for this capture.
+        """
+        kept, self._cutting = self._cutting, None
+        try:
+            view = describe_state({FILES_ENTRY: dict(files)}, with_random=False)
+            layout = plan_layout(view)
+            header = layout.header(view)
+            assert header is not None, "a layout without room for the values that it was made for"
+            return self._begin(line, step, view, layout, header, {}, (), began, settled=True)
+        finally:
+            self._cutting = kept
+
+    def _begin(
+        self,
+        line: SavingLine,
+        step: int,
+        view: StateView,
+        layout: Layout,
+        header: bytes,
+        metrics: Mapping[str, Any],
+        tags: tuple[str, ...],
+        began: float,
+        *,
+        share: Share | None = None,
+        settled: bool = False,
+        may_be_lazy: bool = True,
+    ) -> SaveHandle:
+        place = self._place(line, step)
+        rules = self._session.coordinator.ledger.rules
         tiers = tuple(n for n in tiers_owed(rules, place.ordinal) if n in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
         region = self._room(handle, line, place, layout, metrics, tags)
@@ -91,6 +145,7 @@ class Saver:
         try:
             with collector_paused():
                 snapshot = self._snapshot(region, place, layout, header, view, handle, metrics)
+                snapshot.share = share
         except BaseException as error:  # noqa: BLE001 - raised again below
             region.release()
             failure = as_capture_error(place.checkpoint, error)
@@ -99,7 +154,10 @@ class Saver:
         line.advance(place)
         try:
             self._session.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-            self._capture(snapshot, view, began)
+            if settled:
+                self._capture_settled(snapshot, began)
+            else:
+                self._capture(snapshot, view, began, may_be_lazy=may_be_lazy)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
             raise
@@ -107,31 +165,23 @@ class Saver:
 
     def tell_others(self, line: SavingLine, step: int, error: BaseException) -> None:
         """A save ended by an exception: no other rank is to wait for it, and all lines stay at the same place."""
-        place = line.next(step)
-        if self._session.ranks.many and not line.is_at(step):
-            line.advance(place)
-            outcome = (
-                SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
-            )
-            self._session.coordinator.post(
-                SaveGivenUp(id=place.checkpoint, error=error, outcome=outcome)
-            )
+        if not self._session.ranks.many or line.is_at(step):
+            return
+        place = self._place(line, step)
+        line.advance(place)
+        outcome = SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
+        self._session.coordinator.post(
+            SaveGivenUp(id=place.checkpoint, error=error, outcome=outcome)
+        )
+
+    def _place(self, line: SavingLine, step: int) -> Line:
+        """The next place in the line; other ranks may have counted further."""
+        return line.next(step, above=self._session.coordinator.ledger.least_ordinal)
 
     def close(self) -> None:
         """Let go of host memory, and of the device's."""
         self._targets.clear()
         self._places = Places(Streams())
-
-    def _lay_out(self, view: StateView) -> tuple[Layout, bytes]:
-        """Find the layout of this structure, planned only when the structure changed."""
-        if self._layout is None or not self._layout.matches(view):
-            self._layout = plan_layout(view)
-        header = self._layout.header(view)
-        if header is None:  # a value outgrew the room that was left for it
-            self._layout = plan_layout(view)
-            header = self._layout.header(view)
-            assert header is not None
-        return self._layout, header
 
     def _room(
         self,
@@ -254,13 +304,26 @@ class Saver:
         if self._config.on_error is OnError.RAISE:
             raise error
 
-    def _capture(self, snapshot: Snapshot, view: StateView, began: float) -> None:
-        reason = self._capturer.why_blocking(
-            view.parameters, elsewhere=self._places.elsewhere, first=self.counts.begun == 0
+    def _capture_settled(self, snapshot: Snapshot, began: float) -> None:
+        """Begin the capture of what nothing changes any more."""
+        self.counts.note(snapshot.handle, lazy=False)
+        self.counts.settled += 1
+        self._capturer.begin_settled(snapshot)
+        snapshot.handle.tell_begun(
+            bytes=snapshot.geometry.image_bytes, lazy=False, blocked_s=time.monotonic() - began
         )
-        lazy = self._mode.is_lazy(snapshot.id.step, began, may_be=reason is None)
+
+    def _capture(
+        self, snapshot: Snapshot, view: StateView, began: float, *, may_be_lazy: bool
+    ) -> None:
+        first = self.counts.begun == self.counts.settled
+        reason = self._capturer.why_blocking(
+            view.parameters, elsewhere=self._places.elsewhere, first=first
+        )
+        may_be = may_be_lazy and reason is None
+        lazy = self._mode.is_lazy(snapshot.id.step, began, may_be=may_be)
         self.counts.capture = self._mode.reason
-        if reason is not None and self.counts.begun and self._mode.wants_lazy:
+        if may_be_lazy and reason is not None and not first and self._mode.wants_lazy:
             self._capturer.say_once(reason)
         self.counts.note(snapshot.handle, lazy=lazy)
         verify = self._config.capture.verify

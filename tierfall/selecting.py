@@ -104,7 +104,7 @@ def tensors_of(header: ImageHeader, part: Part, *, full_names: bool) -> dict[str
 
 
 def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, int]]:
-    for below, leaf in _deep_leaves(name, node):
+    for below, leaf in deep_leaves(name, node):
         if isinstance(leaf, TensorNode):
             yield below, leaf.slot
         else:
@@ -115,18 +115,18 @@ def values_of(part: Part) -> list[str]:
     """Name what is no tensor and is not stored as one: numbers, short text, None and the like."""
     return [
         name
-        for name, leaf in _deep_leaves(part.name, part.node)
+        for name, leaf in deep_leaves(part.name, part.node)
         if isinstance(leaf, ValueNode) and not leaf.blobs
     ]
 
 
-def _deep_leaves(name: str, node: Node) -> Iterator[tuple[str, Node]]:
+def deep_leaves(name: str, node: Node) -> Iterator[tuple[str, Node]]:
     """Yield name and node of every tensor and value, those within objects too."""
     for below, leaf in leaves(node, name):
         match leaf:
             case ObjectNode() | RandomNode():
-                yield from _deep_leaves(below, leaf.state)
+                yield from deep_leaves(below, leaf.state)
             case CodecNode():
-                yield from _deep_leaves(below, leaf.value)
+                yield from deep_leaves(below, leaf.value)
             case _:
                 yield below, leaf

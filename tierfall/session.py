@@ -11,12 +11,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from tierfall.adopting import check_life, take_over
 from tierfall.config import Config
-from tierfall.core import names
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
@@ -25,14 +25,13 @@ from tierfall.core.errors import (
     FlushError,
     IntegrityError,
     KeyExistsError,
-    NotSupportedError,
     StorageFullError,
     TierfallError,
     UnreachableError,
 )
 from tierfall.core.lock import RunLock
-from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.records import Attempt, read_manifest
+from tierfall.core.ranks.ranks import News, Ranks
+from tierfall.core.records import Attempt, Commit
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.restore.ring import Ring
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -40,8 +39,16 @@ from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.runner import TaskRunner
 from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import Workers
-from tierfall.core.snapshot import HostRegion, geometry
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.snapshot import HostRegion
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.inheriting import (
+    AdoptedSlot,
+    adopt_slots,
+    images_in,
+    list_slots,
+    looking_at_others,
+    regions_in,
+)
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.stores import (
@@ -54,7 +61,7 @@ from tierfall.stores import (
 )
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.arena_folder import prepare_folder
-from tierfall.tiers.host import HeldImage, HostTier, damaged
+from tierfall.tiers.host import HostTier, damaged
 from tierfall.tiers.stored import StoredTier
 
 logger = logging.getLogger("tierfall")
@@ -62,7 +69,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """See the module. ``attempt`` is this process's line of saving."""
+    """See the module. ``attempt`` is this process's line of saving; ``probed``: ``config`` says what all nodes see."""
 
     def __init__(
         self,
@@ -71,18 +78,28 @@ class Session:
         run: str,
         ranks: Ranks | None = None,
         accept_arena: bool = False,
+        adopts: bool = False,
+        tending: bool = False,
     ) -> None:
-        """Open everything but the attempt; ``start`` follows. Whatever fails leaves nothing open."""
+        """Open everything but the attempt; ``start`` follows. Whatever fails leaves nothing open. ``adopts``: go on
+        from the memory of other ranks than those of now. ``tending``: only carry out orders, also in what any ranks
+        have left in memory."""
         self.config = config
         self.run = run
         self.ranks = ranks or Ranks.alone()
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
+        self.probed = False
+        self._tending = tending
         self._closed = False
+        self.listeners: dict[str | int, Callable[[News], None]] = {}
+        """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
         folder = prepare_folder(run_folder(config, run))
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         self._lock = RunLock.take(folder / lock_name(self.ranks.slot), run=run)
         self.stores: dict[str, StoredTier] = {}
+        self.adopted: list[AdoptedSlot] = []
+        self._folder = folder
         try:
             self.host = HostTier(
                 name=config.host.name,
@@ -97,6 +114,9 @@ class Session:
                 self.host.attach()
             except IntegrityError as error:
                 raise damaged(error, self.host.path) from error
+            if tending or (adopts and self.ranks.topology.is_leader):
+                first = len(self.ranks.topology.local_ranks)
+                self.adopted = adopt_slots(folder, first=first, name=self.host.name, run=run)
             self.stores, self.errors = open_stores(config, run)
             for name, problem in self.errors.items():
                 logger.warning(
@@ -108,7 +128,16 @@ class Session:
             self._held = self.listings
             self._seen: frozenset[str] = frozenset()
             self._scattered: frozenset[CheckpointId] = frozenset()
-            self._check_adoption(accept_arena)
+            self._inherited: tuple[Commit, ...] = ()
+            self._deleted: frozenset[CheckpointId] = frozenset()
+            self.puts_together = adopts and (self.ranks.many or self._has_images_of_others())
+            check_life(
+                self.hosts(),
+                self.stores,
+                self.listings,
+                run=run,
+                may_be_unknown=accept_arena or bool(self.errors),
+            )
         except BaseException:
             self._let_go(keep=True)
             raise
@@ -121,56 +150,26 @@ class Session:
             for damage in listing.damaged:
                 logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
 
-    # Adoption ----------------------------------------------------------------------------------------
+    def hosts(self) -> list[HostTier]:
+        """The slots of this process: its own, and those that it has adopted."""
+        return [self.host, *(slot.host for slot in self.adopted)]
 
-    def _check_adoption(self, accept: bool) -> None:
-        """Refuse host memory of another life of this run's name; one process refuses that of several ranks, too."""
-        held = self.host.images()
-        for id, image in held.items():
-            if not self.ranks.many and image.commit.world_size > 1:
-                raise self._of_others(id, image.commit.world_size)
-        answered = [x for x in self.listings if x.tier in self.stores and x.error is None]
-        for image in held.values():
-            line = image.commit.line
-            known = [x.tier for x in answered if line.checkpoint.attempt in x.attempts]
-            for tier in known:
-                if self.stores[tier].read_attempt(line.checkpoint.attempt).id != line.attempt_id:
-                    raise self._foreign(image, f"tier {tier} knows that attempt by another id")
-            if (
-                len(answered) == len(self.stores) > 0
-                and not known
-                and not accept
-                and not self.errors
-            ):
-                raise self._foreign(
-                    image, "no tier knows that attempt: they were emptied, or added"
-                )
-
-    def _foreign(self, image: HeldImage, why: str) -> ConfigError:
-        return ConfigError(
-            f"open: {self.host.path} holds step {image.commit.line.checkpoint} of another life of run "
-            f"{self.run!r}: {why}. If it is not needed, remove that file; if it is, bring it to the tiers by "
-            "'tierfall drain'; or choose another run name"
-        )
-
-    def _of_others(self, id: CheckpointId, saved_by: int) -> NotSupportedError:
-        return NotSupportedError(
-            f"open: {self.host.path} holds one rank's part of step {id}, which {saved_by} ranks saved, and this is one "
-            f"process: it cannot go on from there. Start the job with {saved_by} ranks, which finish its flush; or, if "
-            "it is not needed, remove that file"
-        )
+    def _has_images_of_others(self) -> bool:
+        return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
 
     # Attempts ----------------------------------------------------------------------------------------
 
     def begin_line(self) -> bool:
         """Take an attempt, together with the other ranks; say whether nothing is known of any checkpoint."""
-        if not self.ranks.many:
+        if not self.puts_together:
             self.take_number(self.next_number())
             return self.knows_of_nothing()
         start = start_together(self)
         self._held = held_by_all(self, start)
         self._seen = start.seen
         self._scattered = start.scattered
+        self._inherited = start.inherited
+        self._deleted = start.deleted
         return start.first
 
     def take_attempt(self) -> Attempt:
@@ -261,18 +260,6 @@ class Session:
                 )
         return True
 
-    def continue_attempt(self, image: HeldImage) -> None:
-        """Write on behalf of the attempt that left an image in memory, as ``tierfall drain`` does."""
-        line = image.commit.line
-        self.attempt = Attempt(
-            run=self.run,
-            number=line.checkpoint.attempt,
-            id=line.attempt_id,
-            node=self.node,
-            pid=os.getpid(),
-            wall_time_s=time.time(),
-        )
-
     def _writer(self) -> Attempt:
         if self.attempt is None:
             raise ConfigError(f"run {self.run!r}: this process has no attempt and must not commit")
@@ -290,8 +277,11 @@ class Session:
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.load(merge(self._held), self._held)
         ledger.scattered = self._scattered
+        ledger.deleted = self._deleted
         ledger.note_partial(x for x in self.listings if x.tier in self._seen)
-        self._adopt(ledger)
+        self.host.release_damaged()  # it was said, and makes room
+        images = images_in(self.hosts())
+        self.inheritance = take_over(ledger, images, self.adopted, self._saved_by_others())
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), self._writer),
@@ -309,9 +299,10 @@ class Session:
             max_wait_s=self.config.max_wait_s,
             when_full=self.config.host.when_full,
             unread=[x.tier for x in self.listings if x.error is not None],
-            council=self.ranks.council if self.ranks.many else None,
+            council=self.ranks.council if self.puts_together else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
         )
+        self.coordinator.mind(self.inheritance)
 
     def start(self) -> None:
         """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
@@ -321,7 +312,10 @@ class Session:
         else:
             self.coordinator.start()
         self.workers.start(self.coordinator)
-        self.ranks.listen(self.coordinator.post)
+        self.ranks.listen(self._hear)
+
+    def _hear(self, news: News) -> None:
+        self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def _discard_leftovers(self) -> None:
         for tier in self.config.stored:
@@ -333,42 +327,12 @@ class Session:
             except BackendError as error:
                 logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
 
-    def _adopt(self, ledger: Ledger) -> None:
-        """Take over what an earlier start sealed; what is damaged there is said above, and makes room."""
-        self.host.release_damaged()
-        for id, image in self.host.images().items():
-            if image.commit.world_size != self.ranks.shard.world_size:
-                self._let_go_of_part(ledger, id, image)
-                continue
-            entry = ledger.entries.get(id)
-            if entry is None or self.host.name not in entry.states:
-                logger.warning(
-                    "open: %s in memory is let go: it is another rank's part, or other ranks have none of it",
-                    id,
-                )
-                image.region.release()
-                continue
-            entry.region = image.region
-            entry.adopted = True
-            entry.manifest = read_manifest(
-                image.region.manifest(), what=f"{self.host.name}: manifest of {id}"
-            )
-            entry.geometry = geometry(entry.manifest)
-            logger.info("open: %s in memory is adopted", id)
-
-    def _let_go_of_part(self, ledger: Ledger, id: CheckpointId, image: HeldImage) -> None:
-        """Another number of ranks goes on: what the old ones have in memory is not put together."""
-        logger.warning(
-            "open: one rank's part of %s in memory is let go: %d ranks saved it, and now there are %d; what lies on "
-            "the other tiers is restored",
-            id,
-            image.commit.world_size,
-            self.ranks.shard.world_size,
-        )
-        image.region.release()
-        if (entry := ledger.entries.get(id)) is not None:
-            entry.set_state(self.host.name, CopyState.ABSENT)
-            ledger.forget_if_gone(entry)
+    def _saved_by_others(self) -> tuple[Commit, ...]:
+        """Say which checkpoints in memory other ranks saved, whose parts are one here: all of them, for who tends."""
+        if not self._tending:
+            return self._inherited
+        memory = next(x for x in self.listings if x.tier == self.host.name)
+        return tuple(c.commit for c in memory.copies if c.commit and c.commit.world_size > 1)
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run a function on the coordinator's thread and return its value; raises what it raised."""
@@ -414,18 +378,30 @@ class Session:
         finally:
             self.tell(lambda: self.coordinator.forget(idle))
 
+    def look(self, timeout_s: float | None = None, *, last: bool = False) -> None:
+        """Learn what another process has committed for this start since; ``last``: nobody will look again."""
+        done = Bell()
+        self.ask(lambda: self.coordinator.finder.look(done, last=last))
+        self.wait(done, self.config.max_wait_s if timeout_s is None else timeout_s)
+
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        """Ask every tier what it holds. In memory only this rank's own part counts: a rank may have come to where
-        another one was."""
-        own = names.manifest_name(self.ranks.shard)
-        return tuple(
-            replace(x, copies=tuple(c for c in x.copies if c.commit and c.commit.file(own)))
-            if x.tier == self.host.name
-            else x
-            for x in list_all(self.config, self.host, self.stores, self.errors)
+        """Ask every tier what it holds; in memory, what lies in the slots of this process."""
+        return self.with_memory(
+            list_all(self.config, self.host, self.stores, self.errors), self.hosts()
         )
+
+    def with_memory(
+        self, listings: Iterable[Listing], hosts: Sequence[HostTier]
+    ) -> tuple[Listing, ...]:
+        """Put what lies in those slots in the place of what ``listings`` say of memory."""
+        memory = list_slots(hosts)
+        return tuple(memory if x.tier == self.host.name else x for x in listings)
+
+    def looking_at_node(self) -> AbstractContextManager[list[HostTier]]:
+        """All slots of this node, for as long as they are read."""
+        return looking_at_others(self._folder, mine=self.hosts(), name=self.host.name, run=self.run)
 
     def open_image(
         self, regions: Mapping[tuple[CheckpointId, Shard], HostRegion]
@@ -444,6 +420,10 @@ class Session:
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
         return merge(self.listings)
+
+    def known_by_all(self) -> tuple[KnownCheckpoint, ...]:
+        """What this start found, without what other ranks do not have their parts of."""
+        return merge(self._held)
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -491,6 +471,8 @@ class Session:
                 store.close()
             if hasattr(self, "host"):
                 self.host.close(keep=keep)
+            for slot in self.adopted:
+                slot.close(keep=keep)
         finally:
             self._lock.release()
             self.ring.release()

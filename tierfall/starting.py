@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from tierfall import probing
 from tierfall.config import Config, ObjectTier
 from tierfall.config import StoredTier as StoredSection
-from tierfall.core.catalog import Listing
+from tierfall.core.catalog import Listing, merge
 from tierfall.core.errors import RanksError, TierfallError
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.records import Attempt
+from tierfall.core.records import Attempt, Commit, read_commit
 from tierfall.core.restore.agreeing import complete, whole_on
 from tierfall.core.restore.describing import describe, merge_ranks
 from tierfall.core.values import CheckpointId
 from tierfall.core.words import ranks_named
+from tierfall.inheriting import inherited
 
 if TYPE_CHECKING:
     from tierfall.session import Session
@@ -34,13 +36,17 @@ _OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
 class Start:
     """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
     there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
-    ``first``: no rank found any."""
+    ``first``: no rank found any; ``inherited`` as in ``inheriting.inherited``. ``marks``, per tier, are those that any
+    rank found there; ``deleted`` bear a tombstone somewhere, and no pin."""
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
     complete: frozenset[CheckpointId]
     seen: frozenset[str]
     first: bool
+    inherited: tuple[Commit, ...] = ()
+    marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
+    deleted: frozenset[CheckpointId] = frozenset()
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -55,12 +61,8 @@ def is_shared(tier: StoredSection) -> bool:
 
 def mine(config: Config, ranks: Ranks) -> tuple[str, ...]:
     """Name the tiers that this rank tells the others of."""
-    topology = ranks.topology
-    told = [config.host.name]
-    for tier in config.stored:
-        if topology.is_root if is_shared(tier) else topology.is_leader:
-            told.append(tier.name)
-    return tuple(told)
+    owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
+    return (config.host.name, *owned)
 
 
 def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
@@ -73,7 +75,9 @@ def start_together(session: Session) -> Start:
 
     A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
     """
-    ranks, config = session.ranks, session.config
+    ranks = session.ranks
+    _find_shared(session)
+    config = session.config
     order = [tier.name for tier in config.chain]
     number = session.next_number()
     for _ in range(TRIES):
@@ -99,12 +103,34 @@ def start_together(session: Session) -> Start:
                 complete=_ids(found["complete"]),
                 seen=frozenset(found["seen"]),
                 first=found["first"],
+                inherited=tuple(
+                    read_commit(text.encode(), what="commit record of an adopted checkpoint")
+                    for text in found["inherited"]
+                ),
+                marks={tier: _marks(said) for tier, said in found["marks"].items()},
+                deleted=_ids(found["deleted"]),
             )
         number = attempt.number + 1
     raise RanksError(
         f"open: {ranks_named(refused)} found another start's attempt in the place of each of {TRIES} numbers: another "
         "job of this run's name is starting at the same time"
     )
+
+
+def _find_shared(session: Session) -> None:
+    """Find out, once, which folders all nodes see. It is the first that ranks do together."""
+    if session.probed or not probing.to_probe(session):
+        return
+    with probing.files_of_probe(session) as files:
+
+        def write(bodies: Bodies) -> dict[str, Any]:
+            _check_started(bodies)
+            return files.write()
+
+        said = session.ranks.agree(_OPEN, {}, write)
+        session.config, failed = probing.probe(session, said["token"], said["written"])
+    session.leave_out({**said["failed"], **failed})
+    session.probed = True
 
 
 @contextmanager
@@ -146,7 +172,8 @@ def _check_started(bodies: Bodies) -> None:
 
 def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
     _check_started(bodies)
-    listings = merge_ranks({rank: body["tiers"] for rank, body in bodies.items()}, order)
+    told = {rank: body["tiers"] for rank, body in bodies.items()}
+    listings = merge_ranks(told, order)
     found, _ = complete(listings)
     attempt = session.take_number(max(body["number"] for body in bodies.values()))
     unreachable: dict[str, str] = {}
@@ -168,6 +195,19 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
         },
         "complete": _pairs(found),
         "seen": [listing.tier for listing in listings if listing.error is None],
+        "inherited": inherited(
+            listings,
+            told,
+            host=session.config.host.name,
+            world_size=session.ranks.topology.world_size,
+        ),
+        "marks": {
+            listing.tier: [
+                [c.id.step, c.id.attempt, sorted(c.marks)] for c in listing.copies if c.marks
+            ]
+            for listing in listings
+        },
+        "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         "first": all(body["nothing"] for body in bodies.values()),
     }
 
@@ -181,6 +221,10 @@ def _pairs(ids: Any) -> list[list[int]]:
     return [[id.step, id.attempt] for id in sorted(ids)]
 
 
+def _marks(said: list[list[Any]]) -> dict[CheckpointId, frozenset[str]]:
+    return {CheckpointId(step, attempt): frozenset(marks) for step, attempt, marks in said}
+
+
 def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
     return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
 
@@ -188,14 +232,18 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
 def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
     """Leave out, of what this rank found, what other ranks do not have their parts of.
 
-    What lies in memory counts as long as the other parts are on some tier: it is read first.
+    What lies in memory counts as long as the other parts are on some tier: it is read first. A mark that any rank found
+    counts for all.
     """
     host = session.config.host.name
     return tuple(
         replace(
             listing,
             copies=tuple(
-                copy
+                replace(
+                    copy,
+                    marks=copy.marks | start.marks.get(listing.tier, {}).get(copy.id, frozenset()),
+                )
                 for copy in listing.copies
                 if copy.id
                 in (start.complete if listing.tier == host else start.whole[listing.tier])

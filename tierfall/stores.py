@@ -5,8 +5,9 @@ how much may be on its way to each at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from tierfall.backends.opening import REMOTE, open_backend
@@ -72,6 +73,11 @@ def run_folder(config: Config, run: str) -> Path:
     return base / run
 
 
+def any_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
+    """A slot of host memory, not attached yet, for whoever saves nothing there: it takes whosever images there are."""
+    return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
+
+
 def open_stores(
     config: Config, run: str, *, read_only: bool = False
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
@@ -93,15 +99,29 @@ def open_stores(
                 continue
             except ConfigError as error:
                 raise type(error)(f"open: tier {tier.name}: {error}") from error
-            wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
-            stores[tier.name] = StoredTier(
-                name=tier.name, run=run, backend=wrapped, packing=_packing(tier, config)
-            )
+            stores[tier.name] = _store(tier, backend, config, run)
     except BaseException:
         for store in stores.values():
             store.close()
         raise
     return stores, errors
+
+
+@contextmanager
+def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
+    """Open one stored tier, for writing, and close it after."""
+    section = next(section for section in config.stored if section.name == tier)
+    store = _store(section, _open_backend(section, read_only=False), config, run)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _store(tier: FileTier | ObjectTier, backend: Backend, config: Config, run: str) -> StoredTier:
+    wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
+    packing = _packing(tier, config)
+    return StoredTier(name=tier.name, run=run, backend=wrapped, packing=packing)
 
 
 def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:

@@ -35,6 +35,7 @@ class SaveCounts:
     """What this process has saved so far."""
 
     begun: int = 0
+    settled: int = 0
     lazy: int = 0
     skipped: int = 0
     capture: str = ""
@@ -94,14 +95,19 @@ def restore_report(restored: Restored, seconds: float) -> RestoreReport:
     shard = next(
         (f.name for f in commit.files if f.digest is None) if commit else iter(()), "rank 0"
     )
-    read = sorted(restored.tally.bytes.items(), key=lambda item: -item[1])
+    tally = restored.tally
+    read = [ShardSource(shard=shard, tier=tier, bytes=n) for tier, n in tally.bytes.items()]
+    read += [
+        ShardSource(shard=shard, tier=tier, bytes=n, rank=rank)
+        for (tier, rank), n in sorted(tally.received.items())
+    ]
     return RestoreReport(
         step=id.step,
         attempt=id.attempt,
-        sources=tuple(ShardSource(shard=shard, tier=tier, bytes=count) for tier, count in read),
-        bytes=sum(restored.tally.bytes.values()),
+        sources=tuple(sorted(read, key=lambda source: -source.bytes)),
+        bytes=sum(source.bytes for source in read),
         seconds=seconds,
-        fallbacks=tuple(restored.tally.fallbacks),
+        fallbacks=tuple(tally.fallbacks),
     )
 
 
@@ -139,7 +145,7 @@ def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
 def must_keep_memory(session: Session) -> bool:
     """Say whether host memory holds something that no stored tier has, or that one is still owed."""
 
-    if session.config.host.on_close is OnClose.KEEP:
+    if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
         return True
 
     def ask() -> bool:

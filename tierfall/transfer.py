@@ -21,8 +21,9 @@ from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.contracts import Publish
 from tierfall.core.documents import sha256
 from tierfall.core.errors import IntegrityError, StepError, TierfallError
+from tierfall.core.index.reading import make_index
 from tierfall.core.lock import RunLock
-from tierfall.core.packing.files import plain, with_packed
+from tierfall.core.packing.files import files_of, plain, with_index, with_packed
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Attempt, Commit, Line, Manifest, Mark
 from tierfall.core.restore.job import find_images
@@ -133,18 +134,36 @@ def origin(reader: Reader, checkpoint: KnownCheckpoint, tiers: Sequence[str]) ->
     """Open a checkpoint for reading from ``tiers``, fastest first; raises as ``find_images`` does."""
     tally, shards = Tally(), []
     opener = reader.opener()
-    commit = next((c for t in tiers if (c := checkpoint.copies[t].commit) is not None), None)
-    if commit is None:
+    records = {t: c for t in tiers if (c := checkpoint.copies[t].commit) is not None}
+    if not records:
         raise IntegrityError(f"no other tier holds a good commit record of {checkpoint.id}")
+    commit = _united([plain(record) for record in records.values()])
     for rank in range(commit.world_size):
         shard = Shard(rank, commit.world_size)
-        images, manifest = find_images(checkpoint, tiers, opener, shard, tally)
+        holding = [t for t in tiers if t not in records or files_of(records[t], shard)]
+        images, manifest = find_images(checkpoint, holding, opener, shard, tally)
         shards.append((manifest, ChunkReader(images, manifest, tally)))
-    return Origin(commit=plain(commit), shards=tuple(shards), tally=tally)
+    return Origin(commit=commit, shards=tuple(shards), tally=tally)
+
+
+def _united(records: Sequence[Commit]) -> Commit:
+    """Return the record that names the files of all ranks: one of them, or what they name together. That of a rank's
+    memory, or of a node's own disk, names only what is there."""
+    most = max(records, key=lambda record: len(record.files))
+    if len(most.files) >= 2 * most.world_size:  # an image and a manifest each
+        return most
+    files = {file.name: file for record in records for file in record.files}
+    return replace(most, files=tuple(files[name] for name in sorted(files)))
 
 
 def write_files(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
-    """Write images and records, each complete before it is visible; return the commit record that names them.
+    """Write images and records of all ranks, each complete before it is visible; return the commit record that names
+    them. Raises as ``write_parts`` does."""
+    return leave_index(store, write_parts(store, limits, origin, on_bytes))
+
+
+def write_parts(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
+    """Write images and manifests of some ranks, or of all; return the record with what was written in it.
 
     What is there under these names is replaced once all of an image was read and verified. Raises the error of the
     source or of the tier.
@@ -169,6 +188,15 @@ def write_files(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes:
         commit = with_packed(commit, shard, files)
         store.write_manifest(origin.id, shard, data)
     return commit
+
+
+def leave_index(store: StoredTier, commit: Commit) -> Commit:
+    """Leave the index of several ranks' images, once all of them are there; return the record that names it too."""
+    if commit.world_size == 1:
+        return commit
+    index = make_index(store, commit)
+    store.write_index(commit.line.checkpoint, index)
+    return with_index(commit, index)
 
 
 def _write_chunks(

@@ -95,12 +95,6 @@ class Region:
         self._require_living("reading the image")
         return self._view[: self.image_bytes]
 
-    @property
-    def padded_image(self) -> memoryview:
-        """The image and what follows it up to a multiple of 4 KiB, for direct I/O."""
-        self._require_living("reading the image")
-        return self._view[: padded(self.image_bytes)]
-
     def tensor(self) -> torch.Tensor:
         """Return the image's memory as a uint8 tensor, without a copy; the arena must be writable."""
         import torch

@@ -7,6 +7,7 @@ end. It decides nothing about which image stays: it hands out room, or says that
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -29,8 +30,15 @@ from tierfall.tiers.arena_folder import room_for_arena
 from tierfall.tiers.arena_region import Region
 
 logger = logging.getLogger("tierfall")
+_ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
 UNPIN_MARK = "unpin"
 GROWTH = 2.2
+
+
+def slots_in(folder: Path) -> list[int]:
+    """Name the slots of a run's folder that have an arena."""
+    found = (_ARENA.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +90,23 @@ class HostTier:
 
     # What an earlier start left ----------------------------------------------------------------------
 
-    def attach(self, *, writable: bool = True) -> bool:
+    def attach(self, *, writable: bool = True, page_lock: bool = True) -> bool:
         """Open the arena of an earlier start; False where there is none.
 
         Raises ConfigError for an arena that is not this run's, and IntegrityError for one that is damaged as a whole.
         """
         try:
             self._arena = Arena.attach(
-                self.path, run=self._run, writable=writable, page_lock=writable
+                self.path, run=self._run, writable=writable, page_lock=writable and page_lock
             )
         except KeyNotFoundError:
             return False
         return True
+
+    def is_empty(self) -> bool:
+        """Say whether nothing is sealed there, good or damaged."""
+        held, damaged = self._examine()
+        return not (held or damaged)
 
     def images(self) -> dict[CheckpointId, HeldImage]:
         """Return the sealed images whose records are good."""

@@ -11,18 +11,17 @@ from collections.abc import Iterable
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.contracts import Backend, Publish, Stored
-from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
+from tierfall.core.contracts import Backend, Stored
+from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
-    BackendError,
     FencedError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
     NotSupportedError,
     TierfallError,
-    UnreachableError,
 )
+from tierfall.core.packing.files import without_index
 from tierfall.core.records import (
     Attempt,
     Commit,
@@ -34,6 +33,7 @@ from tierfall.core.records import (
 )
 from tierfall.core.snapshot import Geometry
 from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
+from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 
 
@@ -48,6 +48,7 @@ class StoredTier:
         self.backend = backend
         self._run = run
         self._packing = packing
+        self._documents = Documents(name, backend)
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
 
@@ -110,10 +111,10 @@ class StoredTier:
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         key = self._key(checkpoint, names.COMMIT_NAME)
-        commit = read_commit(self._read(key), what=self._what(key))
+        commit = read_commit(self._documents.read(key), what=self._documents.what(key))
         if commit.line.checkpoint != checkpoint or commit.line.run != self._run:
             raise IntegrityError(
-                f"{self._what(key)}: speaks of {commit.line.run} {commit.line.checkpoint}: "
+                f"{self._documents.what(key)}: speaks of {commit.line.run} {commit.line.checkpoint}: "
                 "it was moved here from elsewhere"
             )
         return commit
@@ -127,11 +128,15 @@ class StoredTier:
         return True
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
-        return self._read(self._key(checkpoint, names.manifest_name(shard)))
+        return self._documents.read(self._key(checkpoint, names.manifest_name(shard)))
+
+    def read_index(self, checkpoint: CheckpointId) -> bytes:
+        """Read the merged index of several ranks."""
+        return self._documents.read(self._key(checkpoint, names.INDEX_NAME))
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the record of how a packed image lies in its file."""
-        return self._read(self._key(checkpoint, names.stored_name(shard)))
+        return self._documents.read(self._key(checkpoint, names.stored_name(shard)))
 
     def read_into(
         self,
@@ -196,11 +201,14 @@ class StoredTier:
             cut=cut,
             pieces=pieces,
             part_bytes_min=self.backend.traits.part_bytes_min,
-            write_record=lambda data: self._write(record, data, Publish.REPLACE),
+            write_record=lambda data: self._documents.replace(record, data),
         )
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
-        self._write(self._key(checkpoint, names.manifest_name(shard)), data, Publish.REPLACE)
+        self._documents.replace(self._key(checkpoint, names.manifest_name(shard)), data)
+
+    def write_index(self, checkpoint: CheckpointId, data: bytes) -> None:
+        self._documents.replace(self._key(checkpoint, names.INDEX_NAME), data)
 
     def commit(self, commit: Commit, *, attempt: Attempt, marks: Iterable[Mark] = ()) -> None:
         """Make a checkpoint exist here, unless a newer attempt than the writer's own does.
@@ -213,10 +221,14 @@ class StoredTier:
         for mark in marks:
             self.add_mark(mark)
         try:
-            self._create(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
+            self._documents.create(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
         except KeyExistsError:
             there = self.read_commit(checkpoint)
-            if there.files != commit.files or there.line != commit.line:
+            # an index says nothing of its own: it may have been left out by one of two tries
+            if (
+                without_index(there).files != without_index(commit).files
+                or there.line != commit.line
+            ):
                 raise IntegrityError(
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
@@ -225,11 +237,11 @@ class StoredTier:
     def name_latest(self, checkpoint: CheckpointId) -> None:
         """Leave the hint for people; the truth is the commit records."""
         text = f"{names.step_folder(checkpoint)}\n".encode()
-        self._write(f"{self._run}/{names.LATEST_NAME}", text, Publish.REPLACE)
+        self._documents.replace(f"{self._run}/{names.LATEST_NAME}", text)
 
     def read_latest(self) -> CheckpointId | None:
         try:
-            text = self._read(f"{self._run}/{names.LATEST_NAME}")
+            text = self._documents.read(f"{self._run}/{names.LATEST_NAME}")
         except KeyNotFoundError:
             return None
         return names.parse_step_folder(text.decode("ascii", "replace").strip())
@@ -249,14 +261,14 @@ class StoredTier:
 
     def read_attempt(self, number: int) -> Attempt:
         key = names.attempt_key(self._run, number)
-        return read_attempt(self._read(key), what=self._what(key))
+        return read_attempt(self._documents.read(key), what=self._documents.what(key))
 
     def take_attempt(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process took the number."""
         key = names.attempt_key(self._run, attempt.number)
         self._own_attempts.add(attempt.id)  # first: a commit under way may see the record at once
         try:
-            self._create(key, attempt.encode())
+            self._documents.create(key, attempt.encode())
             if self.backend.traits.conditional_create:
                 return
         except KeyExistsError:
@@ -264,7 +276,9 @@ class StoredTier:
                 raise
             return
         if self.read_attempt(attempt.number).id != attempt.id:  # the other one wrote last
-            raise KeyExistsError(f"{self._what(key)}: another process took it at the same moment")
+            raise KeyExistsError(
+                f"{self._documents.what(key)}: another process took it at the same moment"
+            )
 
     def check_fence(self, attempt: Attempt) -> None:
         """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner.
@@ -303,7 +317,7 @@ class StoredTier:
     def add_mark(self, mark: Mark) -> None:
         key = self._key(mark.checkpoint, f"{names.MARKS_FOLDER}/{mark.name}")
         try:
-            self._create(key, mark.encode())
+            self._documents.create(key, mark.encode())
         except KeyExistsError:
             return  # somebody left the same mark already: that is what was asked for
 
@@ -312,7 +326,7 @@ class StoredTier:
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
         key = self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}")
-        return read_mark(self._read(key), what=self._what(key))
+        return read_mark(self._documents.read(key), what=self._documents.what(key))
 
     def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Names of the marks beside a checkpoint, read afresh."""
@@ -327,14 +341,16 @@ class StoredTier:
         *,
         tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
+        void: bool = False,
     ) -> frozenset[str]:
         """Take a checkpoint apart, the commit record first, unless its marks stop that (``stops_drop``); return them.
+        Nothing stops it where it is ``void``: a record that was taken back, of what is no checkpoint here.
 
         Where ``latest`` named it, it comes to name ``next_latest`` if that is still there, or goes. From the first
         deletion on the checkpoint does not exist; a kill in between leaves an unfinished folder, which the next start
         collects. Files that tierfall did not write stay where they are.
         """
-        marks = self.marks(checkpoint)
+        marks = frozenset() if void else self.marks(checkpoint)
         if stops_drop(marks, tombstoned=tombstoned):
             return marks
         if self.read_latest() == checkpoint:
@@ -348,12 +364,17 @@ class StoredTier:
 
     def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None:
         """Remove what is left in the folder of a step that is not committed: all, or one shard's files. Those whose
-        writers live stay then, as other ranks may be at work there."""
+        writers live stay then, as other ranks may be at work there; the marks of a commit that failed go with the last
+        of the images."""
         prefix = names.step_prefix(self._run, checkpoint)
-        for stored in list(self.backend.scan(prefix)):
-            name = stored.key.removeprefix(prefix)
-            if names.is_ours(name) and shard in (None, names.parse_shard(name)):
-                self.backend.delete(stored.key)
+        found = [stored.key.removeprefix(prefix) for stored in self.backend.scan(prefix)]
+        found = [name for name in found if names.is_ours(name)]
+        going = [name for name in found if shard is None or names.belongs_to(name, shard)]
+        others = set(found) - set(going)
+        if all(name.startswith(f"{names.MARKS_FOLDER}/") for name in others):
+            going += others
+        for name in going:
+            self.backend.delete(prefix + name)
         if shard is None:
             self.backend.discard_unfinished(prefix)
 
@@ -367,47 +388,6 @@ class StoredTier:
 
     def _key(self, checkpoint: CheckpointId, name: str) -> str:
         return names.step_prefix(self._run, checkpoint) + name
-
-    def _what(self, key: str) -> str:
-        return f"{self.name}: {key}"
-
-    def _read(self, key: str) -> bytes:
-        stored = self.backend.stat(key)
-        if stored.bytes > MAX_DOCUMENT_BYTES:
-            raise IntegrityError(f"{self._what(key)}: {stored.bytes} bytes are too many")
-        data = bytearray(stored.bytes)
-        if data:
-            self.backend.read_into(key, 0, memoryview(data))
-        return bytes(data)
-
-    def _create(self, key: str, data: bytes) -> None:
-        """Create what must not be there yet, or raise KeyExistsError.
-
-        On a backend without a conditional create a look comes first: it stops a second try, but not another writer at
-        the same moment.
-        """
-        if self.backend.traits.conditional_create:
-            try:
-                self._write(key, data, Publish.IF_ABSENT)
-            except KeyExistsError:
-                raise
-            except BackendError as error:
-                if isinstance(error.__cause__, UnreachableError):
-                    # Creating it again settles whether it was created: whoever does compares what is there.
-                    raise UnreachableError(f"{self._what(key)}: {error.__cause__}") from error
-                raise
-            return
-        try:
-            self.backend.stat(key)
-        except KeyNotFoundError:
-            self._write(key, data, Publish.REPLACE)
-        else:
-            raise KeyExistsError(f"{self._what(key)}: it is there already")
-
-    def _write(self, key: str, data: bytes, publish: Publish) -> None:
-        with self.backend.create(key, length=len(data), publish=publish) as writer:
-            writer.write(0, memoryview(data))
-            writer.publish()
 
 
 def _bytes(files: Iterable[Stored]) -> int:

@@ -14,9 +14,21 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tierfall.core.image.sharded import is_sharded
 from tierfall.core.streams import is_recording
 
 logger = logging.getLogger("tierfall")
+
+NOWHERE = (0, 0)
+
+
+def place_of(tensor: Any) -> tuple[int, int]:
+    """Return address and length in bytes of a tensor's memory; of one that several ranks hold, this rank's part."""
+    with torch.no_grad():
+        local = tensor.to_local() if is_sharded(tensor) else tensor
+    if local.layout is not torch.strided or local.is_meta or not local.numel():
+        return NOWHERE
+    return local.data_ptr(), local.numel() * local.element_size()
 
 
 class Barrier:
@@ -67,6 +79,20 @@ class Barrier:
             for number, (name, parameter) in parameters.items()
             if number in left and parameter.requires_grad
         )
+
+    def memory(self) -> frozenset[tuple[int, int]]:
+        """Return address and length of what the optimizers change that were seen to step since ``forget``: their
+        parameters, and what they keep of each. A tensor that is none of these may change at any time."""
+        found: set[tuple[int, int]] = set()
+        for optimizer in self._stepped:
+            if optimizer in self._in_graphs:
+                continue
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+            found.update(map(place_of, held))
+        return frozenset(found - {NOWHERE})
 
     @property
     def seen(self) -> bool:

@@ -29,7 +29,8 @@ logger = logging.getLogger("tierfall")
 
 
 class Capturer:
-    """Captures one snapshot after another. ``begin`` and the waits are called by the training thread only."""
+    """Captures one snapshot after another. ``begin`` and the waits are called by the training thread only,
+    ``begin_settled`` by any."""
 
     def __init__(self, *, post: Callable[[Event], None], max_wait_s: float, name: str) -> None:
         self._post = post
@@ -102,6 +103,10 @@ class Capturer:
             self._queue.put(snapshot)
         if not lazy:
             self.wait_copied(self._max_wait_s)
+
+    def begin_settled(self, snapshot: Snapshot) -> None:
+        """Start filling a snapshot whose sources never change, all of them in host memory: no barrier waits for it."""
+        self._queue.put(snapshot)
 
     def give_up(self, snapshot: Snapshot, error: BaseException) -> None:
         """A save ended in an error after its snapshot was announced: unless it is whole by now, it never will be."""
@@ -284,8 +289,10 @@ class Capturer:
             if not snapshot.verified:
                 return  # the barrier verifies, and sends it back here
         filling.release_sources()
-        seal(snapshot)
-        snapshot.handle.tell_captured()
+        manifest, commit = describe(snapshot)
+        if snapshot.share is None or snapshot.share.digests is None:  # else once it is compared
+            snapshot.region.seal(manifest=manifest, commit=commit)
+            snapshot.handle.tell_captured()
         self._post(CaptureSealed(id=snapshot.id))
 
 
@@ -323,8 +330,8 @@ def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
     return failure
 
 
-def seal(snapshot: Snapshot) -> None:
-    """Write manifest and commit record beside a complete image; from then on it outlives the process."""
+def describe(snapshot: Snapshot) -> tuple[bytes, bytes]:
+    """Make manifest and commit record of a complete image, and return both as they are written."""
     cut = snapshot.geometry
     manifest = Manifest(
         line=snapshot.line,
@@ -351,9 +358,9 @@ def seal(snapshot: Snapshot) -> None:
         metrics=read_metrics(snapshot.metrics),
         tags=snapshot.tags,
     )
-    snapshot.region.seal(manifest=data, commit=commit.encode())
     snapshot.manifest = manifest
     snapshot.commit = commit
+    return data, commit.encode()
 
 
 def read_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,8 @@ from tierfall.core.image.layout import Layout, Slot, plan_layout
 from tierfall.core.image.load import LoadPlan, plan_load
 from tierfall.core.image.recall import Recall
 from tierfall.core.image.tensors import as_bytes, copy_whole
-from tierfall.core.image.walk import SourceTensor, StateView, describe
+from tierfall.core.image.view import SourceTensor, StateView
+from tierfall.core.image.walk import describe
 
 __all__ = [
     "Fill",

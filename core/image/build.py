@@ -26,6 +26,7 @@ from tierfall.core.image.nodes import (
     Node,
     ObjectNode,
     OptimizerNode,
+    PiecesNode,
     QuantizedNode,
     RandomNode,
     SequenceNode,
@@ -43,6 +44,7 @@ Leaf = (
     | RandomNode
     | QuantizedNode
     | CodecNode
+    | PiecesNode
     | ConflictNode
     | KeptNode
 )
@@ -117,11 +119,14 @@ class Builder:
             self._typed[slot, device] = found
         return found
 
-    def prepare(self, node: Node, device: torch.device) -> None:
-        """Allocate all that ``build(node, device)`` will need; RestoreError where a codec is not registered."""
-        for name, leaf in leaves(node, ""):
+    def prepare(self, node: Node, device: torch.device, named: str = "") -> None:
+        """Allocate all that ``build(node, device)`` will need; RestoreError, which tells its name below ``named``, for
+        what ranks had differently, and where a codec is not registered."""
+        for name, leaf in leaves(node, named):
             if isinstance(leaf, ConflictNode):
                 raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
+            if isinstance(leaf, PiecesNode):
+                raise RestoreError(f"{self.header.what}: {name}: its bytes lie in other images")
             match leaf:
                 case TensorNode():
                     self.tensor(leaf.slot, device)
@@ -129,14 +134,14 @@ class Builder:
                     self._prepare_value(leaf)
                 case QuantizedNode():
                     self.flat(leaf.slot, device)
-                    self.prepare(leaf.parameters, device)
+                    self.prepare(leaf.parameters, device, name)
                 case ObjectNode():
-                    self.prepare(leaf.state, device)
+                    self.prepare(leaf.state, device, name)
                 case RandomNode():
-                    self.prepare(leaf.state, CPU)
+                    self.prepare(leaf.state, CPU, name)
                 case CodecNode():
                     self._codec(leaf.name)
-                    self.prepare(leaf.value, device)
+                    self.prepare(leaf.value, device, name)
 
     def _prepare_value(self, node: ValueNode) -> None:
         for slot in node.blobs:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import codec, modules, naming, optimizers, put, random_state
 from tierfall.core.image.build import CPU, Fill, Want
+from tierfall.core.image.files import refuse_files
 from tierfall.core.image.fill_optimizer import OptimizerFiller
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.item import Item, unwrap
@@ -84,6 +85,7 @@ def plan_fill(
         raise RestoreError(
             f"restore: only must be a list of names, such as [{only!r}], not a string"
         )
+    refuse_files(header, doing="restore")
     selection = Selection(None if only is None else tuple(only))
     _check_prefixes(selection, header)
     work = Work(header, selection, Report(strict), modules.scan_state(state))

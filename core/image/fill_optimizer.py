@@ -177,7 +177,7 @@ class OptimizerFiller:
             else:
                 self._check_piece(child, key, below)
                 if self._is_cut(child, key):
-                    made.append((entry, self._block(child, key, target), target))
+                    made.append((entry, self._block(child, key, target, below), target))
                     continue
                 self._builder.prepare(child, target)
                 made.append((entry, child, target))
@@ -187,11 +187,14 @@ class OptimizerFiller:
     def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
         """A block of a tensor of several ranks is put beside a parameter of which this rank has the same block."""
         stored = self._stored_piece(node)
-        if stored is not None and piece_of(parameter) != stored:
-            there = "this rank has all of it" if piece_of(parameter) is None else "another block"
-            self._work.report.differs(
-                name, f"the block at {stored.offset} of {stored.shape}", there
-            )
+        if stored is None or _is_block(parameter, stored):
+            return
+        there = "another block, or none" if is_sharded(parameter) else "all of it"
+        self._work.report.differs(
+            name,
+            f"{stored.lengths} at {stored.offset} of {stored.shape}",
+            f"a parameter of which this rank has {there}",
+        )
 
     def _is_cut(self, node: Node, parameter: Any) -> bool:
         """Say whether a whole tensor is to be state of a parameter that ranks hold in blocks, and cut as that is."""
@@ -202,11 +205,17 @@ class OptimizerFiller:
             and self._builder.header.tensors[node.slot].shape == tuple(parameter.shape)
         )
 
-    def _block(self, node: Node, parameter: Any, device: torch.device) -> torch.Tensor:
-        """Make memory for this rank's block, which will be filled."""
+    def _block(
+        self, node: Node, parameter: Any, device: torch.device, name: str
+    ) -> torch.Tensor | None:
+        """Make memory for this rank's block, which will be filled; None, once reported, where it has none."""
         assert isinstance(node, TensorNode)
         dtype = self._builder.header.tensors[node.slot].dtype
-        local, piece = local_part(parameter)
+        try:
+            local, piece = local_part(parameter)
+        except Unsharded as error:
+            self._work.report.refuses(name, f"cannot be restored: {error}")
+            return None
         flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
         self._builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
         return like(parameter, flat.view(dtype).view(local.shape))

@@ -17,12 +17,13 @@ from tierfall.core.documents import FORMAT
 from tierfall.core.errors import IntegrityError, NotSupportedError
 from tierfall.core.image import arrays, codec, dtypes
 from tierfall.core.image.codec import Coded
-from tierfall.core.image.layout import LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
+from tierfall.core.image.layout import ELSEWHERE, LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
 from tierfall.core.image.nodes import (
     CodecNode,
     MapNode,
     Node,
     ObjectNode,
+    PiecesNode,
     QuantizedNode,
     RandomNode,
     SequenceNode,
@@ -42,7 +43,8 @@ _QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of an image: its true dtype and shape, and its bytes relative to the start of the data; ``piece`` where
-    it is a block of a tensor that several ranks hold."""
+    it is a block of a tensor that several ranks hold. What another rank writes, ``written_by``, has its bytes in that
+    one's image: here it only has a place behind the end of the data, one after the other."""
 
     name: str
     dtype: torch.dtype
@@ -50,6 +52,7 @@ class StoredTensor:
     start: int
     end: int
     piece: Piece | None = None
+    written_by: int | None = None
 
     @property
     def length(self) -> int:
@@ -63,7 +66,8 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
     """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it. ``merged``: it is
-    made of those of several ranks, and its tensors are whole (``merging``)."""
+    made of those of several ranks, and its tensors are whole (``merging``). ``complete``: the image holds all that its
+    rank had, each tensor as one block at most; else only the headers of all ranks together say where things are."""
 
     what: str
     data_start: int
@@ -72,6 +76,17 @@ class ImageHeader:
     tree: MapNode = field(repr=False)
     values: tuple[Coded, ...] = field(repr=False)
     merged: bool = False
+    complete: bool = True
+
+    @property
+    def elsewhere(self) -> tuple[StoredTensor, ...]:
+        """What other ranks write, in the order of its places."""
+        return tuple(stored for stored in self.tensors if stored.written_by is not None)
+
+    @property
+    def writers(self) -> frozenset[int]:
+        """The ranks that write them."""
+        return frozenset(t.written_by for t in self.tensors if t.written_by is not None)
 
 
 def read_header(
@@ -96,12 +111,14 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
     table = _object(_parse(bytes(data[LENGTH_BYTES:data_start])), "header")
     metadata = _object(table.pop("__metadata__", None), "__metadata__")
     static = _object(_parse(_text(metadata, LAYOUT_MEMBER)), LAYOUT_MEMBER)
-    if static.get("format") != FORMAT or static.get("requires") != []:
+    if static.get("format") != FORMAT or static.get("requires") not in ([], [ELSEWHERE]):
         raise NotSupportedError(
             f"{what}: written in format {static.get('format')!r} requiring {static.get('requires')!r}; this tierfall "
             f"reads format {FORMAT}: install the tierfall that wrote it, or a newer one"
         )
     tensors = _tensors(table, _list(static, "dtypes"), image_bytes - data_start)
+    if ELSEWHERE in static["requires"]:
+        tensors += _written_by_others(_list(static, ELSEWHERE), tensors, image_bytes - data_start)
     if "sharded" in static:
         tensors = _with_pieces(tensors, _list(static, "sharded"))
     values = _parse(_text(metadata, VALUES_MEMBER))
@@ -123,6 +140,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         tensors=tensors,
         tree=tree,
         values=tuple(values),
+        complete=not reader.in_pieces,
     )
 
 
@@ -203,6 +221,28 @@ def _true_tensor(entry: Any, stored: list[StoredTensor]) -> tuple[int, StoredTen
     return position, StoredTensor(raw.name, dtype, tuple(shape), raw.start, raw.end)
 
 
+def _written_by_others(
+    entries: list[Any], tensors: tuple[StoredTensor, ...], end: int
+) -> tuple[StoredTensor, ...]:
+    """Read what other ranks write. Its sizes are only claimed: whoever allocates asks those ranks' images first."""
+    found, taken = [], {stored.name for stored in tensors}
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 4:
+            raise ValueError("an entry of elsewhere is not of four members")
+        name, dtype_name, shape, rank = entry
+        dtype = dtypes.from_name(dtype_name) if isinstance(dtype_name, str) else None
+        if not isinstance(name, str) or name in taken:
+            raise ValueError("elsewhere lists a tensor without a name, or twice")
+        if dtype is None or not dtypes.is_shape(shape) or type(rank) is not int or rank < 0:
+            raise ValueError(
+                f"tensor {name!r} of another rank has no dtype, shape or rank that can be"
+            )
+        start, end = end, end + dtypes.byte_count(dtype, shape)
+        taken.add(name)
+        found.append(StoredTensor(name, dtype, tuple(shape), start, end, written_by=rank))
+    return tuple(found)
+
+
 def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple[StoredTensor, ...]:
     found = list(tensors)
     for entry in entries:
@@ -243,6 +283,8 @@ class _Check:
                         raise ValueError("a quantized tensor lacks its scale")
                 case QuantizedNode():
                     self._quantized(leaf)
+                case PiecesNode():
+                    self._pieces(leaf)
                 case ObjectNode() | RandomNode():
                     self.tree(leaf.state)
                 case CodecNode():
@@ -255,6 +297,13 @@ class _Check:
 
     def _decode(self, node: ValueNode) -> Any:
         return codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
+
+    def _pieces(self, node: PiecesNode) -> None:
+        blocks = [self._tensors[slot] for slot in node.slots]
+        if len({(b.dtype, b.piece and b.piece.shape) for b in blocks}) > 1 or any(
+            block.piece is None or block.is_quantized for block in blocks
+        ):
+            raise ValueError(f"tensor {blocks[0].name!r} is in pieces that are not of one tensor")
 
     def _quantized(self, node: QuantizedNode) -> None:
         tensor = self._tensors[node.slot]

@@ -5,6 +5,7 @@ It owns the wrapper alone; the walk unwraps it, the fill puts values back throug
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -72,8 +73,9 @@ def resize_rules(state: object, name: str = "", depth: int = 0) -> dict[str, OnR
         rules.update(resize_rules(state.value, name, depth + 1))
     elif depth <= codec.DEPTH_MAX and type(state) in codec.MAPPINGS:
         for key, value in state.items():  # type: ignore[attr-defined]
-            if isinstance(key, str):
-                rules.update(resize_rules(value, naming.join(name, naming.part(key)), depth + 1))
+            with suppress(codec.Uncodable):  # a key that no state may have, which its plan says
+                part = naming.part(key)
+                rules.update(resize_rules(value, naming.join(name, part), depth + 1))
     elif depth <= codec.DEPTH_MAX and type(state) in (list, tuple):
         for index, value in enumerate(state):  # type: ignore[arg-type]
             rules.update(resize_rules(value, f"{name}.{index}", depth + 1))

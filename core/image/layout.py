@@ -5,14 +5,15 @@
 
 The JSON is spliced from parts that are serialised once per layout and the values, which change with every save. At
 least 4 KiB of spaces stand behind it in the first header, so that values which grow move nothing. The order is by item
-size, so that every tensor is aligned to its items, without holes.
+size, so that every tensor is aligned to its items, without holes. What another rank writes is in the tree and has no
+bytes here: it stands in a list of its own (``elsewhere``), numbered on from the last tensor that has.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from tierfall.core.errors import CaptureError
 from tierfall.core.image import dtypes
 from tierfall.core.image.codec import Coded
 from tierfall.core.image.sharded import Piece
-from tierfall.core.image.walk import Node, StateView
+from tierfall.core.image.view import Node, StateView
 from tierfall.core.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
 
 DATA_ALIGNMENT_BYTES = 64 << 10
@@ -30,6 +31,8 @@ LENGTH_BYTES = 8
 
 LAYOUT_MEMBER = "tierfall"
 VALUES_MEMBER = "tierfall.values"
+ELSEWHERE = "elsewhere"
+"""The member that lists what other ranks write, and what a reader has to know of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +52,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The plan of an image. ``structure`` is equal for equal states; ``pieces`` is the manifest's table of tensors."""
+    """The plan of an image. ``structure`` is equal for equal states whose same part is written elsewhere; ``pieces`` is
+    the manifest's table of tensors. ``elsewhere`` is as in ``plan_layout``."""
 
     structure: str
     slots: tuple[Slot, ...]
     data_start: int
     data_bytes: int
+    elsewhere: Mapping[int, int] = field(repr=False)
     pieces: Spliced = field(repr=False)
     _key: tuple[Any, ...] = field(repr=False)
     _before_values: bytes = field(repr=False)
@@ -87,20 +92,27 @@ class Layout:
         )
 
 
-def plan_layout(view: StateView) -> Layout:
-    """Plan the image of a view; CaptureError where its header or its data would be larger than an image may be."""
-    slots = _place(view)
-    slot_of = [0] * len(slots)
-    for position, slot in enumerate(slots):
-        slot_of[slot.index] = position
+def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> Layout:
+    """Plan the image of a view; CaptureError where its header or its data would be larger than an image may be.
+
+    ``elsewhere`` says of tensors, by their numbers in the view, which other rank writes them.
+    """
+    elsewhere = elsewhere or {}
+    slots = _place(view, elsewhere)
+    slot_of = [0] * len(view.names)
+    for position, index in enumerate([*(slot.index for slot in slots), *sorted(elsewhere)]):
+        slot_of[index] = position
     static = {
         "format": FORMAT,
         "requires": [],
         "tree": tree_to_json(view.tree, slot_of),
         "dtypes": _true_dtypes(view, slots),
     }
-    if sharded := _sharded(view, slots):
+    if sharded := _sharded(view, slot_of):
         static["sharded"] = sharded
+    if elsewhere:
+        static["requires"] = [ELSEWHERE]
+        static[ELSEWHERE] = _written_by_others(view, elsewhere)
     metadata = (("format", "pt"), (LAYOUT_MEMBER, _dump(static).decode("ascii")))
     members = b",".join(_quote(name) + b":" + _quote(text) for name, text in metadata)
     before = b'{"__metadata__":{' + members + b"," + _quote(VALUES_MEMBER) + b":"
@@ -114,6 +126,7 @@ def plan_layout(view: StateView) -> Layout:
         slots=slots,
         data_start=data_start,
         data_bytes=data_bytes,
+        elsewhere=elsewhere,
         pieces=_pieces(view, slots),
         _key=view.structure,
         _before_values=before,
@@ -133,10 +146,11 @@ def _check_sizes(header_bytes: int, image_bytes: int) -> None:
         )
 
 
-def _place(view: StateView) -> tuple[Slot, ...]:
+def _place(view: StateView, elsewhere: Mapping[int, int]) -> tuple[Slot, ...]:
     names = view.names
     sizes = [dtype.itemsize for dtype in view.dtypes]
-    order = sorted(range(len(names)), key=lambda i: (-sizes[i], names[i]))
+    here = [index for index in range(len(names)) if index not in elsewhere]
+    order = sorted(here, key=lambda i: (-sizes[i], names[i]))
     slots, end = [], 0
     for index in order:
         dtype, shape = view.dtypes[index], tuple(view.shapes[index])
@@ -164,12 +178,20 @@ def _true_dtypes(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
     ]
 
 
-def _sharded(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
+def _sharded(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
     """List slot, whole shape and offset of what is a block of a tensor that several ranks hold."""
     return [
         [position, list(piece.shape), list(piece.offset)]
-        for position, slot in enumerate(slots)
-        if (piece := view.pieces[slot.index]) is not None
+        for position, piece in sorted(zip(slot_of, view.pieces, strict=True))
+        if piece is not None
+    ]
+
+
+def _written_by_others(view: StateView, elsewhere: Mapping[int, int]) -> list[Coded]:
+    """List name, dtype, shape and rank of what another rank writes."""
+    return [
+        [view.names[i], dtypes.name_of(view.dtypes[i]), list(view.shapes[i]), elsewhere[i]]
+        for i in sorted(elsewhere)
     ]
 
 
@@ -212,7 +234,7 @@ def tree_to_json(node: Node, slot_of: Sequence[int]) -> Coded:
             return ["v", number, *[slot_of[blob] for blob in blobs]]
         case ("d", kind, keys, nodes):
             return ["d", kind, [_key_to_json(key) for key in keys], [write(n) for n in nodes]]
-        case ("l" | "t" as kind, nodes):
+        case ("l" | "t" | "p" as kind, nodes):
             return [kind, [write(n) for n in nodes]]
         case ("m", keys, names, nodes):
             return ["m", keys, names, [write(n) for n in nodes]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tierfall.core.image.build import CPU, Builder, Fill, Want
+from tierfall.core.image.files import refuse_files
 from tierfall.core.image.header import ImageHeader
 
 
@@ -31,6 +32,7 @@ def plan_load(header: ImageHeader, *, map_location: str | torch.device | None = 
 
     Allocates every tensor. Raises RestoreError where the image holds a registered type that is not registered here.
     """
+    refuse_files(header, doing="load")
     device = CPU if map_location is None else torch.device(map_location)
     builder = Builder(header)
     builder.prepare(header.tree, device)

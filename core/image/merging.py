@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tierfall.core.errors import IntegrityError
 from tierfall.core.image import naming
 from tierfall.core.image.codec import Coded
 from tierfall.core.image.dtypes import byte_count
@@ -26,6 +27,7 @@ from tierfall.core.image.nodes import (
     Node,
     ObjectNode,
     OptimizerNode,
+    PiecesNode,
     QuantizedNode,
     RandomNode,
     SequenceNode,
@@ -33,6 +35,7 @@ from tierfall.core.image.nodes import (
     ValueNode,
     slots_of,
 )
+from tierfall.core.image.pieces import held, rank_of, unfold
 from tierfall.core.words import ranks_named
 
 
@@ -54,7 +57,7 @@ class Merged:
     ``replicas`` where else the very same bytes must be for it to be one tensor."""
 
     header: ImageHeader
-    blocks: tuple[tuple[Block, ...], ...]
+    blocks: Sequence[tuple[Block, ...]]
     replicas: Mapping[int, tuple[Block, ...]]
 
 
@@ -68,7 +71,8 @@ def merge_headers(
 ) -> Merged:
     """Lay the headers of all ranks over each other; ``own`` is the rank whose values count where they differ. Without
     one, ``rules`` say by name what becomes of an entry on ``rank``."""
-    return _Merging(headers, own, rank, (rules or {}) if own is None else {}).merge(what)
+    merging = _Merging(unfold(headers), own, rank, (rules or {}) if own is None else {})
+    return merging.merge(what, lambda number: rank_of(number, headers))
 
 
 NOBODY = -1
@@ -96,9 +100,9 @@ class _Merging:
         self._holders: list[dict[int, StoredTensor]] = []
         self._values: list[Coded] = []
 
-    def merge(self, what: str) -> Merged:
+    def merge(self, what: str, rank_of: Callable[[int], int]) -> Merged:
         for rank, header in self._headers.items():
-            for stored in header.tensors:
+            for stored in held(header):
                 slot = self._slots.setdefault(stored.name, len(self._slots))
                 if slot == len(self._holders):
                     self._holders.append({})
@@ -111,7 +115,7 @@ class _Merging:
             whole, parts, others = self._whole(self._holders_of(slot), end)
             end = whole.end
             wholes.append(whole)
-            blocks.append(parts)
+            blocks.append(tuple(replace(block, rank=rank_of(block.rank)) for block in parts))
             if others:
                 replicas[slot] = others
         header = ImageHeader(
@@ -139,7 +143,7 @@ class _Merging:
         found: dict[tuple[Any, Any], list[Block]] = {}
         for rank, stored in holders.items():
             offset = (0,) * len(shape) if stored.piece is None else stored.piece.offset
-            if stored.length or not whole.length:
+            if stored.written_by is None and (stored.length or not whole.length):
                 block = Block(
                     rank=rank,
                     start=stored.start,
@@ -148,21 +152,28 @@ class _Merging:
                     lengths=stored.shape,
                 )
                 found.setdefault((offset, stored.shape), []).append(block)
-        chosen = tuple(self._choose(same) for same in found.values())
-        if first.piece is not None or self._own in holders:
-            return (
-                whole,
-                chosen,
-                (),
-            )  # what torch says is a replica is one; or this rank's own counts
-        return whole, chosen, tuple(b for same in found.values() for b in same if b not in chosen)
+        own = holders.get(self._own)
+        chosen = tuple(self._choose(same, own) for same in found.values())
+        # What torch says is a replica is one; this rank's own counts; and what differs in shape is a conflict.
+        if first.piece is not None or self._own in holders or len(found) != 1:
+            return whole, chosen, ()
+        (same,) = found.values()
+        return whole, chosen, tuple(block for block in same if block not in chosen)
 
     def _holders_of(self, slot: int) -> Mapping[int, StoredTensor]:
-        holders, one = self._holders[slot], self._taken_of.get(slot)
-        return holders if one is None else {one: holders[one]}
+        """Who has a tensor: where it is not cut in blocks, only whose counts, and who wrote it for that one."""
+        holders = self._holders[slot]
+        one = self._taken_of.get(slot)
+        if one is None and self._own in holders and all(s.piece is None for s in holders.values()):
+            one = self._own
+        if one is None:
+            return holders
+        return {rank: holders[rank] for rank in (one, holders[one].written_by) if rank in holders}
 
-    def _choose(self, same: Sequence[Block]) -> Block:
-        return next((block for block in same if block.rank == self._own), same[0])
+    def _choose(self, same: Sequence[Block], own: StoredTensor | None) -> Block:
+        """Take this rank's own, or that of the rank that writes it for this one."""
+        rank = self._own if own is None or own.written_by is None else own.written_by
+        return next((block for block in same if block.rank == rank), same[0])
 
     def _slot(self, slots: Mapping[int, int]) -> int:
         """The merged slot of what ranks have in slots of their own."""
@@ -177,7 +188,15 @@ class _Merging:
     def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
         first_rank, first = next(iter(holders.items()))
         whole = first.shape if first.piece is None else first.piece.shape
+        here = {(s.piece, s.shape, s.dtype) for s in holders.values() if s.written_by is None}
         for rank, stored in holders.items():
+            if (
+                stored.written_by is not None
+                and (stored.piece, stored.shape, stored.dtype) not in here
+            ):
+                raise IntegrityError(
+                    f"{stored.name} is not there: rank {stored.written_by} was to write it for rank {rank}"
+                )
             shape = stored.shape if stored.piece is None else stored.piece.shape
             cut = (stored.piece is None) != (first.piece is None)
             if cut or shape != whole or stored.dtype is not first.dtype:
@@ -193,7 +212,11 @@ class _Merging:
     def _node(self, nodes: Mapping[int, Node], name: str, *, top: bool = False) -> Node:
         if name in self._rules:
             return self._ruled(nodes, self._rules[name])
+        # Where a rank has no block of a tensor, the others say what it is.
+        nodes = {r: n for r, n in nodes.items() if not isinstance(n, PiecesNode)} or nodes
         kinds = {type(node) for node in nodes.values()}
+        if kinds == {PiecesNode}:
+            return PiecesNode(())
         if self._own in nodes and len(kinds) > 1:
             nodes = {self._own: nodes[self._own]}
         elif len(kinds) > 1:

@@ -94,6 +94,13 @@ class RandomNode:
 
 
 @dataclass(frozen=True, slots=True)
+class PiecesNode:
+    """A tensor of which an image holds no block, or several: only with the images of all ranks is it one."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ConflictNode:
     """What the ranks that saved it do not have alike; no image holds one, only what several are merged into."""
 
@@ -116,6 +123,7 @@ Node = (
     | QuantizedNode
     | CodecNode
     | RandomNode
+    | PiecesNode
     | ConflictNode
     | KeptNode
 )
@@ -131,6 +139,7 @@ class TreeReader:
         self.used_slots: set[int] = set()
         self.used_values: set[int] = set()
         self.groups: list[ValueNode] = []
+        self.in_pieces = False
 
     def read(self, data: Coded, depth: int = 0) -> Node:
         if depth > _DEPTH_MAX:
@@ -154,6 +163,9 @@ class TreeReader:
 
     def _read_wrapper(self, data: list[Coded], depth: int) -> Node:
         match data:
+            case ["p", list(slots)] if len(slots) != 1:
+                self.in_pieces = True
+                return PiecesNode(tuple(map(self._slot, slots)))
             case ["s", child]:
                 return ObjectNode(self.read(child, depth + 1))
             case ["q", slot, str(scheme), int(axis), child] if scheme in SCHEMES:
@@ -278,6 +290,8 @@ def slots_of(node: Node) -> Iterator[int]:
             yield node.slot
         case ValueNode():
             yield from node.blobs
+        case PiecesNode():
+            yield from node.slots
         case QuantizedNode():
             yield node.slot
             yield from slots_of(node.parameters)

@@ -13,8 +13,6 @@ import torch
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import arrays
 
-MUTABLE = (dict, OrderedDict, Counter, list, set)
-
 
 def merge(target: Any, source: Any) -> Any:
     """Make ``target`` equal to ``source`` in place where it can be, and return what shall stand there now."""

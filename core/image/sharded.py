@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,19 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """What this rank holds of one tensor, as whoever cut it says: plain tensors, each with its place (None: all of it).
+    Without any the tensor is the state's all the same, and lies in other ranks' images."""
+
+    parts: tuple[tuple[torch.Tensor, Piece | None], ...]
+
+
+class Branch(dict[str, Any]):
+    """A mapping of the state that is walked entry by entry even where it holds no tensors: ranks may have parts of it
+    that are to be put together."""
 
 
 class Unsharded(ValueError):

@@ -45,12 +45,14 @@ class TensorTable:
         changes: Changes,
         trail: Trail,
         piece: Piece | None = None,
+        *,
+        alone: bool = False,
     ) -> int:
-        """Take a tensor in and return its number; an alias of an earlier one gets that one's. ``piece`` says where it
-        lies in a tensor that several ranks hold together."""
+        """Take a tensor in and return its number; an alias of an earlier one gets that one's, unless it is to be stored
+        ``alone``. ``piece`` says where it lies in a tensor that several ranks hold together."""
         pointer = tensor.data_ptr()
         number = len(self.names)
-        if pointer and tensor.numel():
+        if pointer and tensor.numel() and not alone:
             first = self._first_at.setdefault(pointer, number)
             if first != number:
                 alias = self._alias(pointer, first, tensor, dtype, shape)

@@ -1,97 +1,48 @@
 """One walk of a state: every tensor once, every value written down, and the tree that holds them.
 
 The walk fixes values at its moment and refuses, naming the path, what cannot be saved. It decides nothing about where
-bytes lie (``layout``) and copies no tensor. A node of the tree is a tuple that compares cheaply (two walks of one
-structure give equal trees) and holds no value that may change: those stand aside, in ``values``.
-
-    7                                   tensor number 7 of the view
-    ("v", 3, 8, 9)                      value number 3, whose blobs are the tensors 8 and 9
-    ("d", kind, keys, nodes)            a mapping that holds tensors; a key is str, or (coded,) for any other type
-    ("l", nodes), ("t", nodes)          a list, a tuple
-    ("m", keys, names, nodes)           a module's state_dict; names is () where they equal the keys
-    ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
-    ("s", node)                         an object with state_dict and load_state_dict
-    ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point
-    ("c", name, node)                   a value of a registered type, written as something that holds tensors
-    ("r", node)                         the random state of the process
+bytes lie (``layout``) and copies no tensor. What it finds is in ``view``.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.errors import CaptureError
-from tierfall.core.image import arrays, codec, modules, naming, optimizers, random_state, tensors
+from tierfall.core.image import arrays, codec, modules, naming, optimizers, random_state
 from tierfall.core.image.codec import Coded
-from tierfall.core.image.item import Item
+from tierfall.core.image.item import Item, OnResize
 from tierfall.core.image.modules import Scans
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.recall import Recall, look
-from tierfall.core.image.refusing import asked, refusal, refuse
-from tierfall.core.image.sharded import Piece, Unsharded, any_sharded, is_sharded, local_part
-from tierfall.core.image.table import TensorTable
-from tierfall.core.values import Changes
+from tierfall.core.image.refusing import asked, refuse
+from tierfall.core.image.sharded import (
+    Blocks,
+    Branch,
+    any_sharded,
+    is_sharded,
+)
+from tierfall.core.image.taking import Taking
+from tierfall.core.image.view import Node, StateView
 from tierfall.core.words import with_article
 
-Node = Any  # int, or one of the tuples above
 T = TypeVar("T")
 
 
-class SourceTensor(NamedTuple):
-    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
-
-    name: str
-    tensor: torch.Tensor
-    changes: Changes
-    trail: Trail
-
-    @property
-    def path(self) -> str:
-        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
-        return naming.path(self.trail)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateView:
-    """A state at one moment: its tensors (aliases resolved), and its values written down.
-
-    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, whether its elements can
-    be copied as they lie (``plain``), and where it lies in a tensor of several ranks (``pieces``). ``parameters`` are
-    those of all modules in the state, and bare ones: by id, the name and itself. ``structure`` holds all that a layout
-    depends on: equal structures have equal layouts.
-    """
-
-    names: tuple[str, ...]
-    sources: list[torch.Tensor]
-    changes: tuple[Changes, ...]
-    trails: list[Trail]
-    plain: tuple[bool, ...]
-    parameters: Mapping[int, tuple[str, nn.Parameter]]
-    optimizers: tuple[Optimizer, ...]
-    tree: Node
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    pieces: tuple[Piece | None, ...]
-    values: list[Coded]
-    structure: tuple[Any, ...]
-
-    @property
-    def tensors(self) -> tuple[SourceTensor, ...]:
-        return tuple(map(SourceTensor, self.names, self.sources, self.changes, self.trails))
-
-
-def describe(state: Mapping[Any, object], recall: Recall | None = None) -> StateView:
+def describe(
+    state: Mapping[Any, object], recall: Recall | None = None, *, with_random: bool = True
+) -> StateView:
     """Walk a state; CaptureError, naming the path, where something in it cannot be saved.
 
-    ``recall`` is what earlier walks of this state left, and what this one leaves.
+    ``recall`` is what earlier walks of this state left, and what this one leaves; ``with_random`` adds the random state
+    where the state does not name it itself.
     """
     if not isinstance(state, Mapping):
         raise CaptureError(
@@ -99,7 +50,7 @@ def describe(state: Mapping[Any, object], recall: Recall | None = None) -> State
         )
     scans = modules.scan_state(state)
     walk = _Walk(scans, Recall() if recall is None else recall)
-    tree = walk.state(state)
+    tree = walk.state(state, with_random=with_random)
     walk.end()
     table = walk.table
     names, dtypes, shapes = tuple(table.names), tuple(table.dtypes), tuple(table.shapes)
@@ -117,6 +68,7 @@ def describe(state: Mapping[Any, object], recall: Recall | None = None) -> State
         shapes=shapes,
         pieces=pieces,
         values=walk.values,
+        rules=walk.rules,
         structure=(tree, names, dtypes, shapes, pieces),
     )
 
@@ -140,23 +92,23 @@ class _Walk:
         self.scans = scans
         self._recall = recall
         self._recalled: set[str] = set()
-        self.table = TensorTable()
         self.values: list[Coded] = []
+        self.taking = Taking(self.values)
+        self.table = self.taking.table
+        self.rules: dict[str, OnResize] = {}
         self.optimizers: list[Optimizer] = []
         self._ancestors: set[int] = set()
-        self._ruled: Changes | None = None  # what the innermost item() says
-        self._inside_optimizer = False
 
     def end(self) -> None:
         self._recall.forget_others(self._recalled)
 
-    def state(self, state: Mapping[Any, object]) -> Node:
+    def state(self, state: Mapping[Any, object], *, with_random: bool) -> Node:
         keys, nodes = [], []
         for key, value in state.items():
             trail = (None, key)
             keys.append(self._key(key, trail))
             nodes.append(self._settle(self._walk(value, naming.part(key), trail, 0)))
-        if random_state.ENTRY not in state:
+        if with_random and random_state.ENTRY not in state:
             keys.append(random_state.ENTRY)
             found = self._walk(random_state.capture(), random_state.ENTRY, (None, "rng"), 0)
             nodes.append(("r", self._settle(found)))
@@ -167,7 +119,7 @@ class _Walk:
     def _walk(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
         kind = type(value)
         if kind in _TENSORS:
-            return self._tensor(value, name, trail)
+            return self.taking.tensor(value, name, trail)
         if kind in _SCALARS:
             return _Plain(codec.encode_atom(value))
         if kind is str or kind is bytes:
@@ -184,6 +136,8 @@ class _Walk:
     def _object(self, value: Any, name: str, trail: Trail, depth: int) -> Node | _Plain:
         if isinstance(value, Item):
             return self._item(value, name, trail, depth)
+        if isinstance(value, Blocks | Branch):
+            return self._in_parts(value, name, trail, depth)
         if isinstance(value, nn.Module):
             return self._within(value, trail, lambda: self._module(value, name, trail, depth))
         if isinstance(value, Optimizer):
@@ -193,7 +147,7 @@ class _Walk:
                     value, trail, lambda: self._optimizer(value, name, trail, depth)
                 )
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, name, trail)
+            return self.taking.tensor(value, name, trail)
         if isinstance(value, torch.Generator):
             return self._generator(value, name, trail)
         if arrays.is_array(value):
@@ -246,7 +200,9 @@ class _Walk:
         self, flat: torch.Tensor, kind: str, name: str, trail: Trail, **members: Coded
     ) -> _Plain:
         coded = {codec.TAG: "blob", "k": kind, "t": 0, **members}
-        return _Plain(coded, [(coded, self._add(flat, flat.dtype, tuple(flat.shape), name, trail))])
+        return _Plain(
+            coded, [(coded, self.taking.add(flat, flat.dtype, tuple(flat.shape), name, trail))]
+        )
 
     def _array(self, value: Any, name: str, trail: Trail) -> _Plain:
         reason = arrays.why_not(value)
@@ -301,14 +257,26 @@ class _Walk:
         return ("d", kind, tuple(keys), tuple(map(self._settle, found)))
 
     def _item(self, value: Item, name: str, trail: Trail, depth: int) -> Node | _Plain:
-        outer = self._ruled
-        self._ruled = value.changes or outer
+        outer = self.taking.ruled
+        self.taking.ruled = value.changes or outer
+        if value.on_resize is not OnResize.RESHARD:
+            self.rules[name] = value.on_resize
         try:
             return self._within(
                 value, trail, lambda: self._walk(value.value, name, trail, depth + 1)
             )
         finally:
-            self._ruled = outer
+            self.taking.ruled = outer
+
+    def _in_parts(self, value: Blocks | Branch, name: str, trail: Trail, depth: int) -> Node:
+        if isinstance(value, Blocks):
+            return self.taking.blocks(value, name, trail)
+        nodes = [
+            self._settle(self._walk(child, f"{name}.{naming.part(key)}", (trail, key), depth + 1))
+            for key, child in value.items()
+        ]
+        keys = tuple(self._key(key, (trail, key)) for key in value)
+        return ("d", "dict", keys, tuple(nodes))
 
     # ---- what has a state_dict
 
@@ -320,10 +288,10 @@ class _Walk:
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
             )
         keys = tuple(state)
-        about = ("module", keys, scan.signature(), self._ruled, self._inside_optimizer)
+        about = ("module", keys, scan.signature(), self.taking.ruled, self.taking.inside_optimizer)
         met = list(state.values())
         if any_sharded(met):
-            met, about = self._local_parts(met, about, trail)
+            met, about = self.taking.local_parts(met, about, trail)
         return self._recalled_or(
             name, about, met, lambda: self._module_anew(scan, state, keys, name, trail, depth)
         )
@@ -359,7 +327,7 @@ class _Walk:
         for key, below, value in zip(keys, names, state.values(), strict=True):
             if type(value) is torch.Tensor or is_sharded(value):
                 on_step = scan.parameter_of(key, value) is not None
-                node = self._tensor(value, f"{name}.{below}", (trail, key), on_step=on_step)
+                node = self.taking.tensor(value, f"{name}.{below}", (trail, key), on_step=on_step)
             else:
                 found = self._walk(value, f"{name}.{below}", (trail, key), depth + 1)
                 node = self._settle(found)
@@ -374,11 +342,11 @@ class _Walk:
             values = optimizers.group_values(group)
             found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
             groups.append((numbering.groups[index], self._settle(found)))
-        outer, self._inside_optimizer = self._inside_optimizer, True
+        outer, self.taking.inside_optimizer = self.taking.inside_optimizer, True
         try:
             state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)
         finally:
-            self._inside_optimizer = outer
+            self.taking.inside_optimizer = outer
         return ("o", numbering.names, tuple(groups), state)
 
     def _states(
@@ -405,10 +373,10 @@ class _Walk:
         numbers = [*map(numbering.numbers.get, map(id, state))]
         if not _all_str(keys) or None in numbers:
             return anew()
-        about = ("optimizer", numbering.names, numbers, [*map(len, held)], keys, self._ruled)
+        about = ("optimizer", numbering.names, numbers, [*map(len, held)], keys, self.taking.ruled)
         met = [*chain.from_iterable(map(dict.values, held))]
         if any_sharded(met):
-            met, about = self._local_parts(met, about, trail)
+            met, about = self.taking.local_parts(met, about, trail)
         return self._recalled_or(name, about, met, anew)
 
     def _optimizer_state(
@@ -434,76 +402,6 @@ class _Walk:
     def _stateful(self, value: Any, name: str, trail: Trail, depth: int) -> Node:
         state = asked(value.state_dict, "state_dict()", trail)
         return ("s", self._settle(self._walk(state, name, trail, depth + 1)))
-
-    # ---- tensors
-
-    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, Piece]:
-        try:
-            return local_part(tensor)
-        except Unsharded as error:
-            refuse(trail, f"cannot be saved: {error}")
-
-    def _local_parts(
-        self, met: list[Any], about: tuple[Any, ...], trail: Trail
-    ) -> tuple[list[Any], tuple[Any, ...]]:
-        """Replace tensors of several ranks by this rank's parts, for a look at them; where those lie is another thing
-        that has to be as it was."""
-        parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in met]
-        return [local for local, _ in parts], (*about, [piece for _, piece in parts])
-
-    def _tensor(
-        self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool = False
-    ) -> Node:
-        if is_sharded(tensor):
-            on_step = on_step or isinstance(tensor, nn.Parameter)
-            local, piece = self._local_part(tensor, trail)
-            reason = tensors.refusal(local)
-            if reason is not None:
-                refuse(trail, f"cannot be saved: {reason}")
-            shape = tuple(local.shape)
-            return self._add(local, local.dtype, shape, name, trail, on_step=on_step, piece=piece)
-        reason = tensors.refusal(tensor)
-        if reason is not None:
-            refuse(trail, f"cannot be saved: {reason}")
-        on_step = on_step or type(tensor) is nn.Parameter
-        if tensor.is_quantized:
-            return self._quantized(tensor, name, trail, on_step=on_step)
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        return self._add(tensor, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
-
-    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool) -> Node:
-        try:
-            scheme = str(tensor.qscheme())
-        except RuntimeError as error:
-            raise refusal(trail, f"cannot be saved: {tensors.UNSCALED}") from error
-        flat = tensors.as_bytes(tensor.detach().contiguous())
-        assert flat is not None, "a contiguous tensor without bytes"
-        number = self._add(flat, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
-        if tensor.qscheme() == torch.per_tensor_affine:
-            settled = self._settle(
-                _Plain([codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
-            )
-            return ("q", number, scheme, 0, settled)
-        parts = (
-            self._tensor(tensor.q_per_channel_scales().clone(), f"{name}%scales", trail),
-            self._tensor(tensor.q_per_channel_zero_points().clone(), f"{name}%zero_points", trail),
-        )
-        return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
-
-    def _add(
-        self,
-        tensor: torch.Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        name: str,
-        trail: Trail,
-        *,
-        on_step: bool = False,
-        piece: Piece | None = None,
-    ) -> int:
-        changes = Changes.ON_STEP if on_step or self._inside_optimizer else Changes.ANYTIME
-        return self.table.add(tensor, dtype, shape, name, self._ruled or changes, trail, piece)
 
 
 _ADVICE = "save what it is made of, give it state_dict and load_state_dict, or teach tierfall with register_codec"

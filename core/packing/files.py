@@ -1,7 +1,7 @@
 """How a commit record names the files of an image: as it is, or packed and with the record of its frames beside it.
 
-A commit record is of one tier. Its plain form names every image raw: that is what host memory holds, what the ledger
-keeps, and what the record of any tier is made of.
+A commit record is of one tier. Its plain form names every image raw, and no merged index: that is what host memory
+holds, what the ledger keeps, and what the record of any tier is made of.
 """
 
 from __future__ import annotations
@@ -58,10 +58,23 @@ def files_of(commit: Commit, shard: Shard) -> tuple[NamedFile, ...]:
     return tuple(file for file in commit.files if names.parse_shard(file.name) == shard)
 
 
+def with_index(commit: Commit, data: bytes) -> Commit:
+    """Name this index, and no other."""
+    index = NamedFile(name=names.INDEX_NAME, bytes=len(data), digest=sha256(data))
+    return replace(commit, files=(*without_index(commit).files, index))
+
+
+def without_index(commit: Commit) -> Commit:
+    files = tuple(file for file in commit.files if file.name != names.INDEX_NAME)
+    return commit if files == commit.files else replace(commit, files=files)
+
+
 def plain(commit: Commit) -> Commit:
-    """Return a record that names every image raw, whatever the tier has that it was read on."""
+    """Return a record that names every image raw and no index, whatever the tier has that it was read on."""
     files = tuple(
-        _raw(file) for file in commit.files if not file.name.endswith(names.STORED_SUFFIX)
+        _raw(file)
+        for file in without_index(commit).files
+        if not file.name.endswith(names.STORED_SUFFIX)
     )
     return commit if files == commit.files else replace(commit, files=files)
 

@@ -14,9 +14,10 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -26,6 +27,7 @@ from tierfall.core.ranks.topology import Topology
 from tierfall.core.words import ranks_named
 
 logger = logging.getLogger("tierfall")
+T = TypeVar("T")
 
 CONNECT_S = 5.0
 STORE_S = 30.0
@@ -59,36 +61,48 @@ def join(
     """Meet the other ranks of this start. Raises RanksError naming those that did not come within ``timeout_s``, and
     those whose settings differ."""
     door = f"tierfall/{run}/door"
+    enter = _welcome if place.rank == 0 else _enter
+    what = f"open: rank {place.rank}: the store where the ranks of this job look for each other"
+    bound_s = timeout_s + ANSWER_S + STORE_S
     try:
-        if place.rank == 0:
-            return _welcome(place, bootstrap, door, timeout_s)
-        return _enter(place, bootstrap, door, timeout_s)
+        return _within(bound_s, lambda: enter(place, bootstrap, door, timeout_s))
+    except TimeoutError as error:
+        raise RanksError(f"{what} does not answer: waited {bound_s:g} s in all") from error
     except RuntimeError as error:  # what torch's stores raise
-        raise RanksError(
-            f"open: rank {place.rank}: the store where the ranks of this job look for each other failed: {error}"
-        ) from error
+        raise RanksError(f"{what} failed: {error}") from error
+
+
+def _within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return what ``call`` returns, or raise what it raises; TimeoutError where it does not end: torch waits for ever
+    for a store that has answered before and stands still."""
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="tierfall-store", daemon=True).start()
+    try:
+        value, error = answers.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    try:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+    finally:
+        del error  # its traceback holds this frame, and so the store
 
 
 def connect(host: str, port: int) -> TCPStore:
     """Reach a store. Raises OSError or RuntimeError where none answers."""
     socket.create_connection((host, port), CONNECT_S).close()  # torch tries long, and loudly
-    answers: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
-
-    def reach() -> None:
-        try:
-            answers.put(_store(host, port, is_master=False))
-        except RuntimeError as error:
-            answers.put(error)
-
-    # torch waits for ever for the answer of something that listens there and is no store.
-    threading.Thread(target=reach, name="tierfall-connect", daemon=True).start()
     try:
-        answer = answers.get(timeout=STORE_S)
-    except queue.Empty:
+        return _within(STORE_S, lambda: _store(host, port, is_master=False))
+    except TimeoutError:
         raise TimeoutError(f"what listens at {host}:{port} does not answer as a store") from None
-    if isinstance(answer, RuntimeError):
-        raise answer
-    return answer
 
 
 def _welcome(

@@ -24,6 +24,8 @@ Lost = Callable[[BaseException], None]
 PART_BYTES_MAX = 4 << 20
 _FOREVER = timedelta(days=365)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
+GOODBYE_S = 2.0
+"""So much longer than it waits for the others may a close take to say that this rank leaves."""
 _HEAD = struct.Struct("!cI")  # what it is, and the rank that it comes from
 _MORE, _LAST, _LOST, _STOP = b"M", b"L", b"X", b"S"
 
@@ -85,20 +87,31 @@ class StorePost:
         """Receive no more, and serve no more, once those whom this process serves have left: within ``timeout_s``."""
         self._closing = True
         deadline = time.monotonic() + timeout_s
-        for office in self._offices:
-            if office.guests:
-                see_off(office.sending, office.prefix, office.guests, deadline)
+        goodbye = threading.Thread(
+            target=self._say_goodbye,
+            args=(deadline,),
+            name=f"tierfall-post-{self.rank}-close",
+            daemon=True,
+        )
+        goodbye.start()  # a store that stands still answers nothing, and torch waits for ever
+        goodbye.join(timeout_s + GOODBYE_S)
+        if goodbye.is_alive():
+            logger.warning("rank %d: a store of the job does not answer: not waited for", self.rank)
+        for thread in self._threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
+        self._threads.clear()
+        self._offices = ()
+
+    def _say_goodbye(self, deadline: float) -> None:
         for office in self._offices:
             try:
+                if office.guests:
+                    see_off(office.sending, office.prefix, office.guests, deadline)
                 office.sending.queue_push(office.inbox(self.rank), _HEAD.pack(_STOP, self.rank))
                 if not office.guests:
                     leave(office.sending, office.prefix)
             except RuntimeError as error:
                 logger.debug("rank %d: the store is gone already: %s", self.rank, error)
-        for thread in self._threads:
-            thread.join(max(0.1, deadline - time.monotonic()))
-        self._threads.clear()
-        self._offices = ()
 
     def _send(self, office: Office, rank: int, data: bytes) -> None:
         try:

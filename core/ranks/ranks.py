@@ -119,7 +119,7 @@ class Ranks:
             return
         patience_s = LEAVE_S
         try:
-            self.agree("close", None, _nothing, timeout_s=timeout_s)
+            self.agree("close: end", None, _nothing, timeout_s=timeout_s)
             patience_s = timeout_s
         except RanksError as error:
             logger.warning(

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
-from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     IntegrityError,
@@ -21,11 +20,12 @@ from tierfall.core.errors import (
     TierfallError,
 )
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.records import Commit
+from tierfall.core.records import Commit, read_commit
 from tierfall.core.restore.choosing import Request, choose
-from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.restore.describing import describe, merge_ranks, named_shards
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.restore import HALF_FILLED, PASSABLE, Failure, Together
+from tierfall.core.restore.wire import LostError
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.words import ranks_named
 
@@ -44,13 +44,15 @@ def agree_to_restore(
     *,
     mine: Sequence[str],
     tally: Tally,
+    look_again: Callable[[], Sequence[Listing]] | None = None,
     timeout_s: float | None = None,
 ) -> list[KnownCheckpoint]:
     """Return what all ranks may restore, newest first, the same on all; nothing where there is truly nothing.
 
     Every rank calls it with the same ``request``. ``listings`` are of all tiers, fastest first; ``mine`` names those
-    that this rank speaks for, so that a tier which many ranks see is described once. A checkpoint that no tier here
-    holds has no copies. Raises what ``choose`` does, on all ranks; RanksError where a rank did not come.
+    that this rank speaks for, so that a tier which many ranks see is described once. What is returned is described by
+    what ``look_again`` returns once all ranks have come, where that is given. A checkpoint that no tier here holds has
+    no copies. Raises what ``choose`` does, on all ranks; RanksError where a rank did not come.
     """
     order = [listing.tier for listing in listings]
 
@@ -63,13 +65,24 @@ def agree_to_restore(
     decision = ranks.agree("restore", body, decide, timeout_s=timeout_s)
     for what, reason in decision["fallbacks"]:
         tally.passed_over(what, reason)
-    lives = {
-        CheckpointId(*id): life
-        for id, life in zip(decision["order"], decision["lives"], strict=True)
-    }
-    here = {known.id: known for known in merge(_held_to(lives, x) for x in listings)}
-    unknown = {id: KnownCheckpoint(id=id, commit=None, copies={}, abandoned=False) for id in lives}
-    return [here.get(id, unknown[id]) for id in lives]
+    records = [_record(said) for said in decision["commits"]]
+    agreed = {CheckpointId(*id): c for id, c in zip(decision["order"], records, strict=True)}
+    lives = {id: commit.line.attempt_id for id, commit in agreed.items()}
+    seen = listings if look_again is None else look_again()
+    here = {known.id: known for known in merge(_held_to(lives, x) for x in seen)}
+    return [_known(here.get(id), commit) for id, commit in agreed.items()]
+
+
+def _record(said: str) -> Commit:
+    return read_commit(said.encode(), what="restore: what the ranks agreed on")
+
+
+def _known(here: KnownCheckpoint | None, commit: Commit) -> KnownCheckpoint:
+    """Return what is known here of a checkpoint; where that is nothing, or damaged, what the ranks agreed on says of
+    which line it is, and how many ranks saved it."""
+    if here is None:
+        return KnownCheckpoint(id=commit.line.checkpoint, commit=commit, copies={}, abandoned=False)
+    return here if here.commit is not None else replace(here, commit=commit)
 
 
 def together(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
@@ -82,9 +95,13 @@ def together(ranks: Ranks, *, timeout_s: float | None = None) -> Together:
         if error is not None:
             said = str(error) if isinstance(error, TierfallError) else repr(error)
             for_good = not isinstance(error, PASSABLE)
-            failed = {"message": said.removesuffix(HALF_FILLED), "for_good": for_good}
+            lost = isinstance(error, LostError)
+            message = said.removesuffix(HALF_FILLED)
+            failed = {"message": message, "for_good": for_good, "lost": lost}
         body = {"id": [id.step, id.attempt], "failed": failed}
-        worst = ranks.agree("restore: fill", body, _worst, timeout_s=timeout_s)
+        # Whoever has lost another rank does not wait for it as long as for one that is slow.
+        patience_s = None if isinstance(error, LostError) else timeout_s
+        worst = ranks.agree("restore: fill", body, _worst, timeout_s=patience_s)
         return None if worst is None else Failure(**worst)
 
     return tell
@@ -149,7 +166,8 @@ def _finished(bodies: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _worst(bodies: Mapping[int, Any]) -> dict[str, Any] | None:
-    """Return the failure that all ranks follow: the first that ends the restore, or else the first."""
+    """Return the failure that all ranks follow: the first that ends the restore, or else the first; what was lost only
+    where no rank says why."""
     tried = {rank: tuple(body["id"]) for rank, body in bodies.items()}
     others = [rank for rank, id in tried.items() if id != tried[0]]
     if others:
@@ -158,7 +176,9 @@ def _worst(bodies: Mapping[int, Any]) -> dict[str, Any] | None:
             f"{CheckpointId(*tried[0])}"
         )
     failed = [{"rank": r, **b["failed"]} for r, b in bodies.items() if b["failed"] is not None]
-    return next((f for f in failed if f["for_good"]), failed[0] if failed else None)
+    known = [f for f in failed if not f["lost"]] or failed
+    worst = next((f for f in known if f["for_good"]), known[0] if known else None)
+    return worst and {what: said for what, said in worst.items() if what != "lost"}
 
 
 def _check_same_request(requests: Mapping[int, dict[str, Any]]) -> None:
@@ -194,8 +214,8 @@ def choose_together(
 ) -> dict[str, Any]:
     """Choose for all ranks, of what each has described; the answer is made of what JSON holds.
 
-    ``order``: what may be restored, newest first; ``lives``: the attempt id of each; ``fallbacks``: what was passed
-    over, and why. Raises RestoreError as ``choose`` does, and where what is
+    ``order``: what may be restored, newest first; ``commits``: the record of each, in which no files and nodes are
+    named; ``fallbacks``: what was passed over, and why. Raises RestoreError as ``choose`` does, and where what is
     there lacks shards: a run whose checkpoints are only partly in reach does not begin anew.
     """
     listings = merge_ranks(described, order)
@@ -222,7 +242,7 @@ def choose_together(
     commits = [known.commit for known in taken if known.commit is not None]
     return {
         "order": [[known.id.step, known.id.attempt] for known in taken],
-        "lives": [commit.line.attempt_id for commit in commits],
+        "commits": [replace(commit, files=(), nodes=()).encode().decode() for commit in commits],
         "fallbacks": [[f.what, f.reason] for f in tally.fallbacks],
     }
 
@@ -271,7 +291,7 @@ def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:
 def _absent(commits: Sequence[Commit]) -> str:
     """Name the ranks whose shards these records do not name: ``ranks 8, 9 of 16 are``; nothing where they name all."""
     world_size = commits[0].world_size
-    there = frozenset().union(*(_shards(commit, world_size) for commit in commits))
+    there = frozenset().union(*(named_shards(commit, world_size) for commit in commits))
     count = world_size - len(there)
     if not count:
         return ""
@@ -279,17 +299,3 @@ def _absent(commits: Sequence[Commit]) -> str:
     first = ranks_named(islice((r for r in range(world_size) if r not in there), _NAMED_MAX))
     more = f" and {count - _NAMED_MAX} more" if count > _NAMED_MAX else ""
     return f"{first}{more} of {world_size} {'is' if count == 1 else 'are'}"
-
-
-def _shards(commit: Commit, world_size: int) -> frozenset[int]:
-    """Return the ranks whose image and manifest a record names."""
-    named = {file.name for file in commit.files}
-    shards = (names.parse_shard(file.name) for file in commit.files if file.digest is None)
-    return frozenset(
-        shard.rank
-        for shard in shards
-        if shard is not None
-        and shard.world_size == world_size
-        and shard.rank < world_size
-        and names.manifest_name(shard) in named
-    )

@@ -23,6 +23,8 @@ from tierfall.core.errors import (
     TierfallError,
 )
 from tierfall.core.image import read_header
+from tierfall.core.index.index import read_index
+from tierfall.core.index.reading import checked_index
 from tierfall.core.packing.files import image_file
 from tierfall.core.packing.packed import Packed, read_packed
 from tierfall.core.records import (
@@ -54,6 +56,8 @@ class CheckableStore(ReadableStore, Protocol):
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark: ...
+
+    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
 
     def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]: ...
 
@@ -150,6 +154,8 @@ class CopyCheck:
             manifest = self._manifest(image, shard)
             if manifest is not None:
                 self._check_image(image, manifest, sizes)
+        if self._commit is not None and self._commit.file(names.INDEX_NAME) is not None:
+            self._check_index(store, self._commit)
         for name in sizes:
             if name.startswith(f"{names.MARKS_FOLDER}/"):
                 self._check_mark(store, name)
@@ -257,6 +263,14 @@ class CopyCheck:
             return checked_packed(image, self._commit, manifest)
         data = image.store.read_stored(self._id, manifest.shard)
         return read_packed(data, manifest, what=f"{self._tier}: {name}")
+
+    def _check_index(self, store: CheckableStore, commit: Commit) -> None:
+        name = names.INDEX_NAME
+        if any(damage.file == name for damage in self.damage):
+            return  # missing, or of another length
+        self._try(
+            name, lambda: read_index(checked_index(store, commit), what=f"{self._tier}: {name}")
+        )
 
     def _check_mark(self, store: CheckableStore, name: str) -> None:
         leaf = name.removeprefix(f"{names.MARKS_FOLDER}/")

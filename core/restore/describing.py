@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tierfall.core import errors
+from tierfall.core import errors, names
 from tierfall.core.catalog import FoundCopy, Listing, of_one_life
 from tierfall.core.errors import (
     BackendError,
@@ -75,7 +75,7 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
             found.setdefault(copy.id, {})[rank] = copy
     copies = []
     for _, by_rank in sorted(found.items()):
-        copy, lost = _unite(tier, by_rank)
+        copy, lost = unite({f"{tier} of rank {rank}": copy for rank, copy in by_rank.items()})
         copies.append(copy)
         damaged += lost
     return Listing(
@@ -86,9 +86,9 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
     )
 
 
-def _unite(tier: str, by_rank: Mapping[int, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
-    """Make one copy of those of several nodes; what is wrong with some of them comes beside it."""
-    copies = of_one_life({f"{tier} of rank {rank}": copy for rank, copy in by_rank.items()})
+def unite(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError]]:
+    """Make one copy of those of several places, each named; what is wrong with some of them comes beside it."""
+    copies = of_one_life(dict(found))
     marks = frozenset().union(*(copy.marks for copy in copies.values()))
     damages = [copy.damage for copy in copies.values() if copy.damage is not None]
     good = {where: copy for where, copy in copies.items() if copy.commit is not None}
@@ -144,3 +144,17 @@ def _heard(said: Mapping[str, Any], rank: int) -> TierfallError:
     if not (isinstance(kind, type) and issubclass(kind, TierfallError)):
         kind = UnreachableError if said["retryable"] else BackendError
     return kind(f"rank {rank}: {said['text']}")
+
+
+def named_shards(commit: Commit, world_size: int) -> frozenset[int]:
+    """Return the ranks whose image and manifest a record names."""
+    named = {file.name for file in commit.files}
+    shards = (names.parse_shard(file.name) for file in commit.files if file.digest is None)
+    return frozenset(
+        shard.rank
+        for shard in shards
+        if shard is not None
+        and shard.world_size == world_size
+        and shard.rank < world_size
+        and names.manifest_name(shard) in named
+    )

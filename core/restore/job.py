@@ -10,11 +10,21 @@ from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint
 from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError, TierfallError
 from tierfall.core.image import Fill, ImageHeader, read_header
+from tierfall.core.packing.files import image_file
 from tierfall.core.records import Commit, Manifest
 from tierfall.core.restore.images import Image, checked_manifest, unpacked
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
 from tierfall.core.restore.ring import Ring
 from tierfall.core.values import CheckpointId, Shard
+
+PASSABLE = (IntegrityError, BackendError, NotSupportedError)
+"""What lets another copy be read, or an older step be tried. Whatever else goes wrong ends a restore."""
+
+NOWHERE = "no tier that answered here holds it"
+NOT_SENT = (
+    "no tier that answered here holds it, and another rank's does: call torch.distributed.init_process_group before "
+    "tierfall.open, or pass process_group, and ranks send each other what they have"
+)
 
 OpenImage = Callable[[str, CheckpointId, Shard], Image]
 
@@ -30,7 +40,7 @@ class Job:
         ring: Ring | None,
         chunks_max: int | None,
     ) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._reader = ChunkReader(images, manifest, tally)
         self._threads = count_threads(manifest, images, chunks_max)
         self._own: Ring | None = None
@@ -41,17 +51,17 @@ class Job:
         self._ring = ring
 
     def read_header(self) -> ImageHeader:
-        with self._ring.pool.take(self._manifest.data_start) as buffer:
+        with self._ring.pool.take(self.manifest.data_start) as buffer:
             view = self._reader.read(0, buffer)
             return read_header(
                 view,
-                image_bytes=self._manifest.image_bytes,
-                what=f"header of {self._manifest.line.checkpoint}",
+                image_bytes=self.manifest.image_bytes,
+                what=f"header of {self.manifest.line.checkpoint}",
             )
 
     def fill(self, fills: Sequence[Fill]) -> None:
         ring = self._ring
-        read_fills(self._reader, self._manifest, fills, self._threads, ring.pool, ring.streams)
+        read_fills(self._reader, self.manifest, fills, self._threads, ring.pool, ring.streams)
 
     def __enter__(self) -> Self:
         return self
@@ -72,16 +82,25 @@ def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool
     return one is not None and one.line == other.line and one.file(name) == other.file(name)
 
 
+def names_others_only(commit: Commit, shard: Shard) -> bool:
+    """Say whether a record is of a tier that holds images of this checkpoint, and not this one."""
+    image, manifest = image_file(commit, shard), commit.file(names.manifest_name(shard))
+    return bool(commit.files) and image is None and manifest is None
+
+
 def find_images(
     checkpoint: KnownCheckpoint,
     tiers: Sequence[str],
     open_image: OpenImage,
     shard: Shard,
     tally: Tally,
+    *,
+    nowhere: str = NOWHERE,
 ) -> tuple[list[Image], Manifest]:
     """Open the copies of a shard on ``tiers``, fastest first, whose records are good; return them with their manifest.
 
-    Raises IntegrityError where there is none, and the retryable error where one could not be read.
+    Raises IntegrityError where there is none, and the retryable error where one could not be read. Tiers whose record
+    names other ranks' images only are not asked; ``nowhere`` says what it means that all are such.
     """
     images: list[Image] = []
     manifest: Manifest | None = None
@@ -89,6 +108,8 @@ def find_images(
     failures: list[TierfallError] = []
     for tier in tiers:
         found = checkpoint.copies[tier]
+        if found.commit is not None and names_others_only(found.commit, shard):
+            continue
         try:
             if found.commit is None:
                 raise found.damage or IntegrityError(f"{tier}: no commit record")
@@ -100,7 +121,7 @@ def find_images(
                     f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
                 )
             image = unpacked(image, found.commit, manifest)
-        except (IntegrityError, BackendError, NotSupportedError) as error:
+        except PASSABLE as error:
             failures.append(error)
             tally.passed_over(f"{checkpoint.id} on {tier}", error)
             continue
@@ -108,6 +129,6 @@ def find_images(
     if manifest is None or not images:
         raise next((e for e in failures if e.retryable), None) or IntegrityError(
             f"no copy of {checkpoint.id} has good records: "
-            + ("; ".join(map(str, failures)) or "no tier that answered here holds it")
+            + ("; ".join(map(str, failures)) or nowhere)
         )
     return images, manifest

@@ -43,15 +43,22 @@ class Fallback:
 
 @dataclass(slots=True)
 class Tally:
-    """What a restore has read, by tier, and what it passed over. Shared by the reading threads."""
+    """What a restore has read, by tier, what it got from other ranks, by tier and rank, and what it passed over. Shared
+    by the reading threads."""
 
     bytes: dict[str, int] = field(default_factory=dict)
+    received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, tier: str, bytes: int) -> None:
         with self.lock:
             self.bytes[tier] = self.bytes.get(tier, 0) + bytes
+
+    def got(self, tier: str, rank: int, bytes: int) -> None:
+        """Note what another rank has read there, and handed on."""
+        with self.lock:
+            self.received[tier, rank] = self.received.get((tier, rank), 0) + bytes
 
     def passed_over(self, what: str, reason: object) -> None:
         with self.lock:
@@ -68,7 +75,11 @@ class ChunkReader:
         self._tally = tally
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
-        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``.
+        """Return the verified bytes of chunk ``index``; they may lie in ``buffer``. Raises as ``read_from`` does."""
+        return self.read_from(index, buffer)[0]
+
+    def read_from(self, index: int, buffer: memoryview) -> tuple[memoryview, str]:
+        """Return the verified bytes of chunk ``index``, which may lie in ``buffer``, and the tier that had them.
 
         Raises IntegrityError when every copy of it is damaged, or all were dropped meanwhile, and the retryable error
         when one could not be read and no other is good: that copy may well be.
@@ -83,7 +94,7 @@ class ChunkReader:
                 self._tally.passed_over(self._what(image, index), error)
                 continue
             self._tally.read(image.tier, end - start)
-            return view
+            return view, image.tier
         for failure in failures:
             if failure.retryable:
                 raise failure
@@ -218,18 +229,31 @@ def read_fills(
 
     def read(index: int) -> None:
         low, high = manifest.chunk_range(index)
-        start, end = low - manifest.data_start, high - manifest.data_start
         with pool.lend(high - low) as buffer:
-            if landing.is_in_host_memory(start, end) and reader.land(
-                index, lambda digest: landing.pieces(start, end, buffer.view, digest)
-            ):
-                return
-            _scatter(reader.read(index, buffer.view), start, landing, copies, buffer)
+            bring(reader, manifest, index, landing, copies, buffer)
 
     try:
         in_threads(threads, read, _chunks_of(manifest, fills))
     finally:
         copies.finish()
+
+
+def bring(
+    reader: ChunkReader,
+    manifest: Manifest,
+    index: int,
+    landing: Landing,
+    copies: DeviceCopies,
+    buffer: Buffer,
+) -> None:
+    """Read a chunk, and bring it to its targets; what goes onto a device is queued."""
+    low, high = manifest.chunk_range(index)
+    start, end = low - manifest.data_start, high - manifest.data_start
+    if landing.is_in_host_memory(start, end) and reader.land(
+        index, lambda digest: landing.pieces(start, end, buffer.view, digest)
+    ):
+        return
+    scatter(reader.read(index, buffer.view), start, landing, copies, buffer)
 
 
 def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
@@ -242,10 +266,10 @@ def _chunks_of(manifest: Manifest, fills: Sequence[Fill]) -> list[int]:
     return sorted(wanted)
 
 
-def _scatter(
+def scatter(
     view: memoryview, start: int, landing: Landing, copies: DeviceCopies, buffer: Buffer
 ) -> None:
-    """Copy a chunk, which begins at ``start`` from the data start, to all targets in it; onto devices later."""
+    """Copy bytes that begin at ``start`` of the data to all targets in them; onto devices later."""
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
     end = start + len(view)

@@ -1,7 +1,8 @@
 """Resharding: a checkpoint of other ranks, or of another layout, into what this rank holds.
 
-A rank that finds its own part laid out as it holds it reads that and nothing else. Else the headers of all parts are
-merged (``image.merging``), and of each part those ranges are read that this rank needs (``spreading``).
+A rank that finds its own part laid out as it holds it reads that, and of other ranks' parts what those wrote for it
+(``elsewhere``). Else the headers of all parts are merged (``image.merging``), and of each part those ranges are read
+that this rank needs (``spreading``).
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError, RestoreError
+from tierfall.core.errors import RestoreError
 from tierfall.core.image import Fill, ImageHeader, OnResize, Want
 from tierfall.core.image.merging import Block, Merged, merge_headers
 from tierfall.core.records import Manifest
-from tierfall.core.restore.images import Image
-from tierfall.core.restore.job import Job, OpenImage, find_images
-from tierfall.core.restore.reader import Tally
-from tierfall.core.restore.ring import Ring
+from tierfall.core.restore.elsewhere import find_elsewhere
+from tierfall.core.restore.job import PASSABLE
+from tierfall.core.restore.parts import Parts
 from tierfall.core.restore.spreading import spread
 from tierfall.core.values import Shard
 
@@ -48,31 +47,6 @@ class Resize:
     rules: Mapping[str, OnResize] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Parts:
-    """The images of all ranks of one checkpoint, opened when they are needed."""
-
-    checkpoint: KnownCheckpoint
-    tiers: Sequence[str]
-    open_image: OpenImage
-    tally: Tally
-    ring: Ring | None
-    chunks_max: int | None
-    _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
-
-    def open(self, shard: Shard) -> Job:
-        """Open the good copies of one rank's image; raises as ``find_images`` does."""
-        if shard not in self._found:
-            self._found[shard] = find_images(
-                self.checkpoint, self.tiers, self.open_image, shard, self.tally
-            )
-        images, manifest = self._found[shard]
-        return Job(images, manifest, self.tally, self.ring, self.chunks_max)
-
-    def manifest(self, shard: Shard) -> Manifest:
-        return self._found[shard][1]
-
-
 def plan_parts(
     parts: Parts, make_plan: MakePlan, shard: Shard, resize: Resize
 ) -> tuple[Plan, Callable[[], None]]:
@@ -80,18 +54,20 @@ def plan_parts(
 
     Raises RestoreError where the state does not fit what was saved.
     """
-    commit = parts.checkpoint.commit
-    world_size = shard.world_size if commit is None else commit.world_size
+    world_size = parts.world_size(shard.world_size)
     if world_size == shard.world_size:
-        with parts.open(shard) as job:
-            header = job.read_header()
+        header = parts.header(shard)
+        if not header.complete:
+            return _reshard(parts, make_plan, world_size, shard.rank, Resize(values_of=shard.rank))
+        manifests = parts.manifests(header.writers, world_size)
+        elsewhere = find_elsewhere(header, manifests, shard.rank)
         try:
             plan = make_plan(header)
         except RestoreError as error:
             if world_size == 1:
                 raise
             return _in_another_layout(parts, make_plan, shard, header, error)
-        return plan, lambda: _read(parts, shard, plan.fills)
+        return plan, lambda: parts.fill(elsewhere.divide(plan.fills, shard.rank), world_size)
     return _reshard(parts, make_plan, world_size, shard.rank, resize)
 
 
@@ -103,7 +79,7 @@ def _in_another_layout(
     own = Resize(values_of=shard.rank)
     try:
         return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
-    except (IntegrityError, BackendError, NotSupportedError) as unread:
+    except PASSABLE as unread:
         if any(stored.piece is not None for stored in header.tensors):
             raise
         logger.warning("restore: the parts of other ranks cannot be read either: %s", unread)
@@ -113,28 +89,37 @@ def _in_another_layout(
 def _reshard(
     parts: Parts, make_plan: MakePlan, world_size: int, rank: int, resize: Resize
 ) -> tuple[Plan, Callable[[], None]]:
-    shards = [Shard(rank, world_size) for rank in range(world_size)]
-    headers = {}
-    for shard in shards:
-        with parts.open(shard) as job:
-            headers[shard.rank] = job.read_header()
-    what = f"{parts.checkpoint.id} of {world_size} ranks"
-    merged = merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
+    merged = merge_parts(parts, world_size, rank, resize)
     plan = make_plan(merged.header)
-    manifests = {shard.rank: parts.manifest(shard) for shard in shards}
-    reads = spread(merged, plan.wants, same=_known_equal(merged, manifests))
+    return plan, plan_reads(parts, merged, world_size, plan.wants)
+
+
+def merge_parts(parts: Parts, world_size: int, rank: int, resize: Resize) -> Merged:
+    """Read the headers of all parts, and lay them over each other, for ``rank`` of those that restore."""
+    headers = parts.headers(world_size)
+    what = f"{parts.checkpoint.id} of {world_size} ranks"
+    return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
+
+
+def plan_reads(
+    parts: Parts, merged: Merged, world_size: int, wants: Iterable[Want]
+) -> Callable[[], None]:
+    """Return what reads all that is wanted of whole tensors, once their headers are merged."""
+    compared = {block.rank for slot in merged.replicas for block in _alike(merged, slot)}
+    manifests = parts.manifests(compared, world_size)
+    reads = spread(merged, wants, same=_known_equal(merged, manifests))
 
     def fill() -> None:
-        for rank, fills in sorted(reads.fills.items()):
-            _read(parts, shards[rank], fills)
+        parts.manifests(reads.fills, world_size)  # of those whose headers were not read before
+        parts.fill(reads.fills, world_size)
         reads.finish()
 
-    return plan, fill
+    return fill
 
 
-def _read(parts: Parts, shard: Shard, fills: Sequence[Fill]) -> None:
-    with parts.open(shard) as job:
-        job.fill(fills)
+def _alike(merged: Merged, slot: int) -> tuple[Block, ...]:
+    """The one block of a tensor, and what has to be equal to it."""
+    return (*merged.blocks[slot], *merged.replicas[slot])
 
 
 def _known_equal(

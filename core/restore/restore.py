@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.errors import (
-    BackendError,
-    IntegrityError,
-    NotSupportedError,
+    RanksError,
     RestoreError,
     TierfallError,
 )
 from tierfall.core.restore.choosing import Request, choose
-from tierfall.core.restore.job import OpenImage
+from tierfall.core.restore.exchange import Exchange
+from tierfall.core.restore.job import NOWHERE, PASSABLE, OpenImage
+from tierfall.core.restore.parts import Parts
 from tierfall.core.restore.reader import Tally
-from tierfall.core.restore.resharding import MakePlan, Parts, Plan, Resize, plan_parts
+from tierfall.core.restore.resharding import MakePlan, Plan, Resize, plan_parts
 from tierfall.core.restore.ring import Ring
+from tierfall.core.restore.wire import LostError
 from tierfall.core.values import Shard
 
 __all__ = [
@@ -60,9 +61,6 @@ class Failure:
     message: str
     for_good: bool
 
-
-PASSABLE = (IntegrityError, BackendError, NotSupportedError)
-"""What lets an older step be tried. Whatever else a rank tells the others ends the restore on all of them."""
 
 Together = Callable[[KnownCheckpoint, BaseException | None], Failure | None]
 """Tells the other ranks how a checkpoint was filled here (None: well), and returns how it was there (None: well)."""
@@ -118,29 +116,35 @@ def fill_first(
     chunks_max: int | None = None,
     resize: Resize = RESIZE,
     together: Together | None = None,
+    exchange: Exchange | None = None,
+    nowhere: str = NOWHERE,
 ) -> Restored:
     """Fill the targets of a plan from the first of ``candidates`` that is good; the rest is as for ``restore``.
 
     With several ranks, ``candidates`` are the same on all. ``together`` is called once per candidate, however filling
     it ended; where any rank failed, all pass the candidate over, or all end: the failing rank with its own error, the
     others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is. What other
-    ranks saved is resharded, as ``resize`` says.
+    ranks saved is resharded, as ``resize`` says. By ``exchange`` ranks hand each other what more than one of them
+    wants, or only another one can read; without it ``nowhere`` says what it means that no tier here holds a part.
     """
     touched = False
     for checkpoint in candidates:
         plan: Plan | None = None
         error: BaseException | None = None
+        unheard: TierfallError | None = None
+        tiers = _tiers(checkpoint, request, listings)
+        made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
+        parts = Parts(*made) if exchange is None else exchange.parts(*made)
         try:
-            tiers = _tiers(checkpoint, request, listings)
-            parts = Parts(checkpoint, tiers, open_image, tally, ring, chunks_max)
             plan, fill = plan_parts(parts, make_plan, shard, resize)
-            touched = True
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
-            error = _judge(failure, checkpoint, request, tally, touched)
+            unheard = parts.give_up(failure)
+            error = _judge(failure, checkpoint, request, tally, touched or parts.touched)
+        touched = touched or parts.touched
         try:
-            elsewhere = _hear(together, checkpoint, error, request, touched)
-            if error is not None and not isinstance(error, PASSABLE):
+            elsewhere = _hear(together, checkpoint, error, request, touched, unheard)
+            if error is not None and not isinstance(error, (*PASSABLE, LostError)):
                 raise error
             if elsewhere is not None:
                 _follow(elsewhere, error, checkpoint, request, tally, touched)
@@ -162,8 +166,11 @@ def _judge(
     tally: Tally,
     touched: bool,
 ) -> BaseException:
-    """Return the error itself, one of PASSABLE, where an older step may be tried; else what the restore ends with."""
+    """Return the error itself, one of PASSABLE, where an older step may be tried, or a LostError, of which another rank
+    knows more; else what the restore ends with."""
     of = f"{request.operation} of {checkpoint.id}"
+    if isinstance(error, LostError):
+        return error
     if not isinstance(error, PASSABLE):
         return _ended(error, of, touched)
     if error.retryable and not request.ignore_unreachable:
@@ -181,22 +188,27 @@ def _hear(
     error: BaseException | None,
     request: Request,
     touched: bool,
+    unheard: TierfallError | None,
 ) -> Failure | None:
-    """Tell the other ranks how it went here, and hear how it went there. Where they cannot be reached, that ends the
-    restore, unless it has ended here already."""
+    """Tell the other ranks how it went here, and hear how it went there. Where they cannot be reached, or could not be
+    already (``unheard``), that ends the restore, unless it has ended here already."""
     if together is None:
         return None
     try:
+        if unheard is not None:
+            raise unheard
         return together(checkpoint, error)
     except BaseException as lost:
-        over = error is not None and not isinstance(error, PASSABLE)
+        over = error is not None and not isinstance(error, (*PASSABLE, LostError))
         if over and isinstance(lost, Exception):
             assert error is not None
             error.add_note(f"the other ranks may not know of it: {lost}")
             return None
+        if isinstance(error, LostError) and isinstance(lost, TierfallError):
+            lost = RanksError(f"{lost} ({error})")
         ended = _ended(lost, f"{request.operation} of {checkpoint.id}", touched)
         if ended is lost:
-            raise
+            raise lost
         raise ended from lost
 
 
@@ -212,7 +224,7 @@ def _follow(
     text = f"rank {elsewhere.rank}: {elsewhere.message}"
     if elsewhere.for_good:
         raise RestoreError(f"{request.operation} of {checkpoint.id}: {text}" + _half(touched))
-    if error is None:
+    if error is None or isinstance(error, LostError):
         _pass_over(checkpoint, text, tally)
 
 

@@ -19,6 +19,7 @@ class Ring:
         """By default one buffer more than is read into at once: a device reads that one. Their chunks take
         BUFFER_BYTES together at most, unless one takes more."""
         count = max(1, min(count_max, BUFFER_BYTES // chunk_bytes))
+        self.count = count
         self.pool = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=count)
         self.streams = streams or Streams()
 

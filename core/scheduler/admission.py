@@ -31,7 +31,8 @@ class PlanEviction(Protocol):
 
 
 class Admissions:
-    """Saves that wait for a region, first come, first served."""
+    """Saves that wait for a region, first come, first served. ``last_resort`` lets go of memory that no policy knows
+    of, and says whether there was any."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Admissions:
         self._superseder = superseder
         self._when_full = when_full
         self._max_wait_s = max_wait_s
+        self.last_resort: Callable[[], bool] = lambda: False
         self._waiting: deque[Admission] = deque()
         self._found_no_room = False
         self._said: set[str] = set()
@@ -115,6 +117,8 @@ class Admissions:
         if plan.drops:
             self._evict(plan.drops[0])
             return True
+        if self.last_resort():
+            return True
         if self._when_full is not WhenFull.SUPERSEDE:
             return False
         would_fit = partial(
@@ -166,9 +170,7 @@ class Admissions:
 
     def free(self, entry: Entry) -> None:
         """Give an image's region back."""
-        if entry.region is not None:
-            entry.region.release()
-            entry.region = None
+        entry.free()
         entry.final_chunks = 0
         entry.set_state(self._ledger.host, CopyState.ABSENT)
         self._ledger.forget_if_gone(entry)

@@ -19,40 +19,27 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tierfall.core import names
 from tierfall.core.errors import CapacityError, CaptureError, FencedError, FlushError
 from tierfall.core.ranks.council import Bodies, Council, Topic
 from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
 from tierfall.core.records import Commit, NamedFile
+from tierfall.core.scheduler.committing import Committing
+from tierfall.core.scheduler.dividing import Divider
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.tasks import CommitCopy, DropCopy, Outcome, Task
-from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.core.words import ranks_named
 
 logger = logging.getLogger("tierfall")
 
 K = TypeVar("K")
 V = TypeVar("V")
-COMMIT_AGAIN_S = 1.0
 REMEMBERED = 64
 """So many checkpoints that were given up are remembered for ranks that come to save them later."""
-
-
-@dataclass(slots=True)
-class _Retry:
-    """A commit that could not be made yet."""
-
-    task: CommitCopy
-    since_s: float | None = None
-    not_before_s: float | None = None
-    tries: int = 0
-    reported: bool = False
-
-    @property
-    def under_way(self) -> bool:
-        return self.not_before_s is None
 
 
 @dataclass(slots=True)
@@ -92,16 +79,19 @@ class Commits(Alone):
         self._flusher = flusher
         self._dropper = dropper
         self._give_up_save = give_up_save
-        self._dispatch = dispatch
+        self._committing = Committing(
+            dispatch=dispatch, is_stuck=self._commit_is_stuck, max_wait_s=max_wait_s
+        )
         self._max_wait_s = max_wait_s
+        self.divider = Divider(council, max_wait_s=max_wait_s)
         self._admitted: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
         self._here: dict[tuple[str, CheckpointId], Bodies] = {}
+        self._brought: dict[tuple[str, CheckpointId], list[Any]] = {}
         self._stuck: dict[str, CheckpointId] = {}
         self._whole_ones: dict[CheckpointId, None] = {}
         self._complete: set[tuple[str, CheckpointId]] = set()
         self._ended: dict[tuple[str, CheckpointId], None] = {}
         self._given_up_on: dict[tuple[str, CheckpointId], FlushError] = {}
-        self._commits: dict[tuple[str, CheckpointId], _Retry] = {}
         self._waits: dict[CheckpointId, _Wait] = {}
         self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
 
@@ -122,28 +112,55 @@ class Commits(Alone):
     def is_stuck(self, tier: str) -> bool:
         return tier in self._stuck
 
+    def owns(self, tier: str) -> bool:
+        """Say whether records and marks on a tier are this rank's to write."""
+        return self.decides if self._shared[tier] else self._topology.is_leader
+
+    def is_ending(self, id: CheckpointId) -> bool:
+        """Say, at rank 0, whether a copy of a checkpoint is just being committed somewhere."""
+        return any(of == id for _, of in self._complete)
+
+    def give_up(self, tier: str, id: CheckpointId, reason: str) -> None:
+        """Let all ranks give a copy up; for rank 0."""
+        if self._has_ended(tier, id):
+            return
+        _remember(self._ended, (tier, id), None)
+        complete = (tier, id) in self._complete
+        self._complete.discard((tier, id))
+        self._council.announce(_topic("given_up", id, tier), [reason, complete])
+
     # What this rank says ---------------------------------------------------------------------------
 
     def has_begun(self, tier: str, entry: Entry) -> None:
         if self.decides:
             self._council.announce(_topic("begin", entry.id, tier), None)
 
+    def has_begun_save(self, id: CheckpointId) -> None:
+        self.divider.has_begun(id)
+
     def sealed(self, entry: Entry) -> None:
         entry.awaits_others = True
         self._waits[entry.id] = _Wait()
-        self._council.contribute(_topic("sealed", entry.id), entry.ordinal)
+        share = entry.share and entry.share.to_json()
+        self._council.contribute(_topic("sealed", entry.id), [entry.ordinal, share])
 
     def landed(self, tier: str, entry: Entry, files: Collection[NamedFile]) -> None:
-        """This rank's part lies on a tier."""
+        """One image of those that this rank brings lies on a tier; with the last, it says so."""
         if tier not in entry.owed:  # it was given up while its end was under way
             entry.set_state(tier, CopyState.ABSENT)
-            self._dropper.collect(tier, entry.id, "it was given up", shard=entry.shard)
+            self._dropper.collect(tier, entry.id, "it was given up", shard=_own_shard(entry))
             self._ledger.forget_if_gone(entry)
             return
         entry.landed.add(tier)
+        body = self._brought.setdefault((tier, entry.id), [])
+        body += [[file.name, file.bytes, file.digest, file.raw_bytes] for file in files]
+        whole = self._ledger.entries[entry.id]
+        if whole.next_part(tier) is not None:
+            return
+        whole.landed.add(tier)
         self._ledger.unfinished.pop((tier, entry.id), None)  # it was written over
-        body = [[file.name, file.bytes, file.digest, file.raw_bytes] for file in files]
-        self._council.contribute(_topic("landed", entry.id, tier), body)
+        table = entry.table if self._shared[tier] and whole.parts is None else ""
+        self._council.contribute(_topic("landed", entry.id, tier), [body, table])
 
     def cannot(self, entry: Entry, tier: str, error: BaseException, *, for_good: bool) -> bool:
         what = "cannot" if for_good else "stuck"
@@ -167,6 +184,10 @@ class Commits(Alone):
     # What is heard ---------------------------------------------------------------------------------
 
     def hear(self, news: News) -> None:
+        if not self.divider.hear(news):
+            self._hear(news)
+
+    def _hear(self, news: News) -> None:
         match news:
             case Gathered(topic=("sealed", *_), passed=False):
                 self._all_sealed(_read(news.topic)[0], news.bodies)
@@ -193,17 +214,15 @@ class Commits(Alone):
         if self._has_ended(tier, id):
             return
         if what == "stuck":
-            self._council.announce(_topic("stuck", id, tier), f"rank {rank}: {body}")
+            self._council.announce(_topic("stuck", id, tier), [rank, str(body)])
             return
         if what == "late" and id in self._whole_ones:
             return  # the last of them came just now
-        _remember(self._ended, (tier, id), None)
         if what == "cannot":
-            complete = (tier, id) in self._complete
-            self._complete.discard((tier, id))
-            body = [f"rank {rank}: {body}", complete]
-            self._council.announce(_topic("given_up", id, tier), body)
-        elif what == "late":
+            self.give_up(tier, id, f"rank {rank}: {body}")
+            return
+        _remember(self._ended, (tier, id), None)
+        if what == "late":
             missing = self._council.missing(_topic("sealed", id))
             late = ranks_named(missing) if missing else "another rank"
             text = (
@@ -225,9 +244,10 @@ class Commits(Alone):
             case "begin":
                 self._admitted[tier].add(id)
             case "gone":
-                self._gone(id, entry, SaveOutcome(body[1]), body[0])
+                reason = self.divider.named(body[0], *body[2:])
+                self._gone(id, entry, SaveOutcome(body[1]), reason)
             case "stuck":
-                self._is_stuck(tier, id, FlushError(f"flush of {id} to {tier}: {body}"))
+                self._is_stuck(tier, id, *body)
             case "given_up":
                 self._given_up(id, entry, tier, body[0], complete=body[1])
             case _ if entry is None:
@@ -243,13 +263,19 @@ class Commits(Alone):
 
     # Whole in memory -------------------------------------------------------------------------------
 
-    def _all_sealed(self, id: CheckpointId, ordinals: Bodies) -> None:
+    def _all_sealed(self, id: CheckpointId, bodies: Bodies) -> None:
         if self._has_ended("", id):
             return
+        ordinals = {rank: ordinal for rank, (ordinal, _) in bodies.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
         if not others:
-            _remember(self._whole_ones, id, None)
-            self._council.announce(_topic("whole", id), None)
+            why = self.divider.why_not(id, {rank: share for rank, (_, share) in bodies.items()})
+            if why is None:
+                _remember(self._whole_ones, id, None)
+                self._council.announce(_topic("whole", id), None)
+                return
+            _remember(self._ended, ("", id), None)
+            self._council.announce(_topic("gone", id), [why[0], str(SaveOutcome.FAILED), why[1]])
             return
         # their parts would not fit together at a restore
         _remember(self._ended, ("", id), None)
@@ -264,7 +290,20 @@ class Commits(Alone):
         self._waits.pop(entry.id, None)
         entry.awaits_others = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
+            self._seal(entry)
             entry.set_state(self._ledger.host, CopyState.SEALED)
+
+    def _seal(self, entry: Entry) -> None:
+        """Seal an image that was not to outlive this process before it was compared with those of others: no later
+        start could do that any more."""
+        if entry.share is None or entry.share.digests is None:
+            return
+        assert entry.region is not None
+        assert entry.manifest is not None
+        assert entry.commit is not None
+        entry.region.seal(manifest=entry.manifest.encode(), commit=entry.commit.encode())
+        if entry.handle is not None:
+            entry.handle.tell_captured()
 
     def _gone(
         self, id: CheckpointId, entry: Entry | None, outcome: SaveOutcome, reason: str
@@ -272,6 +311,7 @@ class Commits(Alone):
         kind = CapacityError if outcome is not SaveOutcome.FAILED else CaptureError
         error = kind(f"save of step {id.step} is given up by all ranks: {reason}")
         self._waits.pop(id, None)
+        self.divider.gone(id)
         self._council.forget(_topic("sealed", id))
         _remember(self._lost, id, (error, outcome))
         for tier in self._shared:
@@ -284,10 +324,14 @@ class Commits(Alone):
 
     # On a tier -------------------------------------------------------------------------------------
 
-    def _is_stuck(self, tier: str, id: CheckpointId, error: BaseException) -> None:
-        if tier not in self._ledger.failing:
-            self._stuck[tier] = id
-            self._flusher.is_failing(tier, error)
+    def _is_stuck(self, tier: str, id: CheckpointId, rank: int, reason: str) -> None:
+        if rank == self._topology.rank and tier in self._ledger.failing:
+            return  # it knows when it recovers
+        self._stuck[tier] = (
+            id  # also where this rank is failing too: it may recover before the other
+        )
+        error = FlushError(f"flush of {id} to {tier}: rank {rank}: {reason}")
+        self._flusher.is_failing(tier, error)
 
     def _goes_on(self, tier: str, id: CheckpointId) -> None:
         """What another rank was stuck at is no more to be brought."""
@@ -306,7 +350,9 @@ class Commits(Alone):
             return
         self._complete.add((tier, id))
         if self._shared[tier]:
-            self._commit(entry, tier, replace(entry.commit, files=_files(bodies)))
+            tables = tuple(bodies[rank][1] for rank in sorted(bodies))
+            files = _files(entry, bodies)
+            self._commit(entry, tier, replace(entry.commit, files=files), tables)
             return
         facts = [entry.commit.wall_time_s, dict(entry.commit.metrics), list(entry.commit.tags)]
         self._council.announce(_topic("commit", id, tier), facts)
@@ -317,57 +363,58 @@ class Commits(Alone):
         if bodies is None or entry.commit is None:
             return  # not the leader of a node
         wall_time_s, metrics, tags = facts
+        if not any(files for files, _ in bodies.values()):  # no image lies on this node
+            topic = _topic("committed", entry.id, tier)
+            self._council.contribute(topic, 0, leaders_only=True)
+            return
         self._commit(
             entry,
             tier,
             replace(
                 entry.commit,
-                files=_files(bodies),
+                files=_files(entry, bodies),
                 wall_time_s=wall_time_s,
                 metrics=metrics,
                 tags=tuple(tags),
             ),
         )
 
-    def _commit(self, entry: Entry, tier: str, commit: Commit) -> None:
+    def _commit(
+        self, entry: Entry, tier: str, commit: Commit, tables: tuple[str, ...] = ()
+    ) -> None:
         task = CommitCopy(
             tier=tier,
             id=entry.id,
             commit=commit,
             marks=self._flusher.marks_of(entry),
             name_latest=self._flusher.is_newest(tier, entry),
+            tables=tables,
         )
-        self._commits[tier, entry.id] = _Retry(task)
-        self._dispatch(task)
+        self._committing.begin(task)
+
+    def _commit_is_stuck(self, task: CommitCopy, error: BaseException) -> None:
+        self._council.tell(_topic("stuck", task.id, task.tier), str(error))
 
     def took(self, outcome: Outcome, now_s: float) -> None:
         """Take what became of a commit."""
         task = outcome.task
         assert isinstance(task, CommitCopy)
-        retry = self._commits.get((task.tier, task.id))
-        if retry is None or self._has_ended(task.tier, task.id):
-            self._commits.pop((task.tier, task.id), None)
+        wanted = self._committing.is_wanted(task) and not self._has_ended(task.tier, task.id)
+        if wanted and getattr(outcome.error, "retryable", False):
+            assert outcome.error is not None
+            self._committing.again(task, outcome.error, now_s)
+            return
+        self._committing.ended(task.tier, task.id)
+        if not wanted:
             self._take_back(task.tier, task.id, "it was given up meanwhile, by all")
         elif outcome.error is None:
-            del self._commits[task.tier, task.id]
-            size = task.commit.stored_bytes
+            size = outcome.value.stored_bytes
             if self._shared[task.tier]:
                 self._council.announce(_topic("there", task.id, task.tier), {"0": size})
             else:
                 topic = _topic("committed", task.id, task.tier)
                 self._council.contribute(topic, size, leaders_only=True)
-        elif getattr(outcome.error, "retryable", False):
-            retry.tries += 1
-            retry.since_s = now_s if retry.since_s is None else retry.since_s
-            if now_s >= retry.since_s + self._max_wait_s and not retry.reported:
-                retry.reported = True
-                self._council.tell(_topic("stuck", task.id, task.tier), str(outcome.error))
-            retry.not_before_s = now_s + COMMIT_AGAIN_S * min(retry.tries, 60)
-            logger.warning(
-                "%s: the commit of %s is tried again: %s", task.tier, task.id, outcome.error
-            )
         else:
-            del self._commits[task.tier, task.id]
             if isinstance(outcome.error, FencedError):
                 self._flusher.fence(outcome.error)
                 self.is_fenced(outcome.error)
@@ -375,10 +422,8 @@ class Commits(Alone):
 
     def tick(self, now_s: float) -> None:
         """Try again what is due, and say what waits too long."""
-        for retry in self._commits.values():
-            if retry.not_before_s is not None and now_s >= retry.not_before_s:
-                retry.not_before_s = None
-                self._dispatch(retry.task)
+        self.divider.tick(now_s)
+        self._committing.tick(now_s)
         for id, wait in list(self._waits.items()):
             if wait.since_s is None:
                 wait.since_s = now_s
@@ -391,10 +436,12 @@ class Commits(Alone):
                 self._council.hand_on_what_there_is(_topic("sealed", id))
 
     def next_s(self, now_s: float) -> float | None:
-        waits = [r.not_before_s for r in self._commits.values() if r.not_before_s is not None]
+        waits = self._committing.due_s()
         for wait in self._waits.values():
             if wait.since_s is not None:
                 waits += [wait.since_s + self._max_wait_s / 2, wait.since_s + self._max_wait_s]
+        if (due := self.divider.next_s(now_s)) is not None:
+            waits.append(due)
         return min((when for when in waits if when > now_s), default=None)
 
     def _all_committed(self, id: CheckpointId, tier: str, sizes: Mapping[str, int]) -> None:
@@ -417,10 +464,11 @@ class Commits(Alone):
             for where, id in self._ledger.partial
             if where == tier and (id.attempt, id.step) < newer.order
         }
-        for where, id in older if self._writes_record(tier) else ():
+        for where, id in older if self.owns(tier) else ():
             if where not in (e.owed if (e := self._ledger.entries.get(id)) else ()):
                 self._ledger.partial.discard((where, id))
-                self._take_back(where, id, "only a part of it is there, and a newer one is whole")
+                reason = "only a part of it is there, and a newer one is whole"
+                self._dropper.leave(DropCopy(tier=where, id=id, reason=reason))
 
     def _given_up(
         self,
@@ -448,27 +496,27 @@ class Commits(Alone):
         ``complete``: all ranks' images have landed, so that a commit record may be there. It goes first:
         whoever writes it takes back everything then.
         """
-        landed = tier in entry.landed
+        brought = self._brought.get((tier, entry.id))
         self._clean(entry, tier)
-        retry = self._commits.pop((tier, entry.id), None)
+        under_way = self._committing.ended(tier, entry.id)
         self._council.forget(_topic("landed", entry.id, tier))
-        if not landed:
+        if brought is None:
             return
         entry.set_state(tier, CopyState.ABSENT)
         if not complete:
-            self._dropper.collect(tier, entry.id, reason, shard=entry.shard)
-        elif self._writes_record(tier) and not (retry is not None and retry.under_way):
+            if brought:
+                self._dropper.collect(tier, entry.id, reason, shard=_own_shard(entry))
+        elif self.owns(tier) and not under_way:
             self._take_back(tier, entry.id, reason)  # else once it is known what became of it
         self._ledger.forget_if_gone(entry)
 
-    def _writes_record(self, tier: str) -> bool:
-        return self.decides if self._shared[tier] else self._topology.is_leader
-
     def _take_back(self, tier: str, id: CheckpointId, reason: str) -> None:
-        self._dropper.leave(DropCopy(tier=tier, id=id, reason=reason))
+        self._dropper.leave(DropCopy(tier=tier, id=id, reason=reason, void=True))
 
     def _clean(self, entry: Entry, tier: str) -> None:
-        entry.landed.discard(tier)
+        for one in (entry, *(entry.parts or ())):
+            one.landed.discard(tier)
+        self._brought.pop((tier, entry.id), None)
         self._admitted[tier].discard(entry.id)
         self._here.pop((tier, entry.id), None)
 
@@ -480,6 +528,7 @@ class Commits(Alone):
         reason, tombstoned, latest = body
         if self._shared[tier] or not self._topology.is_leader:
             entry.set_state(tier, CopyState.ABSENT)
+            entry.damage.pop(tier, None)
             self._ledger.forget_if_gone(entry)
             return
         self._dropper.leave(
@@ -509,9 +558,21 @@ def _read(topic: Topic) -> tuple[CheckpointId, str]:
     return CheckpointId(int(step), int(attempt)), str(tier)
 
 
-def _files(bodies: Bodies) -> tuple[NamedFile, ...]:
-    return tuple(
+def _own_shard(entry: Entry) -> Shard | None:
+    """Whose files go where a copy is taken back: all, where this rank may have brought several ranks' images."""
+    return entry.shard if entry.parts is None else None
+
+
+def _files(entry: Entry, bodies: Bodies) -> tuple[NamedFile, ...]:
+    """Name what all have brought, by the ranks that saved it, as any start would."""
+    files = tuple(
         NamedFile(name=name, bytes=size, digest=digest, raw_bytes=raw)
         for rank in sorted(bodies)
-        for name, size, digest, raw in bodies[rank]
+        for name, size, digest, raw in bodies[rank][0]
     )
+    return files if entry.parts is None else tuple(sorted(files, key=_saved_by))
+
+
+def _saved_by(file: NamedFile) -> int:
+    shard = names.parse_shard(file.name)
+    return -1 if shard is None else shard.rank

@@ -10,7 +10,7 @@ import logging
 import queue
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from tierfall.core.bell import Bell
 from tierfall.core.errors import (
@@ -20,14 +20,16 @@ from tierfall.core.errors import (
 )
 from tierfall.core.packing.files import files_of
 from tierfall.core.ranks.council import Council
-from tierfall.core.ranks.ranks import Announced, Gathered, Told
+from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.commits import Commits
 from tierfall.core.scheduler.dropping import Dropper
+from tierfall.core.scheduler.finding import Finder
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.lane import Lane, LaneLimits
-from tierfall.core.scheduler.ledger import Ledger
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
 from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
@@ -41,12 +43,14 @@ from tierfall.core.scheduler.tasks import (
     ChangeMark,
     CommitCopy,
     CopyRun,
+    DivisionAsked,
     DropCopy,
     Event,
     Landed,
     OpenShard,
     Order,
     Outcome,
+    ReadCommit,
     ReadMarks,
     SaveGivenUp,
     Task,
@@ -74,6 +78,14 @@ class Policies(Protocol):
     def plan_superseding(
         self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
     ) -> tuple[Decision, ...]: ...
+
+
+class Inheritance(Protocol):
+    """Memory that ranks of an earlier start left."""
+
+    def committed(self, tier: str, newer: Entry) -> None: ...
+
+    def make_room(self) -> bool: ...
 
 
 class Coordinator:
@@ -143,40 +155,73 @@ class Coordinator:
             when_full=when_full,
             max_wait_s=max_wait_s,
         )
-        self._orders = Orders(
-            ledger=ledger,
-            lanes=self.lanes.values(),
-            dropper=self.dropper,
-            free_region=self._admissions.free,
-            dispatch=self._dispatch,
-            unread=unread,
-        )
         self._saves = Saves(ledger=ledger, lanes=self.lanes, flusher=self._flusher)
         self.commits: Commits | None = None
+        self._marks: NodesMarks | None = None
         if council is not None:
-            self.commits = Commits(
-                council=council,
-                ledger=ledger,
-                shared=shared or {},
-                flusher=self._flusher,
-                dropper=self.dropper,
-                give_up_save=self._saves.give_up,
-                dispatch=self._dispatch,
-                max_wait_s=max_wait_s,
-            )
-            for part in (self._flusher, self._saves, self.superseder):
-                part.others = self.commits
-            self.dropper.plans = self.commits.decides
-            self.dropper.has_dropped = self.commits.has_dropped
-            for lane in self.lanes.values():
-                lane.land_only = True
+            self._join(council, shared or {})
+        self._orders = self._make_orders(council, unread)
+        self.finder = Finder(
+            ledger=ledger, council=council, found=self._has_found, dispatch=self._dispatch
+        )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.errors = self._flusher.errors
         self.counters = self._flusher.counters
+        self.durable = self._flusher.durable
         self.stopped: BaseException | None = None
+
+    def mind(self, inheritance: Inheritance) -> None:
+        """Let what earlier ranks left in memory go once it is not needed: it hears of every commit, unless a restore is
+        reading, and gives room where a save finds none."""
+
+        def committed(tier: str, entry: Entry) -> None:
+            if not self.dropper.paused:
+                inheritance.committed(tier, entry)
+
+        self._flusher.has_committed = committed
+        self._admissions.last_resort = inheritance.make_room
+
+    def _join(self, council: Council, shared: Mapping[str, bool]) -> None:
+        """Decide together with the other ranks from now on: each part that decided alone asks them."""
+        self.commits = Commits(
+            council=council,
+            ledger=self.ledger,
+            shared=shared,
+            flusher=self._flusher,
+            dropper=self.dropper,
+            give_up_save=self._saves.give_up,
+            dispatch=self._dispatch,
+            max_wait_s=self._max_wait_s,
+        )
+        for part in (self._flusher, self._saves, self.superseder):
+            part.others = self.commits
+        for lane in self.lanes.values():
+            lane.land_only = True
+        self._marks = NodesMarks(
+            council=council, shared=shared, dropper=self.dropper, dispatch=self._dispatch
+        )
+        self.dropper.plans = self.commits.decides
+        self.dropper.has_dropped = self.commits.has_dropped
+        self.dropper.read_marks = self._marks.read
+        self.dropper.asks_first = self._marks.asks_first
+        self.dropper.is_split = self._marks.is_split
+        self.dropper.alone = False
+
+    def _make_orders(self, council: Council | None, unread: Collection[str]) -> Orders:
+        alone: dict[str, Any] = {
+            "ledger": self.ledger,
+            "lanes": self.lanes.values(),
+            "dropper": self.dropper,
+            "free_region": self._admissions.free,
+            "dispatch": self._dispatch,
+            "unread": unread,
+        }
+        if council is None or self.commits is None:
+            return Orders(**alone)
+        return OrdersTogether(council=council, commits=self.commits, **alone)
 
     @property
     def fenced(self) -> FencedError | None:
@@ -198,6 +243,8 @@ class Coordinator:
             if entry.handle is not None and (entry.owed or entry.snapshot is not None):
                 entry.handle.tell_stopped(self.stopped)
             entry.owed.clear()
+        if self.commits is not None:
+            self.commits.divider.stop()
         self._orders.answer_all(self.stopped)
         self._admissions.answer_all(self.stopped)
         self._refuse_arrived()
@@ -220,6 +267,8 @@ class Coordinator:
                     event.answer(None, self.stopped)
                 case Order():
                     event.answer({"tierfall": self.stopped})
+                case DivisionAsked():
+                    event.answer(None)
                 case Outcome(task=OpenShard(), error=None, value=(writer, _)) if writer is not None:
                     try:
                         writer.abort()
@@ -250,9 +299,11 @@ class Coordinator:
 
     def _finish_deletions(self) -> None:
         """What a person deleted while nobody lived to carry it out goes now."""
-        for entry in self.ledger.ordered():
-            if entry.tombstoned and not entry.pinned:
-                self._orders.finish_deletion(entry.id)
+        if self.commits is not None and not self.commits.decides:
+            return  # rank 0 knows of all tombstones
+        found = {e.id for e in self.ledger.entries.values() if e.tombstoned and not e.pinned}
+        for id in sorted(found | self.ledger.deleted):
+            self._orders.finish_deletion(id)
 
     def _collect_unfinished(self) -> None:
         """Remove what is left of copies that were never committed and are not owed any more."""
@@ -260,20 +311,30 @@ class Coordinator:
             found = self.ledger.entries.get(id)
             wanted = found is not None and tier in found.owed
             if tier in self.lanes and not wanted and not self.lanes[tier].is_at(id):
-                shard = found.shard if found is not None and self.commits else None
+                own = found is not None and found.parts is None and self.commits
+                shard = found.shard if own and found is not None else None
                 self.dropper.collect(tier, id, "it was left unfinished", shard=shard)
 
-    def _note_owed(self) -> None:
+    def _note_owed(self, only: Entry | None = None) -> None:
+        """Work out what is owed of checkpoints that were found, or of one of them."""
         view = self.ledger.view()
         for checkpoint in view.checkpoints:
             entry = self.ledger.entries[checkpoint.id]
-            if entry.id in self.ledger.scattered:
+            if entry.id in self.ledger.scattered or only not in (None, entry):
                 continue
-            if entry.commit is not None and entry.shard == self.ledger.shard:
+            ours = entry.shard == self.ledger.shard or entry.parts is not None
+            if entry.commit is not None and (ours or self._tending):
                 owed = self._policies.still_owed(view, checkpoint)
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
+
+    def _has_found(self, entry: Entry, tier: str) -> None:
+        """A checkpoint is there that another process wrote."""
+        if self.fenced is None:
+            self._note_owed(entry)
+        self.dropper.survey(tier)
+        self._flusher.has_committed(tier, entry)
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
@@ -324,13 +385,26 @@ class Coordinator:
             case Order():
                 self._orders.give(event)
             case Gathered() | Announced() | Told():
-                if self.commits is not None:
-                    self.commits.hear(event)
+                self._hear(event)
+            case DivisionAsked():
+                assert self.commits is not None
+                self.commits.divider.ask(event)
             case Ask():
                 self._answer(event)
             case Outcome():
                 self._tasks_out -= 1
                 self._took(event, now_s)
+
+    def _hear(self, news: News) -> None:
+        """Other ranks have said something."""
+        if isinstance(self._orders, OrdersTogether) and self._orders.is_about(news):
+            self._orders.hear(news)
+        elif self.finder.is_about(news):
+            self.finder.hear(news)
+        elif self._marks is not None and self._marks.is_about(news):
+            self._marks.hear(news)
+        elif self.commits is not None:
+            self.commits.hear(news)
 
     def _answer(self, event: Ask) -> None:
         try:
@@ -347,30 +421,33 @@ class Coordinator:
                     self._flusher.room_was_made(self.lanes[task.tier], now_s)
                 self._orders.done(task.tier, task.id, _why_it_stays(task, outcome))
             case ReadMarks() as task:
-                self.dropper.take_marks(task, outcome)
+                take = self.dropper.take_marks if self._marks is None else self._marks.took
+                take(task, outcome)
             case ChangeMark() as task:
                 self._orders.take_mark(task, outcome)
+            case ReadCommit():
+                self.finder.took(outcome)
             case CommitCopy():
                 assert self.commits is not None
                 self.commits.took(outcome, now_s)
             case task:
                 lane = self.lanes[task.tier]
+                active = lane.active
                 done = lane.take(outcome)
-                if done is not None:
-                    self._copied(lane, task.id, done)
+                if done is not None and active is not None:
+                    self._copied(lane, active.entry, done)
                 elif lane.stalled is not None:
                     self._flusher.stalled(lane, task.id, lane.stalled, now_s)
                 elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
                     logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
                     self._flusher.recovered(lane.tier)
 
-    def _copied(self, lane: Lane, id: CheckpointId, done: Commit | Landed) -> None:
+    def _copied(self, lane: Lane, entry: Entry, done: Commit | Landed) -> None:
         """All of a copy has arrived; alone, it is committed with that."""
         if self.commits is None:
             assert isinstance(done, Commit)
-            self._flusher.committed(lane.tier, id, done.stored_bytes)
+            self._flusher.committed(lane.tier, entry.id, done.stored_bytes)
             return
-        entry = self.ledger.entries[id]
         lane.succeeded(entry)
         files = done.files if isinstance(done, Landed) else files_of(done, entry.shard)
         self.commits.landed(lane.tier, entry, files)

@@ -24,7 +24,10 @@ PlanRetention = Callable[[View, str], tuple[Decision, ...]]
 class Dropper:
     """What is leaving, and which tiers' marks are to be read before more may leave.
 
-    ``plans`` says that retention is worked out here; ``has_dropped`` hears of each committed copy that is to go.
+    ``plans`` says that retention is worked out here; ``has_dropped`` hears of each copy that went by it, or is to go
+    on all nodes. ``read_marks`` has marks read; ``asks_first`` has those of a copy that is to go read where other nodes
+    have parts of it, and says whether it does. ``is_split`` says that other nodes have parts of what a tier holds.
+    ``alone``: no other ranks go on to flush what was deleted; else the order about it ends that, on all of them.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Dropper:
         self._ledger = ledger
         self._plan_retention = plan_retention
         self._dispatch = dispatch
+        self.alone = True
         self.delete: Callable[[CheckpointId], None] = lambda id: None
         self.was_deleted: Callable[[CheckpointId], bool] = lambda id: False
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
@@ -51,6 +55,10 @@ class Dropper:
         self.paused = False
         self.plans = True
         self.has_dropped: Callable[[DropCopy], None] = lambda task: None
+        self.read_marks: Callable[[ReadMarks], None] = dispatch
+        self.asks_first: Callable[[DropCopy], bool] = lambda task: False
+        self.is_split: Callable[[str], bool] = lambda tier: False
+        self._to_tell: set[tuple[str, CheckpointId]] = set()
         self._cancelled = False
 
     def survey(self, tier: str) -> None:
@@ -115,7 +123,7 @@ class Dropper:
             )
             if ids:
                 self._surveying.add(tier)
-                self._dispatch(ReadMarks(tier=tier, ids=ids))
+                self.read_marks(ReadMarks(tier=tier, ids=ids))
 
     def cancel(self) -> None:
         """Nothing more is dropped by this process of its own accord; a person's order still is."""
@@ -146,16 +154,20 @@ class Dropper:
             return
         for decision in self._plan(task.tier):
             self.drop(task.tier, decision.checkpoint, decision.reason)
-        for other in self._leaving:
-            if other != task.tier and self._plan(other):
-                self._due.add(other)
+        self.look_again(but=task.tier)
+
+    def look_again(self, *, but: str | None = None) -> None:
+        """Something may go now that could not before: survey the tiers, ``but`` one, where retention would drop it."""
+        for tier in self._leaving:
+            if tier != but and self._plan(tier):
+                self.survey(tier)
 
     def _learn(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
             entry = self._ledger.entries.get(id)
             if entry is not None and entry.state(tier) is CopyState.COMMITTED:
                 entry.marks[tier] = marks
-                if entry.tombstoned:
+                if entry.tombstoned and self.alone:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
@@ -181,9 +193,40 @@ class Dropper:
             tombstoned=entry.tombstoned,
             next_latest=self._newest_left(tier, without=id),
         )
+        if ordered and self.is_split(tier):
+            self.leave(task)  # each node is told so by the order
+        elif not ordered and self.asks_first(task):
+            entry.set_state(tier, CopyState.LEAVING)
+            self._leaving[tier].add(id)
+        else:
+            self._to_tell.add((tier, id))
+            self.leave(task)
+        return True
+
+    def take_answer(self, task: DropCopy, outcome: Outcome) -> None:
+        """The marks of a copy that is to go have been read on all nodes: let it go, unless they stop that."""
+        self._leaving[task.tier].discard(task.id)
+        entry = self._ledger.entries.get(task.id)
+        if entry is None:
+            return
+        entry.set_state(task.tier, CopyState.COMMITTED)
+        if self._cancelled:
+            return
+        if outcome.error is not None:
+            logger.warning(
+                "%s: %s is not dropped, its marks could not be read: %s",
+                task.tier,
+                task.id,
+                outcome.error,
+            )
+            return
+        entry.marks[task.tier] = outcome.value[task.id]
+        if self.paused or stops_drop(outcome.value[task.id], tombstoned=task.tombstoned):
+            logger.info("%s: %s stays after all: it was marked", task.tier, task.id)
+            self.survey(task.tier)
+            return
         self.has_dropped(task)
         self.leave(task)
-        return True
 
     def collect(
         self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None
@@ -223,11 +266,22 @@ class Dropper:
             if outcome.value is not None:
                 self._is_committed(task, outcome.value)
             return True
-        return entry is not None and self._gone(entry, task, outcome)
+        if entry is not None:
+            return self._gone(entry, task, outcome)
+        if not (self.alone or task.void) and stops_drop(outcome.value, tombstoned=task.tombstoned):
+            self._ledger.partial.add(
+                (task.tier, task.id)
+            )  # a part that a mark keeps, or a deletion is to find
+        return False
 
     def _is_committed(self, task: DropCopy, commit: Commit) -> None:
         """What looked unfinished is a checkpoint: the answer to its commit was lost."""
         entry = self._ledger.entries.get(task.id)
+        if self.is_split(task.tier):  # this node's part of it is
+            self._ledger.partial.add((task.tier, task.id))
+            if self.was_deleted(task.id):
+                self.delete(task.id)
+            return
         if entry is None:
             entry = self._ledger.entries[task.id] = entry_of(task.id, commit, self._ledger.shard)
         if entry.attempt_id != commit.line.attempt_id:
@@ -237,17 +291,29 @@ class Dropper:
             self.delete(task.id)
 
     def _gone(self, entry: Entry, task: DropCopy, outcome: Outcome) -> bool:
+        tells = (task.tier, task.id) in self._to_tell
+        self._to_tell.discard((task.tier, task.id))
         if stops_drop(outcome.value, tombstoned=task.tombstoned):
-            logger.info("%s: %s stays after all: it was marked", task.tier, entry.id)
-            entry.set_state(task.tier, CopyState.COMMITTED)
-            entry.marks[task.tier] = outcome.value
-            self.survey(task.tier)
+            self._stays(entry, task, outcome.value)
             return False
         entry.set_state(task.tier, CopyState.ABSENT)
         entry.damage.pop(task.tier, None)
         self.dropped += 1
+        if tells:
+            self.has_dropped(task)
         self._ledger.forget_if_gone(entry)
         return True
+
+    def _stays(self, entry: Entry, task: DropCopy, marks: frozenset[str]) -> None:
+        logger.info("%s: %s stays after all: it was marked", task.tier, entry.id)
+        if self.is_split(task.tier):  # other nodes' parts are gone, or may be
+            entry.set_state(task.tier, CopyState.ABSENT)
+            self._ledger.partial.add((task.tier, entry.id))
+            self._ledger.forget_if_gone(entry)
+        elif entry.state(task.tier) is CopyState.LEAVING:
+            entry.set_state(task.tier, CopyState.COMMITTED)
+            entry.marks[task.tier] = marks
+            self.survey(task.tier)
 
     def _newest_left(self, tier: str, *, without: CheckpointId) -> CheckpointId | None:
         left = self._ledger.abandoned()

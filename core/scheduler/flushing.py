@@ -24,6 +24,7 @@ from tierfall.core.view import Eviction, View
 
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
+DURABLE_REMEMBERED = 1024
 
 
 class PlanEviction(Protocol):
@@ -43,7 +44,8 @@ class Counters:
 
 class Flusher:
     """See the module. ``memory_is_short`` tells whether a save wants room in memory, ``is_unpinning`` whether a pin is
-    just being taken away; ``others`` are the other ranks of the run."""
+    just being taken away; ``has_committed`` hears of every commit; ``others`` are the other ranks of the run;
+    ``durable`` names the last copies that came."""
 
     def __init__(
         self,
@@ -62,9 +64,11 @@ class Flusher:
         self.others = Alone(ledger)
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
+        self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
         self.counters = Counters()
+        self.durable: dict[tuple[CheckpointId, str], None] = {}
         self._said_failing: dict[str, CheckpointId] = {}
 
     def drive(self, lane: Lane, now_s: float, *, begin: bool) -> None:
@@ -99,7 +103,7 @@ class Flusher:
                 continue
             if entry.id in left:
                 entry.give_up([lane.tier], entry.given_up("its line was left behind"))
-            elif lane.hopeless(entry):
+            elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
                 )
@@ -107,10 +111,16 @@ class Flusher:
                     self.give_up_copy(entry, lane.tier, error)
             else:
                 if self._make_room(lane, entry, now_s):
-                    leftover = (lane.tier, entry.id) in self._ledger.unfinished
-                    lane.begin(entry, leftover=leftover)
-                    self.others.has_begun(lane.tier, entry)
+                    self._begin(lane, entry, part)
                 return
+
+    def _begin(self, lane: Lane, entry: Entry, part: Entry | None) -> None:
+        """Begin a copy that has room; of what other ranks saved, this one may have no part to bring."""
+        if part is not None:
+            lane.begin(part, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
+        self.others.has_begun(lane.tier, entry)
+        if part is None:
+            self.others.landed(lane.tier, entry, ())
 
     def _make_room(self, lane: Lane, entry: Entry, now_s: float) -> bool:
         """Admit a copy to a tier before it begins: drop what may go, and wait while it goes."""
@@ -119,7 +129,9 @@ class Flusher:
         if not self.others.decides and not lane.full:
             return True  # rank 0 has made it
         capacity = next(r.capacity_bytes for r in self._ledger.rules if r.name == lane.tier)
-        need = _image_bytes(entry) * self.others.ranks_on(lane.tier)
+        need = _image_bytes(entry)
+        if entry.parts is None:
+            need *= self.others.ranks_on(lane.tier)
         free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
@@ -163,9 +175,8 @@ class Flusher:
         cause = error.__cause__ or error
         for_good = not getattr(cause, "retryable", False)
         said, self._said_failing[lane.tier] = self._said_failing.get(lane.tier), entry.id
-        if (for_good or said != entry.id) and self.others.cannot(
-            entry, lane.tier, error, for_good=for_good
-        ):
+        is_news = said != entry.id or lane.tier not in self._ledger.failing
+        if (for_good or is_news) and self.others.cannot(entry, lane.tier, error, for_good=for_good):
             return
         self.is_failing(lane.tier, error)
 
@@ -205,9 +216,13 @@ class Flusher:
         lane.succeeded(entry)
         self._ledger.failing.pop(lane.tier, None)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
+        self.durable[id, lane.tier] = None
+        if len(self.durable) > DURABLE_REMEMBERED:
+            del self.durable[next(iter(self.durable))]
         self._dropper.survey(lane.tier)
         if entry.handle is not None:
             entry.handle.tell_committed(lane.tier)
+        self.has_committed(lane.tier, entry)
 
     def _copy_failed(self, lane: Lane, transfer: Transfer, now_s: float) -> None:
         """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
@@ -298,7 +313,7 @@ class Flusher:
         self.counters.given_up_copies += 1
         self._report(entry, tier, error)
         lane = self._lanes[tier]
-        if lane.active is not None and lane.active.entry is entry:
+        if lane.is_at(entry.id):
             lane.give_up(error)
 
 

@@ -1,21 +1,22 @@
 """A lane: the copies on their way to one stored tier, one at a time and in order, chunk by chunk.
 
 It is a state machine that the coordinator drives; it does no I/O, reads no clock, and says what is to be done as tasks.
-A chunk is dispatched as soon as its bytes are final somewhere (the watermark, or a whole copy), from the fastest place
-that has them; each chunk holds a lease on its source for just as long as it is read, so that a copy may change its
-source between two chunks.
+A chunk is dispatched as soon as its bytes are final somewhere (the watermark, or a whole copy), from where ``sources``
+says; each chunk holds a lease on its source for just as long as it is read, so that a copy may change its source
+between two chunks.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierfall.core.contracts import part_bytes
 from tierfall.core.errors import FlushError
 from tierfall.core.records import Commit, Manifest, Mark
 from tierfall.core.scheduler.ledger import Entry
+from tierfall.core.scheduler.sources import Sources
 from tierfall.core.scheduler.tasks import (
     AbortShard,
     CopyRun,
@@ -71,8 +72,7 @@ class Lane:
         """``order`` are all tiers, fastest first."""
         self.tier = tier
         self._limits = limits
-        self._order = order
-        self._host = host
+        self._sources = Sources(tier, order=order, host=host)
         self._submit = submit
         self.active: Transfer | None = None
         self.tries = 0
@@ -83,7 +83,6 @@ class Lane:
         self.land_only = False
         self.stalled: BaseException | None = None
         self.edge_bytes: dict[str, int] = {}
-        self._bad_sources: dict[CheckpointId, set[str]] = {}
 
     # Driving ---------------------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ class Lane:
         """Start the copy of ``entry``; the caller has made room for it. ``leftover``: an earlier try left something."""
         self.active = Transfer(entry=entry)
         entry.set_state(self.tier, CopyState.ARRIVING)
-        source = self._source(self.active)
+        source = self._source(entry)
         needs_reading = entry.manifest is None and entry.snapshot is None
         if needs_reading and source is None:
             self.active.error = FlushError(
@@ -242,8 +241,8 @@ class Lane:
         """Strike a source whose bytes are wrong, not one that only does not answer; say whether another is left."""
         if source is None or getattr(error, "retryable", False):
             return False
-        self._bad_sources.setdefault(transfer.entry.id, set()).add(source.tier)
-        return self._source(transfer) is not None
+        self._sources.strike(transfer.entry.id, source.tier)
+        return self._source(transfer.entry) is not None
 
     # Dispatching -----------------------------------------------------------------------------------
 
@@ -257,7 +256,7 @@ class Lane:
             number = self._next_run(transfer, beside)
             if number is None or self._is_far_ahead(transfer, number):
                 return
-            source = self._source(transfer, chunk=transfer.runs[number][1] - 1)
+            source = self._source(transfer.entry, chunk=transfer.runs[number][1] - 1)
             if source is None:
                 if transfer.entry.snapshot is None:
                     transfer.error = FlushError(
@@ -271,7 +270,7 @@ class Lane:
     def _next_run(self, transfer: Transfer, beside: Sequence[CopyRun]) -> int | None:
         """Choose what another lane is just reading from the same place, so that it is read once; else the first."""
         if not self._limits.window:
-            source = self._source(transfer)
+            source = self._source(transfer.entry)
             for run in beside:
                 if (run.id, run.source) == (transfer.entry.id, source):
                     number = transfer.waiting_within(run)
@@ -322,29 +321,8 @@ class Lane:
         assert entry.manifest is not None
         return entry.manifest
 
-    def _source(self, transfer: Transfer, chunk: int | None = None) -> Source | None:
-        """The fastest place that has the chunk (or, without one, the whole image)."""
-        entry = transfer.entry
-        bad = self._bad_sources.get(entry.id, ())
-        for tier in self._order:
-            if tier == self.tier or tier in bad:
-                continue
-            if tier == self._host:
-                if self.spare_memory and self._stored_elsewhere(entry, bad):
-                    continue
-                final = chunk is not None and chunk < entry.final_chunks
-                whole = entry.readable_on(tier) or entry.awaits_others
-                if entry.region is not None and (final or whole):
-                    return Source(tier=tier, region=entry.region)
-            elif entry.state(tier) is CopyState.COMMITTED:
-                return Source(tier=tier)
-        return None
-
-    def _stored_elsewhere(self, entry: Entry, bad: Collection[str]) -> bool:
-        return any(
-            entry.state(tier) is CopyState.COMMITTED and tier not in bad and tier != self.tier
-            for tier in self._order
-        )
+    def _source(self, entry: Entry, chunk: int | None = None) -> Source | None:
+        return self._sources.find(entry, chunk, spare_memory=self.spare_memory)
 
     def _all_copied(self, transfer: Transfer) -> bool:
         entry = transfer.entry
@@ -423,10 +401,10 @@ class Lane:
 
     def hopeless(self, entry: Entry) -> bool:
         """Say whether no place is left that the copy could be read from."""
-        return entry.snapshot is None and self._source(Transfer(entry=entry)) is None
+        return entry.snapshot is None and self._source(entry) is None
 
     def succeeded(self, entry: Entry) -> None:
-        self._bad_sources.pop(entry.id, None)
+        self._sources.forget(entry.id)
         self.tries = 0
         self.failing_since_s = None
         self.not_before_s = 0.0

@@ -5,8 +5,9 @@ It keeps facts and answers questions; what follows from them is the coordinator'
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint, Listing
@@ -16,7 +17,7 @@ from tierfall.core.handle import SaveHandle
 from tierfall.core.lines import abandoned
 from tierfall.core.packing.files import plain
 from tierfall.core.records import Commit, Manifest
-from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
+from tierfall.core.snapshot import Geometry, HostRegion, Share, Snapshot, geometry
 from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 
@@ -29,7 +30,9 @@ class Entry:
     the commit record there cannot be used: such a copy has no state, and protects nothing. ``in_doubt`` names tiers
     where a try to commit it ended without an answer. ``awaits_others``: this rank's image is sealed in memory, others'
     may not be; ``landed`` names tiers that have it, and not all others' yet; ``lost`` says that it was given up while
-    its capture was under way.
+    its capture was under way; ``share`` is as its snapshot has it. ``parts``: other ranks than those of now saved it,
+    and these are the images that this rank brings to tiers for them, each an entry that shares what is known of the
+    checkpoint; there may be none.
     """
 
     id: CheckpointId
@@ -43,6 +46,7 @@ class Entry:
     region: HostRegion | None = None
     snapshot: Snapshot | None = None
     handle: SaveHandle | None = None
+    share: Share | None = None
     final_chunks: int = 0
     adopted: bool = False
     awaits_others: bool = False
@@ -56,12 +60,48 @@ class Entry:
     owed: set[str] = field(default_factory=set)
     landed: set[str] = field(default_factory=set)
     in_doubt: set[str] = field(default_factory=set)
+    parts: tuple[Entry, ...] | None = None
+
+    def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> Entry:
+        """Make the entry of an image that another rank saved."""
+        return replace(
+            self,
+            shard=shard,
+            region=region,
+            manifest=manifest,
+            geometry=geometry(manifest),
+            adopted=True,
+            landed=set(),
+        )
+
+    def next_part(self, tier: str) -> Entry | None:
+        """Return what this rank is to bring to a tier next; None where it has brought all."""
+        own = (self,) if self.parts is None else self.parts
+        return next((part for part in own if tier not in part.landed), None)
+
+    @property
+    def regions(self) -> tuple[HostRegion, ...]:
+        """The memory that its images of this rank take."""
+        return tuple(e.region for e in (self, *(self.parts or ())) if e.region is not None)
+
+    def free(self) -> None:
+        """Give that memory back."""
+        for one in (self, *(self.parts or ())):
+            if one.region is not None:
+                one.region.release()
+                one.region = None
 
     @property
     def pieces(self) -> Spliced | None:
         """The table of its tensors, where it is known."""
         known = self.manifest or self.snapshot
         return None if known is None else known.pieces
+
+    @property
+    def table(self) -> str:
+        """A short digest of that table, or an empty one where it is not known."""
+        known = self.manifest or self.snapshot
+        return "" if known is None else known.structure.removeprefix("sha256:")[:TABLE_DIGITS]
 
     @property
     def pinned(self) -> bool:
@@ -112,6 +152,8 @@ class Entry:
 
 
 ALONE = Shard(0, 1)
+TABLE_DIGITS = 32
+"""128 bits: every rank tells every other by these."""
 
 
 class Ledger:
@@ -120,7 +162,9 @@ class Ledger:
     def __init__(self, rules: tuple[TierRules, ...], host: str, *, shard: Shard = ALONE) -> None:
         """``shard`` is this rank's part of every checkpoint that is saved now. ``partial`` is as in ``note_partial``;
         ``scattered`` are those whose parts are all somewhere, but not on one tier: they can be restored, and no rank
-        flushes its part, as another may have none to bring."""
+        flushes its part, as another may have none to bring; ``deleted`` bear a tombstone where any rank looked.
+        ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but by a
+        person's order."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -128,6 +172,8 @@ class Ledger:
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered: frozenset[CheckpointId] = frozenset()
+        self.deleted: frozenset[CheckpointId] = frozenset()
+        self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
         self.attempt: int | None = None
@@ -209,6 +255,7 @@ class Ledger:
         )
 
     def _view(self, entry: Entry, left: bool, held: bool, settling: bool) -> CheckpointView:
+        read = self.reading[entry.id] > 0
         return CheckpointView(
             id=entry.id,
             ordinal=entry.ordinal,
@@ -220,7 +267,7 @@ class Ledger:
                 tier: CopyView(
                     state=state,
                     bytes=entry.bytes.get(tier, 0),
-                    leased=held or entry.leases.get(tier, 0) > 0,
+                    leased=held or (read and tier != self.host) or entry.leases.get(tier, 0) > 0,
                 )
                 for tier, state in entry.states.items()
             },

@@ -22,6 +22,7 @@ from tierfall.core.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 UNPIN_MARK = "unpin"
+DELETED = "deleted by a person"
 RETRY_S = 30.0
 
 
@@ -37,7 +38,10 @@ class Orders:
         free_region: Callable[[Entry], None],
         dispatch: Callable[[Task], None],
         unread: Collection[str],
+        owns: Callable[[str], bool] = lambda tier: True,
     ) -> None:
+        """``owns`` says of a stored tier whether marks and deletions there are this rank's to do."""
+        self._owns = owns
         self._unread = frozenset(unread)
         self._ledger = ledger
         self._lanes = list(lanes)
@@ -93,21 +97,23 @@ class Orders:
             self._dropper.reserved.discard(order.id)
         if order.kind is PersonsOrder.DELETE:
             if order.reserving and order.unmarked:  # it stays awaited until then, or for good
-                if not self._unread:
-                    self._again[order.id] = now_s + RETRY_S
+                self._try_later(order.id, now_s)
             elif not any(o.id == order.id and o.kind is order.kind for o in self._open):
                 self._dropper.awaited.discard(order.id)
             if order.reserving:
                 self._deleted.add(order.id)
         order.answer(order.failed)
 
+    def _try_later(self, id: CheckpointId, now_s: float) -> None:
+        if not self._unread:
+            self._again[id] = now_s + RETRY_S
+
     def _try_to_begin(self, order: Order) -> None:
         entry = self._ledger.entries.get(order.id)
         if order.id in self._dropper.reserved:
             return  # one order about a checkpoint after the other
         if entry is None:
-            if order.kind is not PersonsOrder.DELETE or order.id not in self._deleted:
-                order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
+            self._begin_unknown(order)
         elif order.kind is PersonsOrder.PIN and entry.tombstoned:
             order.failed["tierfall"] = StepError(f"pin: {entry.id} was deleted by a person")
         elif order.kind is PersonsOrder.DELETE and entry.pinned:
@@ -120,6 +126,11 @@ class Orders:
             self._begin(order, entry)
         order.begun = True
 
+    def _begin_unknown(self, order: Order) -> None:
+        """There is nothing to be done any more, if it was deleted."""
+        if order.kind is not PersonsOrder.DELETE or order.id not in self._deleted:
+            order.failed["tierfall"] = StepError(f"{order.kind}: {order.id} is not known")
+
     def _is_settling(self, entry: Entry) -> bool:
         """Say whether a copy is just being sealed or committed: it would escape the order, or carry old marks.
 
@@ -130,44 +141,46 @@ class Orders:
         return any(o.id == id and o.begun and o.kind is PersonsOrder.UNPIN for o in self._open)
 
     def _take_from_lanes(self, entry: Entry) -> None:
-        entry.give_up(tuple(entry.owed), entry.given_up("it was deleted by a person"))
+        entry.give_up(tuple(entry.owed), entry.given_up(f"it was {DELETED}"))
         for lane in self._lanes:
-            if lane.active is not None and lane.active.entry is entry:
-                lane.give_up(StepError(f"{entry.id} was deleted by a person"))
+            if lane.is_at(entry.id):
+                lane.give_up(StepError(f"{entry.id} was {DELETED}"))
 
     def _may_drop(self, order: Order) -> bool:
         """Say whether nobody is at work on a checkpoint any more, nor reads the tiers to restore from them."""
         entry = self._ledger.entries.get(order.id)
-        if entry is None:
-            return True
+        if entry is None:  # a mere part of it may just be tried to be dropped
+            return not self._dropper.is_dropping()
         busy = self._dropper.paused or any(count > 0 for count in entry.leases.values())
         arriving = CopyState.ARRIVING in entry.states.values()
         # what is leaving now may have been let go because of this one
         return not (busy or arriving or self._dropper.is_dropping())
 
-    def _begin(self, order: Order, entry: Entry) -> None:
+    def _begin(self, order: Order, entry: Entry | None) -> None:
         order.reserving = True
         self._dropper.reserve(order.id)
         name = names.TOMBSTONE_MARK if order.kind is PersonsOrder.DELETE else names.PIN_MARK
-        mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
+        mark = Mark(name=name, checkpoint=order.id, wall_time_s=order.wall_time_s)
         removing = order.kind is PersonsOrder.UNPIN
-        if order.kind is PersonsOrder.DELETE:
+        if entry is None:
+            pass
+        elif order.kind is PersonsOrder.DELETE:
             entry.deleted = True  # however many tiers take the tombstone
             self._take_from_lanes(entry)
         else:
             self._note_in_memory(order, entry)
-        held = self._held(entry)
-        order.waiting = set(held)
-        for tier in held:
-            if not removing:
+        for tier in self._held(order.id):
+            if not removing and entry is not None:
                 entry.set_mark(tier, name, there=True)
-            self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
+            if self._owns(tier):
+                order.waiting.add(tier)
+                self._dispatch(ChangeMark(tier=tier, mark=mark, remove=removing))
         order.dropping = order.kind is PersonsOrder.DELETE
         if order.dropping and self._unread:  # one of those may have a copy, without the mark
             order.unmarked = True
             for tier in self._unread:
                 order.failed[tier] = UnreachableError(
-                    f"it could not be read when the run was opened: {entry.id} is marked, and goes from everywhere at "
+                    f"it could not be read when the run was opened: {order.id} is marked, and goes from everywhere at "
                     "the next start that can read all tiers"
                 )
 
@@ -175,17 +188,23 @@ class Orders:
         """Every copy bears its tombstone: let them go. Where one does not, all stay, to be tried again: the mark is for
         all of them, and must not go with the first."""
         order.dropping = False
-        entry = self._ledger.entries.get(order.id)
-        if order.unmarked or entry is None:
+        if order.unmarked:
             return
-        held = self._held(entry)
-        order.waiting = {*held, *self._dropper.retry_now(entry.id)}
+        held = self._held(order.id)
+        order.waiting = {*filter(self._owns, held), *self._dropper.retry_now(order.id)}
         for tier in held:
-            self._dropper.drop(tier, entry.id, "deleted by a person", ordered=True)
-        self._free_region(entry)
+            self._let_go(tier, order.id)
+        if (entry := self._ledger.entries.get(order.id)) is not None:
+            self._free_region(entry)
 
-    def _held(self, entry: Entry) -> list[str]:
+    def _let_go(self, tier: str, id: CheckpointId) -> None:
+        self._dropper.drop(tier, id, DELETED, ordered=True)
+
+    def _held(self, id: CheckpointId) -> list[str]:
         """Name the stored tiers that have a commit record of it, a damaged one too."""
+        entry = self._ledger.entries.get(id)
+        if entry is None:
+            return []
         return [
             lane.tier
             for lane in self._lanes
@@ -193,16 +212,18 @@ class Orders:
         ]
 
     def _note_in_memory(self, order: Order, entry: Entry) -> None:
-        """Mark the image in memory, unless it is as it should be: its marks are appended, and their room is bounded."""
+        """Mark its images in memory, unless that is as it should be: marks are appended, and their room is bounded."""
         host = self._ledger.host
         pinning = order.kind is PersonsOrder.PIN
         pinned = names.PIN_MARK in entry.marks.get(host, ())
-        if entry.region is None or not entry.region.sealed or pinning == pinned:
+        regions = [region for region in entry.regions if region.sealed]
+        if pinning == pinned or not (regions or entry.parts == ()):
             return
         name = names.PIN_MARK if pinning else UNPIN_MARK
         mark = Mark(name=name, checkpoint=entry.id, wall_time_s=order.wall_time_s)
         try:
-            entry.region.add_mark(mark.encode())
+            for region in regions:
+                region.add_mark(mark.encode())
         except TierfallError as error:
             order.failed[host] = error
         else:

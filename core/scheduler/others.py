@@ -6,9 +6,10 @@ given up, what leaves a tier. ``commits`` is the part of a rank that has others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tierfall.core.errors import FencedError
+from tierfall.core.records import NamedFile
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.tasks import DropCopy
 from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
@@ -38,12 +39,18 @@ class Alone:
     def has_begun(self, tier: str, entry: Entry) -> None:
         """A copy has been admitted to a tier."""
 
+    def has_begun_save(self, id: CheckpointId) -> None:
+        """A save has begun, or failed to."""
+
     def has_dropped(self, task: DropCopy) -> None:
         """A committed copy is to leave a tier."""
 
     def sealed(self, entry: Entry) -> None:
         """This rank's image is whole in memory, and outlives the process."""
         entry.set_state(self._ledger.host, CopyState.SEALED)
+
+    def landed(self, tier: str, entry: Entry, files: Collection[NamedFile]) -> None:
+        """An image that this rank brings lies on a tier: ``files`` are it and what belongs to it. There may be none."""
 
     def cannot(self, entry: Entry, tier: str, error: BaseException, *, for_good: bool) -> bool:
         """A tier does not take a copy from this rank, and has not for long; True where that ends it for all ranks, as

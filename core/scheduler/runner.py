@@ -19,6 +19,7 @@ from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.packing.files import files_of, with_packed
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
 from tierfall.core.restore.images import Image, ReadableStore, StoredImage, unpacked
+from tierfall.core.scheduler.indexing import Indexer
 from tierfall.core.scheduler.sharing import SharedReads
 from tierfall.core.scheduler.tasks import (
     AbortShard,
@@ -31,6 +32,7 @@ from tierfall.core.scheduler.tasks import (
     Landed,
     OpenShard,
     Outcome,
+    ReadCommit,
     ReadMarks,
     Side,
     Source,
@@ -59,6 +61,10 @@ class Store(ReadableStore, Protocol):
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None: ...
 
+    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
+
+    def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
+
     def commit(self, commit: Commit, *, attempt: Attempt, marks: tuple[Mark, ...] = ()) -> None: ...
 
     def name_latest(self, checkpoint: CheckpointId) -> None: ...
@@ -75,6 +81,7 @@ class Store(ReadableStore, Protocol):
         *,
         tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
+        void: bool = False,
     ) -> frozenset[str]: ...
 
     def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None: ...
@@ -102,6 +109,7 @@ class TaskRunner:
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
         self._images_lock = threading.Lock()
+        self._indexer = Indexer()
 
     def run(self, task: Task) -> Outcome:
         """Return what became of a task; never raises what the task raised."""
@@ -132,14 +140,19 @@ class TaskRunner:
                 return self._drop(task, store)
             case ReadMarks():
                 return {id: store.marks(id) for id in task.ids}
-            case ChangeMark(remove=True):
-                return store.remove_mark(task.mark.checkpoint, task.mark.name)
+            case ReadCommit():
+                return store.read_commit(task.id)
             case ChangeMark():
-                return store.add_mark(task.mark)
+                return _change_mark(task, store)
 
     def _drop(self, task: DropCopy, store: Store) -> Any:
         if not task.unfinished:
-            return store.drop(task.id, tombstoned=task.tombstoned, next_latest=task.next_latest)
+            return store.drop(
+                task.id,
+                tombstoned=task.tombstoned,
+                next_latest=task.next_latest,
+                void=task.void,
+            )
         if store.holds(task.id):
             return store.read_commit(task.id)  # the answer to its commit was lost
         return store.discard(task.id, task.shard)
@@ -251,9 +264,12 @@ class TaskRunner:
         return commit
 
     def _commit(self, task: CommitCopy, store: Store) -> Commit:
-        store.commit(task.commit, attempt=self._attempt(), marks=task.marks)
+        commit = task.commit
+        if task.tables and not store.holds(task.id):  # an index that is named stays as it is
+            commit = self._indexer.leave(store, commit, task.tables)
+        store.commit(commit, attempt=self._attempt(), marks=task.marks)
         self._name_latest(task, store)
-        return task.commit
+        return commit
 
     def _name_latest(self, task: FinishCopy | CommitCopy, store: Store) -> None:
         if not task.name_latest:
@@ -275,3 +291,10 @@ class TaskRunner:
 def _own(shard: Shard) -> Shard | None:
     """Whose files may go from a folder: all, where no other rank writes there."""
     return shard if shard.world_size > 1 else None
+
+
+def _change_mark(task: ChangeMark, store: Store) -> None:
+    if task.remove:
+        store.remove_mark(task.mark.checkpoint, task.mark.name)
+    else:
+        store.add_mark(task.mark)

@@ -48,6 +48,7 @@ class Saves:
             case CaptureFailed():
                 self._capture_failed(event)
             case SaveGivenUp():
+                self.others.has_begun_save(event.id)
                 self.others.lost(event.id, event.error, event.outcome)
 
     def _begun(self, event: CaptureBegun) -> None:
@@ -62,7 +63,9 @@ class Saves:
             region=snapshot.region,
             snapshot=snapshot,
             handle=snapshot.handle,
+            share=snapshot.share,
         )
+        self.others.has_begun_save(entry.id)
         entry.owed.update(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry

@@ -73,11 +73,12 @@ class Superseder:
     def _settling(self) -> set[CheckpointId]:
         """Name what a lane is at work on, what may be committed already, and what is a person's to decide about.
 
-        A tier that is slower than the saves gets one copy after the other only because what it copies is held.
+        A tier that is slower than the saves gets one copy after the other only because what it copies is held. What
+        other ranks left is no snapshot of this process.
         """
         doubted = {e.id for e in self._ledger.entries.values() if e.in_doubt}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        copied |= {e.id for e in self._ledger.entries.values() if e.landed}
+        copied |= {e.id for e in self._ledger.entries.values() if e.landed or e.parts is not None}
         return doubted | copied | self._dropper.reserved | self._dropper.awaited
 
     def _give_up(self, entry: Entry, reason: str, saved: CheckpointId) -> None:
@@ -90,7 +91,8 @@ class Superseder:
             "or flush less"
         )
         self.superseded += 1
-        entry.region.unseal()
+        if entry.region.sealed:
+            entry.region.unseal()
         entry.owed.clear()
         entry.set_state(host, CopyState.LEAVING)
         if entry.handle is not None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from tierfall.core.documents import Spliced
+from tierfall.core.image.dividing import Division, Shareable
 from tierfall.core.ranks.ranks import News
 from tierfall.core.records import Commit, Manifest, Mark, NamedFile
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
@@ -107,13 +108,16 @@ class Landed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCopy:
-    """Commit what all ranks have brought, unless a newer attempt exists."""
+    """Commit what all ranks have brought, unless a newer attempt exists. The outcome's value is the commit record as it
+    stands on the tier. ``tables``: the digests of all ranks' tables of tensors, of which an index is left beside it;
+    none where the tier has the images of some ranks alone."""
 
     tier: str
     id: CheckpointId
     commit: Commit
     marks: tuple[Mark, ...]
     name_latest: bool
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +133,8 @@ class DropCopy:
 
     ``tombstoned`` says that all other copies are to go too; ``next_latest`` is what ``latest`` is to name if it named
     this one. The value of its outcome is the marks that were there, or the commit record by which an unfinished copy
-    was found to be committed. Of an unfinished one only what belongs to ``shard``, where that is given.
+    was found to be committed. Of an unfinished one only what belongs to ``shard``, where that is given. ``void``: what
+    is committed there is given up by all ranks, and is no checkpoint: no mark keeps it.
     """
 
     tier: str
@@ -139,14 +144,16 @@ class DropCopy:
     unfinished: bool = False
     shard: Shard | None = None
     next_latest: CheckpointId | None = None
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMarks:
-    """Read the marks beside the given checkpoints afresh."""
+    """Read the marks beside the given checkpoints afresh. ``number`` tells which question of rank 0 that answers."""
 
     tier: str
     ids: tuple[CheckpointId, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +165,24 @@ class ChangeMark:
     remove: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCommit:
+    """Read the commit record of a checkpoint that another process writes; the outcome's value is the record."""
+
+    tier: str
+    id: CheckpointId
+
+
 Task = (
-    OpenShard | CopyRun | FinishCopy | CommitCopy | AbortShard | DropCopy | ReadMarks | ChangeMark
+    OpenShard
+    | CopyRun
+    | FinishCopy
+    | CommitCopy
+    | AbortShard
+    | DropCopy
+    | ReadMarks
+    | ChangeMark
+    | ReadCommit
 )
 
 
@@ -231,6 +254,18 @@ class SaveGivenUp:
     outcome: SaveOutcome
 
 
+@dataclass(slots=True, kw_only=True)
+class DivisionAsked:
+    """A save has a structure that no division knows; ``answer`` is called once."""
+
+    id: CheckpointId
+    shareable: Shareable
+    answer: Callable[[Division | None], None]
+    since_s: float | None = None
+    asked_again: bool = False
+    ended: bool = False
+
+
 class PersonsOrder(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
@@ -268,6 +303,7 @@ Event = (
     | CaptureSealed
     | CaptureFailed
     | SaveGivenUp
+    | DivisionAsked
     | Order
     | Ask
     | Outcome

@@ -166,7 +166,7 @@ def test_ctrl_c_is_said_and_has_an_exit_code_of_its_own(
             (["ls", "--what"], 2),
             (["check", "--size", "much"], 2),
             (["copy", "1", "--to", "host"], 2),
-            (["export", "1", "--to", "out", "--format", "dcp"], 2),
+            (["export", "1", "--to", "out", "--format", "zip"], 2),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from cli_kit import Cli, Trainer, flip, run_process
 
 import tierfall
 from tests.steps import files_below, state_of, steps_on
 from tierfall.cli import copying, exporting
 
+ALONE = "ignore:torch.distributed is disabled"
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
 IMAGE = "rank-00000-of-00001.safetensors"
@@ -103,11 +105,15 @@ def test_an_export_changes_nothing_on_the_tiers(cli: Cli, tmp_path: Path, memory
     assert after == before
 
 
-def test_dcp_comes_later(cli: Cli, tmp_path: Path) -> None:
-    answer = cli("export", "1", "--to", str(tmp_path / "out"), "--format", "dcp", code=2)
-    assert answer.err == (
-        "tierfall: export: --format dcp is not supported yet; use safetensors or torch\n"
-    )
+@pytest.mark.filterwarnings(ALONE)
+def test_dcp_is_a_folder_at_the_place_that_is_named(cli: Cli, tmp_path: Path) -> None:
+    words = ("export", "1", "--to", str(tmp_path / "out"), "--format", "dcp")
+    document = cli.json(*words, "--only", "w")
+    assert document["path"] == str(tmp_path / "out")
+    state = {"w": torch.zeros_like(state_of(1)["w"])}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(state["w"], state_of(1)["w"])
+    assert "is there already" in cli(*words, "--force", code=1).err
     assert "'xyz'" in cli("export", "1", "--to", "out", "--format", "xyz", code=2).err
 
 

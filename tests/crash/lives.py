@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,10 +82,13 @@ class Journal:
         os.mkfifo(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         self._rest = b""
+        self._unread: deque[bytes] = deque()
 
     def entries(self, *, until_s: float | None = None) -> Iterator[Entry]:
         """Yield what is told, until the trainer is gone or, with ``until_s``, that moment has come."""
         while True:
+            while self._unread:  # whoever stopped listening left some
+                yield json.loads(self._unread.popleft())
             left = PATIENCE_S if until_s is None else max(0.0, until_s - time.monotonic())
             ready, _, _ = select.select([self._descriptor], [], [], left)
             if not ready:
@@ -94,7 +98,7 @@ class Journal:
             if not data:
                 return
             *lines, self._rest = (self._rest + data).split(b"\n")
-            yield from map(json.loads, lines)
+            self._unread.extend(lines)
 
     def close(self) -> None:
         os.close(self._descriptor)

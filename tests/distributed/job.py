@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,25 +14,29 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.distributed.forked import Forked, server_of
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
 
 
 @dataclass
 class Job:
-    """One start of all ranks. ``node_of`` says which node a rank is on; by default all are on one."""
+    """One start of all ranks. ``node_of`` says which node a rank is on; by default all are on one. ``port`` leads to
+    its store, where that is not to be reached directly."""
 
     folder: Path
     world_size: int
     node_of: list[int] = field(default_factory=list)
     program: Path = PROGRAM
+    port: int = 0
 
     def __post_init__(self) -> None:
         self.store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
         self.node_of = self.node_of or [0] * self.world_size
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Forked] = []
 
     def start(self, function: str, **arguments: Any) -> Job:
         """Start ``function`` of the program on every rank."""
@@ -41,33 +44,31 @@ class Job:
             self.start_rank(rank, function, **arguments)
         return self
 
-    def start_rank(self, rank: int, function: str, **arguments: Any) -> None:
+    def launcher(self, rank: int) -> dict[str, str]:
+        """What the launcher tells a rank: torchrun."""
         node = self.node_of[rank]
-        environment = {
-            **os.environ,
+        return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.node_of[:rank].count(node)),
             "GROUP_RANK": str(node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+    def start_rank(self, rank: int, function: str, **arguments: Any) -> None:
+        environment = {
+            **os.environ,
+            **self.launcher(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port or self.store.port),
             "OMP_NUM_THREADS": "1",
             "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of 127.0.0.1, which nobody may know
             "PYTHONPATH": str(ROOT),
         }
         given = json.dumps({"folder": str(self.folder), **arguments})
-        out = (self.folder / f"rank-{rank}.log").open("a")
-        self.processes.append(
-            subprocess.Popen(
-                [sys.executable, str(self.program), function, given],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=out,
-                text=True,
-            )
-        )
-        out.close()
+        command = [str(self.program), function, given]
+        with (self.folder / f"rank-{rank}.log").open("a") as log:
+            self.processes.append(Forked(server_of(rank), command, environment, log))
 
     def wait(self, timeout_s: float = 90.0) -> list[Any]:
         """Wait for all ranks, and return what each function returned: a value, or ``{"error": kind, "text": ...}``."""
@@ -100,11 +101,39 @@ class Job:
     def log(self, rank: int) -> str:
         return (self.folder / f"rank-{rank}.log").read_text()[-4000:]
 
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Wait until every rank has said that it is where the test wants it; that is said once."""
+        deadline = time.monotonic() + timeout_s
+        marks = [self.folder / f"ready-{rank}" for rank in range(self.world_size)]
+        while not all(mark.exists() for mark in marks):
+            assert time.monotonic() < deadline, self.log(0)
+            assert all(process.poll() is None for process in self.processes), self.log(0)
+            time.sleep(0.02)
+        for mark in marks:
+            mark.unlink()
+
     def kill(self) -> None:
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            process.stdout.close()
         self.processes.clear()
+
+
+class SlurmJob(Job):
+    """One start of all ranks as ``srun`` makes it, of a batch job that was requeued ``restarts`` times."""
+
+    restarts = 0
+
+    def launcher(self, rank: int) -> dict[str, str]:
+        node = self.node_of[rank]
+        return {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NTASKS": str(self.world_size),
+            "SLURM_LOCALID": str(self.node_of[:rank].count(node)),
+            "SLURM_NODEID": str(node),
+            **({"SLURM_RESTART_COUNT": str(self.restarts)} if self.restarts else {}),
+        }

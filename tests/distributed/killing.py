@@ -45,21 +45,28 @@ POINTS = {
 def at_point(name: str, call: int, act: Callable[[], None]) -> None:
     """Do something, once, at the ``call``-th call that comes to a point."""
     point = POINTS[name]
-    real = getattr(point.owner, point.method)
+    at(point.owner, point.method, call, act, after=point.after)
+
+
+def at(
+    owner: type, method: str, call: int, act: Callable[[], None], *, after: bool = False
+) -> None:
+    """Do something, once, before or ``after`` the ``call``-th call of a method."""
+    real = getattr(owner, method)
     counted = threading.Lock()
     left = call
 
     def stand_in(*args: Any, **more: Any) -> Any:
         nonlocal left
-        value = real(*args, **more) if point.after else None
+        value = real(*args, **more) if after else None
         with counted:
             left -= 1
             due = left == 0
         if due:
             act()
-        return value if point.after else real(*args, **more)
+        return value if after else real(*args, **more)
 
-    setattr(point.owner, point.method, stand_in)
+    setattr(owner, method, stand_in)
 
 
 def kill_self() -> None:

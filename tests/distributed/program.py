@@ -22,11 +22,11 @@ from tierfall.core.ranks.post import StorePost
 from tierfall.core.scheduler.commits import Commits
 from tierfall.core.scheduler.flushing import Flusher
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]
 
 
 def config(folder: str, **changes: Any) -> dict[str, Any]:
-    node = os.environ["GROUP_RANK"]
     root = Path(folder)
     return {
         "run": "many",
@@ -36,13 +36,13 @@ def config(folder: str, **changes: Any) -> dict[str, Any]:
             {
                 "name": "host",
                 "kind": "host",
-                "folder": str(root / f"memory-{node}"),
+                "folder": str(root / f"memory-{NODE}"),
                 **changes.pop("host", {}),
             },
             {
                 "name": "nvme",
                 "kind": "file",
-                "path": str(root / f"nvme-{node}"),
+                "path": str(root / f"nvme-{NODE}"),
                 **changes.pop("nvme", {}),
             },
             {
@@ -84,7 +84,7 @@ def save(folder: str, steps: list[int], **changes: Any) -> Any:
         return [[c.step, c.attempt, sorted(c.tiers)] for c in ckpt.checkpoints()]
 
 
-def restore(folder: str, expect: int | None = None, **changes: Any) -> Any:
+def restore(folder: str, **changes: Any) -> Any:
     """Restore the newest, say from where, and whether it is bit for bit what this rank saved."""
     with tierfall.open(config(folder, **changes)) as ckpt:
         state = make_state(0)
@@ -146,7 +146,7 @@ def bad_state(folder: str, bad: int, **changes: Any) -> Any:
 def refused(folder: str, full: int, **changes: Any) -> Any:
     """The tier nvme refuses this rank's images; the others' arrive there."""
     if full == RANK:
-        broken = Path(folder, f"nvme-{os.environ['GROUP_RANK']}", "many")
+        broken = Path(folder, f"nvme-{NODE}", "many")
         create = PosixBackend.create
 
         def fail(self: PosixBackend, key: str, **options: Any) -> Any:

@@ -17,7 +17,7 @@ ELSEWHERE = [5, 5]
 """The newer start is on other nodes: on the same ones the lock on a slot of memory keeps it out."""
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.torture), 1])
 def test_a_rank_that_was_stopped_in_mid_flush_finds_itself_fenced(
     make_job: Callable[..., Job], tmp_path: Path, victim: int
 ) -> None:

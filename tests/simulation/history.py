@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.world import CHUNK, IMAGE, SHARD, World, file_rules, read_image
+from tests.simulation.world import CHUNK, IMAGE, SHARD, World, file_rules, marks_in, read_image
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -369,8 +369,7 @@ class History:
             if region.sealed:
                 commit = self._read(region.commit())
                 memory.commits[commit.line.checkpoint] = commit
-        for copy in self.world._memory_listing().copies:
-            memory.marks[copy.id] = set(copy.marks)
+                memory.marks[commit.line.checkpoint] = set(marks_in(region))
         return found
 
     def _look_at(self, disk: MemoryBackend) -> Held:

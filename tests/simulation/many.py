@@ -20,16 +20,19 @@ from tests.simulation.world import (
     IMAGE,
     FakeMemory,
     FakeRegion,
+    found_in,
     host_rules,
+    images_of,
     packing,
 )
+from tierfall.adopting import take_over
 from tierfall.backends.faults import Fault, Faulty
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import FoundCopy, Listing, merge
-from tierfall.core.documents import Spliced, sha256
+from tierfall.core.documents import Spliced, dumps, sha256
 from tierfall.core.errors import RestoreError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.ranks.council import Bodies, Topic
@@ -41,11 +44,10 @@ from tierfall.core.records import (
     Manifest,
     NamedFile,
     read_commit,
-    read_manifest,
 )
 from tierfall.core.restore.agreeing import choose_together, complete, whole_on
 from tierfall.core.restore.choosing import Request
-from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.restore.describing import describe, merge_ranks, unite
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.scheduler.ledger import Ledger
@@ -56,10 +58,12 @@ from tierfall.core.scheduler.tasks import (
     CaptureBegun,
     CaptureFailed,
     CaptureSealed,
+    Order,
+    PersonsOrder,
     SaveGivenUp,
     Task,
 )
-from tierfall.core.snapshot import Geometry, Snapshot, geometry
+from tierfall.core.snapshot import Geometry, Snapshot
 from tierfall.core.values import (
     CheckpointId,
     Codec,
@@ -69,6 +73,7 @@ from tierfall.core.values import (
     WhenFull,
 )
 from tierfall.core.view import TierRules
+from tierfall.inheriting import inherited
 from tierfall.policies import bundle
 from tierfall.starting import Start, held_by_all
 from tierfall.tiers.stored import StoredTier
@@ -92,6 +97,14 @@ class Troubled(Faulty):
 def image_of(id: CheckpointId, rank: int) -> bytes:
     """The bytes that a rank's image has: a function of what it is alone."""
     return random.Random(f"{id} of {rank}").randbytes(IMAGE)
+
+
+def table_of(id: CheckpointId, shard: Shard) -> Spliced:
+    """The table of a rank's image: its part of one tensor, which has another name every third step."""
+    length = IMAGE - DATA_START
+    part = {"offset": [shard.rank * length], "lengths": [length], "start": 0, "end": length}
+    whole = {"name": f"w{id.step // 3}", "dtype": "uint8", "shape": [shard.world_size * length]}
+    return Spliced(dumps([{**whole, **part}]))
 
 
 class Rank:
@@ -132,13 +145,11 @@ class Rank:
         return (self._in_memory(), *(store.list() for store in self.stores.values()))
 
     def _in_memory(self) -> Listing:
-        copies = []
-        for region in self.memory.regions:
-            if region.sealed:
-                commit = read_commit(region.commit(), what="memory")
-                id = commit.line.checkpoint
-                copies.append(FoundCopy(id=id, state=CopyState.SEALED, bytes=IMAGE, commit=commit))
-        return Listing(tier="host", copies=tuple(copies))
+        found: dict[CheckpointId, dict[str, FoundCopy]] = {}
+        for id, image in images_of(self.memory):
+            copy = found_in(image.region)
+            found.setdefault(id, {})[f"region {len(found.get(id, ()))}"] = copy
+        return Listing(tier="host", copies=tuple(unite(copies)[0] for copies in found.values()))
 
     def start(self, start: Start, listings: tuple[Listing, ...], held: tuple[Listing, ...]) -> None:
         """Build the ledger of what all ranks have their parts of, and begin."""
@@ -147,8 +158,9 @@ class Rank:
         ledger = Ledger(self.world.rules, "host", shard=self.shard)
         ledger.load(merge(held), held)
         ledger.scattered = start.scattered
+        ledger.deleted = start.deleted
         ledger.note_partial(x for x in listings if x.tier in start.seen)
-        self._adopt(ledger)
+        self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
         attempt = self.world.attempt
         self.runner = TaskRunner(
             self.stores,
@@ -169,19 +181,10 @@ class Rank:
             council=self.world.network.councils[self.number],
             shared={tier: tier == SHARED_TIER for tier in self.world.stored},
         )
+        self.coordinator.mind(self.inheritance)
         self._listen()
         self.coordinator.start()
         self.coordinator.ledger.go_on_from(self.world.started_from, attempt=attempt.number)
-
-    def _adopt(self, ledger: Ledger) -> None:
-        for region in [r for r in self.memory.regions if r.sealed]:
-            entry = ledger.entries.get(read_commit(region.commit(), what="memory").line.checkpoint)
-            if entry is None or "host" not in entry.states:
-                region.release()
-                continue
-            entry.region, entry.adopted = region, True
-            entry.manifest = read_manifest(region.manifest(), what="memory")
-            entry.geometry = geometry(entry.manifest)
 
     def _listen(self) -> None:
         council, post = self.world.network.councils[self.number], self.coordinator.post
@@ -263,8 +266,8 @@ class Rank:
             line=line,
             shard=self.shard,
             geometry=CUT,
-            structure="s",
-            pieces=Spliced(b"[]"),
+            structure=sha256(table_of(line.checkpoint, self.shard)),
+            pieces=table_of(line.checkpoint, self.shard),
             region=region,
             handle=handle,
             filling=None,  # type: ignore[arg-type]
@@ -295,8 +298,8 @@ class Rank:
             data_start=DATA_START,
             chunk_bytes=CHUNK,
             digests=tuple(chunk_digest(image[start:end]) for start, end in ranges),
-            structure="s",
-            pieces=Spliced(b"[]"),
+            structure=snapshot.structure,
+            pieces=snapshot.pieces,
         )
         data = snapshot.manifest.encode()
         manifest = names.manifest_name(self.shard)
@@ -325,6 +328,14 @@ class Rank:
         snapshot = self.begin(step, region)
         self.advance(snapshot, CUT.chunk_count)
         return snapshot.handle
+
+    def order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
+        """Give an order; its answer is appended once there is one."""
+        answer: list[dict[str, BaseException]] = []
+        order = Order(kind=kind, id=id, wall_time_s=self.world.now_s, answer=answer.append)
+        self.coordinator.post(order)
+        self.step()
+        return answer
 
     # Driving -------------------------------------------------------------------------------------
 
@@ -430,6 +441,14 @@ class Many:
             complete=found,
             seen=frozenset(x.tier for x in together if x.error is None),
             first=not known,
+            inherited=tuple(
+                read_commit(text.encode(), what="inherited")
+                for text in inherited(
+                    together, described, host="host", world_size=len(self.node_of)
+                )
+            ),
+            marks={x.tier: {c.id: c.marks for c in x.copies if c.marks} for x in together},
+            deleted=frozenset(c.id for c in merge(together) if c.tombstoned and not c.pinned),
         )
         self.started_from = self._chosen(described, order)
         commit = known.get(self.started_from) if self.started_from else None
@@ -464,6 +483,15 @@ class Many:
         lost = set(nodes_lost)
         for rank in self.ranks:
             rank.die(memory=rank.node in lost)
+
+    def renumber(self, draw: random.Random) -> None:
+        """Let the ranks of each node find at the next start what others of it have left in memory."""
+        for node in sorted(set(self.node_of)):
+            there = [rank for rank in self.ranks if rank.node == node]
+            memories = [rank.memory for rank in there]
+            draw.shuffle(memories)
+            for rank, memory in zip(there, memories, strict=True):
+                rank.memory = memory
 
     # Driving -------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.many import (
@@ -18,10 +18,10 @@ from tests.simulation.many import (
     Rank,
     image_of,
 )
-from tests.simulation.world import IMAGE, file_rules
+from tests.simulation.many_orders import Person
+from tests.simulation.world import IMAGE, file_rules, read_image
 from tierfall.backends.faults import Fault, FaultKind, Operation
 from tierfall.core import names
-from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.documents import sha256
 from tierfall.core.errors import (
     BackendError,
@@ -30,14 +30,14 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.packing.files import image_file
-from tierfall.core.packing.frames import frame_bytes_max
+from tierfall.core.index.index import read_index
+from tierfall.core.index.reading import checked_index
+from tierfall.core.packing.files import image_file, without_index
 from tierfall.core.ranks.council import Topic
 from tierfall.core.records import Commit
-from tierfall.core.restore.images import Image, StoredImage, checked_manifest, unpacked
 from tierfall.core.scheduler.tasks import CommitCopy, Task
 from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import CheckpointId, Codec, SaveOutcome, Shard, WhenFull
+from tierfall.core.values import CheckpointId, Codec, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0
@@ -55,7 +55,6 @@ class Loop:
     at: int = 0
     asked: tuple[int, list[Any]] | None = None
     capture: tuple[Snapshot, int] | None = None
-    leaves_out: set[int] = field(default_factory=set)
 
     @property
     def between_saves(self) -> bool:
@@ -103,6 +102,7 @@ class ManyHistory:
         self.careless = draw.random() < 0.2
         self.lead = draw.choice((1, 1, 2, 100))
         self.tidy = draw.random() < 0.4
+        self.has_person = draw.random() < 0.5
         self.memory_images = self.world.ranks[0].memory.capacity_bytes // IMAGE
         self.loops: dict[int, Loop] = {}
         self.steps: list[int] = []
@@ -112,6 +112,7 @@ class ManyHistory:
         self.lasting: set[str] = set()
         self.durable: dict[str, CheckpointId] = {}
         self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
+        self.person = Person(self.world, draw)
         self.world.said, self.world.ran = self._said, self._ran
         self._begin_loops()
 
@@ -172,6 +173,7 @@ class ManyHistory:
             (1, self.recover),
             (1, self.fail_capture),
             (1, self.skip),
+            *(((2, self.person.order), (1, self.person.leave_mark)) if self.has_person else ()),
         ]
         weights = [weight for weight, _ in actions]
         for action in self.draw.choices([action for _, action in actions], weights, k=events):
@@ -296,6 +298,9 @@ class ManyHistory:
         self.world.trace.append(f"all are killed; nodes {lost} lose their memory")
         self.counts["crash"] += 1
         self.world.crash(nodes_lost=lost)
+        self.person.crash()
+        if self.draw.random() < 0.3:
+            self.world.renumber(self.draw)
         for rank in self.world.ranks:
             rank.handles.clear()
         self.given_up.clear()
@@ -333,12 +338,15 @@ class ManyHistory:
     def check(self) -> None:
         self._check_memory()
         self._check_durable()
+        self.person.look()
 
     def _check_memory(self) -> None:
         """The newest checkpoint that was whole in memory stays on all ranks until a newer one is."""
         if not self.whole:
             return
         newest = max(self.whole)
+        if newest in self.person.doomed:
+            return
         below = any(newest in self.world.committed(tier) for tier in self.tiers)
         for rank in self.world.ranks:
             if newest not in rank.sealed():
@@ -348,14 +356,18 @@ class ManyHistory:
                 )
 
     def _check_durable(self) -> None:
-        """The newest checkpoint on what survives a loss never gets older."""
-        here = {tier: self.world.committed(tier) for tier in self.tiers}
+        """The newest checkpoint on what survives a loss never gets older. What was given up before the last record of
+        it came, as where an earlier start had left the others, is none."""
+        here = {
+            tier: {id for id in self.world.committed(tier) if (tier, id) not in self.given_up}
+            for tier in self.tiers
+        }
         self.committed |= {(tier, id) for tier, ids in here.items() for id in ids}
         reach = {"node": here[SHARED_TIER], "process": set().union(*here.values())}
         for lost, ids in reach.items():
             newest = max((id for id in ids if self._live(id)), default=None)
             had = self.durable.get(lost)
-            if had is not None:
+            if had is not None and had not in self.person.doomed:
                 assert newest is not None, f"nothing survives the loss of a {lost} any more"
                 assert newest >= had, f"{had} survived the loss of a {lost}, and is gone"
             if newest is not None:
@@ -369,9 +381,11 @@ class ManyHistory:
 
     def check_settled(self, *, healed: bool = True) -> None:
         self._check_handles()
-        self._check_idle()
+        if healed or not self.has_person:  # an order waits for what is being committed
+            self._check_idle()
         self._check_records()
         if healed:
+            self.person.check_settled()
             self._check_leftovers()
             self._check_agreement()
 
@@ -409,10 +423,16 @@ class ManyHistory:
         where = f"{tier} of node {node}: {id}"
         assert commit.line.checkpoint == id
         assert commit.world_size == len(self.world.ranks)
-        named = {names.parse_shard(file.name) for file in commit.files}
+        named = {names.parse_shard(file.name) for file in without_index(commit).files}
         assert named == {rank.shard for rank in ranks}, f"{where} names {named}"
         disk = self.world.disk(tier, node)
         store = StoredTier(name=tier, run="run", backend=disk)
+        if commit.file(names.INDEX_NAME) is not None:
+            assert tier == SHARED_TIER, f"{where}: a node has not all manifests"
+            index = read_index(checked_index(store, commit), what=where)
+            (tensor,) = index.find(f"w{id.step // 3}")
+            assert len(index) == 1, where
+            assert [block.rank for block in tensor.blocks] == list(range(commit.world_size)), where
         for rank in ranks:
             manifest = disk._objects.get(
                 names.step_prefix("run", id) + names.manifest_name(rank.shard)
@@ -441,6 +461,7 @@ class ManyHistory:
                     for id in there
                     if id.attempt < self.world.attempt.number and not mine
                 }
+                parts |= self.person.pinned_at(tier, node)  # while it was dropped elsewhere
                 assert set(there) - parts == whole - parts, (
                     f"{tier}: node {node} has records of {sorted(there)}, all nodes of "
                     f"{sorted(self.world.committed(tier))}"
@@ -448,9 +469,12 @@ class ManyHistory:
 
     def _check_agreement(self) -> None:
         for tier in self.tiers:
-            there = self.world.committed(tier)
+            both = self.person.doomed & self.person.pinned_on(
+                tier
+            )  # it stays on some nodes, or all
+            there = self.world.committed(tier) - both
             for rank in self.world.ranks:
-                told = rank.committed(tier)
+                told = rank.committed(tier) - both
                 assert told == there, (
                     f"{tier}: rank {rank.number} says that {sorted(told)} are there, and {sorted(there)} are"
                 )
@@ -459,19 +483,6 @@ class ManyHistory:
         for rank, ids, held in zip(self.world.ranks, known, sealed, strict=True):
             left = ids - held - set().union(*(rank.committed(tier) for tier in self.tiers))
             assert not left, f"rank {rank.number} knows of {left}, which is nowhere"
-
-
-def read_image(store: StoredTier, commit: Commit, shard: Shard) -> bytes:
-    """Read a whole image from a tier, chunk by chunk, each held against its digest."""
-    image: Image = StoredImage(store, commit.line.checkpoint, shard)
-    manifest = checked_manifest(image, commit, shard)
-    image = unpacked(image, commit, manifest)
-    data = bytearray()
-    for index in range(manifest.chunk_count):
-        view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(IMAGE))))
-        assert chunk_digest(view) == manifest.digests[index]
-        data += view
-    return bytes(data)
 
 
 def run_many(seed: int, events: int) -> ManyHistory:
@@ -489,6 +500,8 @@ def run_many(seed: int, events: int) -> ManyHistory:
         history.crash()
         history.settle()
         history.check_settled()
+        history.person.check_started()
+        history.counts.update(history.person.counts)
     except Exception as error:
         lately = "\n".join(history.world.trace[-150:])
         nodes = history.world.node_of

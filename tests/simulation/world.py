@@ -6,21 +6,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.catalog import Listing, merge
+from tierfall.core.catalog import FoundCopy, Listing, merge
 from tierfall.core.contracts import Backend
 from tierfall.core.documents import Spliced, sha256
 from tierfall.core.errors import UnreachableError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.records import Attempt, Commit, Line, Manifest, NamedFile, read_commit
+from tierfall.core.records import (
+    Attempt,
+    Commit,
+    Line,
+    Manifest,
+    NamedFile,
+    read_commit,
+    read_manifest,
+    read_mark,
+)
 from tierfall.core.restore.images import Image, StoredImage, checked_manifest, unpacked
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.lane import LaneLimits
@@ -37,7 +48,7 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.snapshot import Geometry, Snapshot
-from tierfall.core.values import CheckpointId, Codec, Shard, TierKind, WhenFull, survives
+from tierfall.core.values import CheckpointId, Codec, CopyState, Shard, TierKind, WhenFull, survives
 from tierfall.core.view import TierRules
 from tierfall.policies import bundle
 from tierfall.tiers.image_writer import Packing
@@ -59,14 +70,14 @@ def packing(codec: Codec | None) -> Packing | None:
     return Packing(codec, level=1, chunk_bytes=CHUNK, parallel=2, part_bytes=PART)
 
 
-def read_image(store: StoredTier, commit: Commit) -> bytes:
+def read_image(store: StoredTier, commit: Commit, shard: Shard = SHARD) -> bytes:
     """Read a whole image from a tier, chunk by chunk, each held against its digest."""
-    image: Image = StoredImage(store, commit.line.checkpoint, SHARD)
-    manifest = checked_manifest(image, commit, SHARD)
+    image: Image = StoredImage(store, commit.line.checkpoint, shard)
+    manifest = checked_manifest(image, commit, shard)
     image = unpacked(image, commit, manifest)
     data = bytearray()
     for index in range(manifest.chunk_count):
-        view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(DATA_START))))
+        view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(IMAGE))))
         assert chunk_digest(view) == manifest.digests[index]
         data += view
     return bytes(data)
@@ -93,6 +104,15 @@ class FakeRegion:
     def unseal(self) -> None:
         assert self.sealed
         self.sealed = False
+
+    @property
+    def image_bytes(self) -> int:
+        return len(self.image)
+
+    @property
+    def shard(self) -> Shard:
+        """Whose image it is."""
+        return read_manifest(self.manifest(), what="memory").shard
 
     def manifest(self) -> bytes:
         return self._records[0]
@@ -152,6 +172,39 @@ def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
     )
 
 
+def images_of(memory: FakeMemory) -> list[tuple[CheckpointId, Any]]:
+    """The sealed images in memory, as tiers.host has them."""
+    return [
+        (
+            read_commit(region.commit(), what="memory").line.checkpoint,
+            SimpleNamespace(region=region),
+        )
+        for region in memory.regions
+        if region.sealed
+    ]
+
+
+def found_in(region: FakeRegion) -> FoundCopy:
+    """What a listing says of a sealed image in memory."""
+    commit = read_commit(region.commit(), what="memory")
+    return FoundCopy(
+        id=commit.line.checkpoint,
+        state=CopyState.SEALED,
+        bytes=IMAGE,
+        commit=commit,
+        marks=marks_in(region),
+    )
+
+
+def marks_in(region: FakeRegion) -> frozenset[str]:
+    """The marks of an image in memory: a pin, unless it was taken away again, and any others."""
+    marks: set[str] = set()
+    for data in region.marks():
+        name = read_mark(data, what="memory").name
+        marks = marks - {names.PIN_MARK} if name == "unpin" else marks | {name}
+    return frozenset(marks)
+
+
 def _attempt(number: int) -> Attempt:
     return Attempt(run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0)
 
@@ -203,25 +256,19 @@ class World:
             else store.list()
             for store in self.stores.values()
         )
-        held = {self._id(r): r for r in self.memory.regions if r.sealed}
+        held = images_of(self.memory)
         numbers = [n for x in listings for n in x.attempts]
         numbers += [c.id.attempt for x in listings for c in x.copies]
-        self.attempt = _attempt(1 + max((*numbers, *(id.attempt for id in held), 0)))
+        self.attempt = _attempt(1 + max((*numbers, *(id.attempt for id, _ in held), 0)))
         for listing, store in zip(listings, self.stores.values(), strict=True):
             if listing.error is None:
                 store.take_attempt(self.attempt)
                 store.discard_unfinished()
         ledger = Ledger(self.rules, "host")
-        everything = (self._memory_listing(), *listings)
+        in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
+        everything = (in_memory, *listings)
         ledger.load(merge(everything), everything)
-        for id, region in held.items():
-            from tierfall.core.records import read_manifest
-            from tierfall.core.snapshot import geometry
-
-            entry = ledger.entries[id]
-            entry.region, entry.adopted = region, True
-            entry.manifest = read_manifest(region.manifest(), what="memory")
-            entry.geometry = geometry(entry.manifest)
+        take_over(ledger, held, [], ())
         self.tasks: list[Task] = []
         self.runner = TaskRunner(
             self.stores,
@@ -262,33 +309,6 @@ class World:
         self.tasks.clear()
         for store in self.stores.values():
             store._packing = packing(self.codecs.get(store.name))
-
-    def _id(self, region: FakeRegion) -> CheckpointId:
-        return read_commit(region.commit(), what="memory").line.checkpoint
-
-    def _memory_listing(self) -> Listing:
-        from tierfall.core.catalog import FoundCopy
-        from tierfall.core.records import read_mark
-        from tierfall.core.values import CopyState
-
-        copies = []
-        for region in self.memory.regions:
-            if region.sealed:
-                commit = read_commit(region.commit(), what="memory")
-                marks: set[str] = set()
-                for data in region.marks():
-                    name = read_mark(data, what="memory").name
-                    marks = marks - {names.PIN_MARK} if name == "unpin" else marks | {name}
-                copies.append(
-                    FoundCopy(
-                        id=commit.line.checkpoint,
-                        state=CopyState.SEALED,
-                        bytes=IMAGE,
-                        commit=commit,
-                        marks=frozenset(marks),
-                    )
-                )
-        return Listing(tier="host", copies=tuple(copies))
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -411,13 +431,17 @@ class World:
         self.step()
         return True
 
+    def run_all(self) -> None:
+        """Carry out what waits, and what comes of that, while no time passes."""
+        while self.run_one():
+            continue
+
     def settle(self, *, limit_s: float = 1000.0) -> None:
         """Carry out everything, letting time pass where the coordinator waits for it."""
         until = self.now_s + limit_s
         while True:
             next_s = self.step()
-            while self.run_one():
-                continue
+            self.run_all()
             next_s = self.step()
             if self.tasks:
                 continue

@@ -80,7 +80,6 @@ def test_image_is_aligned_and_exactly_as_long_as_asked(path: Path) -> None:
         region = arena.allocate(image_bytes=length, records_bytes=1)
         assert region is not None
         assert len(region.image) == length
-        assert len(region.padded_image) == -(-length // PAGE) * PAGE
         assert not region.image.readonly
         tensor = region.tensor()
         assert tensor.dtype == torch.uint8
@@ -208,7 +207,6 @@ def test_region_goes_through_its_states_once(path: Path) -> None:
         region.marks,
         region.tensor,
         lambda: region.image,
-        lambda: region.padded_image,
         lambda: region.seal(manifest=b"", commit=b""),
         lambda: region.add_mark(b"pin"),
     ):

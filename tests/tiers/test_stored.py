@@ -492,6 +492,21 @@ def test_leftovers_are_discarded_with_all_that_is_ours(
     assert keys(disk, "step-") == ["step-00000001-a0001/notes.txt"]
 
 
+def test_the_marks_of_a_commit_that_failed_go_with_the_last_of_several_images(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    folder = "step-00000001-a0001/"
+    for name in ("rank-00000-of-00002.json", "rank-00001-of-00002.json", "index.zst", "notes.txt"):
+        put(disk, folder + name, b"x")
+    tier.add_mark(mark(1))
+    tier.discard(CheckpointId(1, 1), Shard(0, 2))
+    assert keys(disk, "step-") == [
+        folder + name for name in ("marks/pin", "notes.txt", "rank-00001-of-00002.json")
+    ]
+    tier.discard(CheckpointId(1, 1), Shard(1, 2))
+    assert keys(disk, "step-") == [folder + "notes.txt"]
+
+
 def test_a_shard_that_was_not_published_leaves_nothing(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:

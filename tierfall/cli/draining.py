@@ -26,6 +26,7 @@ from tierfall.draining import Drained, Owed, known_owed
 from tierfall.draining import drain as drain_run
 from tierfall.orders import unread
 from tierfall.reading import Reader
+from tierfall.slots import left_in_memory
 
 
 def drain(
@@ -42,7 +43,7 @@ def drain(
     deadline_s = None if deadline is None else _seconds(deadline)
     answer = Answer(as_json)
     with Reader(settings) as reader:
-        if not _holds_images(reader, answer):
+        if not _holds_images(reader, settings, answer):
             _say_nothing_lies_there(reader, answer)
             answer.finish()
             return
@@ -66,25 +67,19 @@ def _seconds(text: str) -> float:
         refuse(f"--deadline: {error}", Exit.USAGE)
 
 
-def _holds_images(reader: Reader, answer: Answer) -> bool:
+def _holds_images(reader: Reader, settings: Config, answer: Answer) -> bool:
     """Look into memory without owning it; a living trainer is left alone."""
     owner = reader.owner()
     if owner is not None:
         refuse(
             f"drain: a trainer owns run {reader.run!r} ({owner}) and flushes its memory itself; nothing was done"
         )
-    if others := reader.memory_of_others():
-        refuse(
-            f"drain: several ranks of run {reader.run!r} have left images in memory ({', '.join(map(str, others))}): "
-            "draining for several ranks is not supported yet. Start the job again with as many ranks, which finish the "
-            "flush; nothing was done"
-        )
-    memory = reader.memory()
-    if memory.error is not None:
-        refuse(f"drain: host memory cannot be read: {memory.error}")
-    for damage in memory.damaged:
-        answer.problem(f"host memory holds something damaged: {damage}")
-    return bool(memory.copies)
+    count, problems = left_in_memory(settings)
+    for problem in problems:
+        if reader.memory().error is not None:
+            refuse(f"drain: host memory cannot be read: {problem}")
+        answer.problem(f"host memory holds something damaged: {problem}")
+    return count > 0
 
 
 def _say_nothing_lies_there(reader: Reader, answer: Answer) -> None:

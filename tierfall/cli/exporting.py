@@ -11,7 +11,6 @@ import typer
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
-    Exit,
     JsonOption,
     RunOption,
     StepArgument,
@@ -20,7 +19,6 @@ from tierfall.cli.common import (
     id_members,
     load_settings,
     parse_step,
-    refuse,
     watched,
 )
 from tierfall.cli.progress import Watch
@@ -40,7 +38,8 @@ def export(
     format: Annotated[
         Format,
         typer.Option(
-            "--format", help="safetensors, or torch for torch.load. dcp is not supported yet."
+            "--format",
+            help="safetensors, torch for torch.load, or dcp for torch.distributed.checkpoint: DIR itself.",
         ),
     ] = Format.SAFETENSORS,
     only: Annotated[
@@ -59,12 +58,10 @@ def export(
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as one file, from the fastest good copy; every chunk is verified."""
+    """Write a checkpoint as one file, or as a folder of DCP, from the fastest good copy; every chunk is verified."""
     settings = load_settings(config, run)
     named = parse_step(step)
     check_tier(settings, tier)
-    if format is Format.DCP:
-        refuse("export: --format dcp is not supported yet; use safetensors or torch", Exit.USAGE)
     answer = Answer(as_json)
     wish = Wish(to=to.expanduser(), format=format, only=tuple(only or ()), replace=force)
     with Reader(settings) as reader:

@@ -100,8 +100,8 @@ class StoredTier(_Tier):
 
     shared: Flag | None = Field(
         default=None,
-        description="Whether all nodes see the same files; absent: an object store is shared, a folder is not, so that "
-        "what lies there is not counted on when a node is lost.",
+        description="Whether all nodes see the same files; absent: an object store is shared, and a folder what open "
+        "finds where there are several nodes; what is not shared is not counted on when a node is lost.",
         examples=[True],
     )
     capacity_bytes: Size | None = Field(

@@ -50,12 +50,7 @@ class Made:
         return start, min(start + self.chunk_bytes, self.layout.image_bytes)
 
 
-def make(
-    state: Mapping[str, Any],
-    chunk_bytes: int = 4 * KIB,
-    *,
-    before: Callable[[StateView], None] = lambda view: None,
-) -> Made:
+def make(state: Mapping[str, Any], chunk_bytes: int = 4 * KIB) -> Made:
     view = describe(state)
     layout = plan_layout(view)
     header = layout.header(view)

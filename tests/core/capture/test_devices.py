@@ -516,37 +516,23 @@ def test_many_steps_through_a_slab_keep_their_own_values(
         assert_same(saved(tmp_path / "disk", step), before)
 
 
+@pytest.mark.parametrize("trouble", ["fails", "refuses"])
 def test_a_slab_is_free_again_after_a_capture_that_failed(
-    make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
+    make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held, trouble: str
 ) -> None:
-    stream, trainer = places.stream, Trainer()
-    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
-        warmed_up(ckpt, trainer)
-        held.hold()
-        handle = lazy_save(ckpt, trainer, 2)
-        stream.fails = RuntimeError("an illegal memory access")
-        trainer.step()
-        held.free.set()
-        with pytest.raises(CaptureError):
-            handle.wait(timeout=PATIENCE_S)
-        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
-
-
-def test_a_slab_is_free_again_where_a_launch_from_it_is_refused(
-    make_config: MakeConfig, places: FakePlaces, slab: DeviceSlab, held: Held
-) -> None:
+    """A copy that was launched fails, or a launch is refused at the barrier."""
     trainer = Trainer()
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
         held.hold()
         handle = lazy_save(ckpt, trainer, 2)
-        places.stream.refuses = RuntimeError("CUDA error: launch")
+        setattr(places.stream, trouble, RuntimeError("CUDA error"))
         trainer.step()
         places.stream.refuses = None
         held.free.set()
         with pytest.raises(CaptureError):
             handle.wait(timeout=PATIENCE_S)
-        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "it is free again")
+        wait_until(lambda: slab.free_bytes == SLAB_BYTES, "its blocks are back")
 
 
 def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.image import Recall, StateView, describe, walk
+from tierfall.core.image import Recall, StateView, describe
 from tierfall.core.image.recall import Part
+from tierfall.core.image.taking import Taking
 
 
 class Net(nn.Module):
@@ -255,13 +256,13 @@ def test_what_did_not_move_is_recalled(
     describe(run.state, recall)
     change(run)
     met: list[str] = []
-    tensor = walk._Walk._tensor
+    tensor = Taking.tensor
 
     def watched(self: Any, value: torch.Tensor, name: str, *more: Any, **words: Any) -> Any:
         met.append(name)
         return tensor(self, value, name, *more, **words)
 
-    monkeypatch.setattr(walk._Walk, "_tensor", watched)
+    monkeypatch.setattr(Taking, "tensor", watched)
     describe(run.state, recall)
     assert "loose" in met
     assert not [name for name in met if name.startswith(("model", "optimizer"))]

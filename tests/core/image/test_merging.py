@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from image_help import header_of, make_image
@@ -112,6 +113,18 @@ def test_the_values_of_one_rank_count_where_it_is_named() -> None:
     assert not found.replicas
 
 
+def test_the_tensors_of_one_rank_count_whatever_shape_others_have() -> None:
+    states = [
+        {"t": torch.zeros(2 + rank), "loader": {"n": np.arange(1 + rank)}, "rng": None}
+        for rank in range(2)
+    ]
+    for rank in range(2):
+        found = merged(*states, own=rank)
+        plan = plan_fill(states[rank], found.header)
+        blocks = [found.blocks[want.slot] for want in plan.wants]
+        assert [[block.rank for block in those] for those in blocks] == [[rank], [rank]]
+
+
 def test_a_plain_tensor_of_several_ranks_must_be_one() -> None:
     found = merged(*({"w": torch.zeros(2), "rng": None} for _ in range(3)))
     assert [block.rank for block in found.blocks[0]] == [0]
@@ -179,5 +192,22 @@ def test_rules_are_found_wherever_a_wrapper_stands() -> None:
     state = {
         "a": {"b.c": [1, item(2, on_resize="drop")]},
         "d": item({"e": item(3, on_resize="replicate")}),
+        "f": {0: item(4, on_resize="per_rank"), object(): 5},
     }
-    assert resize_rules(state) == {"a.b%2Ec.1": OnResize.DROP, "d.e": OnResize.REPLICATE}
+    assert resize_rules(state) == {
+        "a.b%2Ec.1": OnResize.DROP,
+        "d.e": OnResize.REPLICATE,
+        "f.%i0": OnResize.PER_RANK,
+    }
+
+
+def test_what_is_in_conflict_does_not_keep_the_rest_from_being_restored() -> None:
+    """Two ranks alike and a third that differs: no replicas are compared of what is no one tensor."""
+    states = [{"x": torch.zeros(n), "other": torch.ones(4), "rng": None} for n in (2, 2, 3)]
+    found = merged(*states)
+    names = {slot: found.header.tensors[slot].name for slot in found.replicas}
+    assert set(names.values()) == {"other"}
+    live = {"x": torch.zeros(2), "other": torch.zeros(4), "rng": None}
+    assert plan_fill(live, found.header, only=["other"]).wants
+    with pytest.raises(RestoreError, match=r"x: is torch.float32"):
+        plan_fill(live, found.header)

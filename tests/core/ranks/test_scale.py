@@ -1,11 +1,12 @@
 """How long a commit of 10,000 ranks takes beyond its I/O: the real councils, on clocks of their own.
 
-Each rank has a clock. A message costs its receiver a round trip to the store and the time that the real code takes for
-it here; it costs its sender a push. What stands in docs/scale.md is what this prints.
+Each rank has a clock. A message costs its receiver a round trip to the store and the CPU time that the real code takes
+for it here; it costs its sender a push. What stands in docs/scale.md is what this prints.
 """
 
 from __future__ import annotations
 
+import gc
 import heapq
 import time
 from collections import Counter
@@ -39,17 +40,23 @@ class Clocks:
 
     def run(self) -> float:
         """Deliver everything; return when the last rank was done."""
-        while self._on_the_way:
-            arrived_s, _, rank, data = heapq.heappop(self._on_the_way)
-            self.received[rank] += 1
-            self.now_s[rank] = max(self.now_s[rank], arrived_s) + ROUND_TRIP_S
-            self.timed(rank, lambda rank=rank, data=data: self.councils[rank].take(data))
+        # No rank has the memory of all of them (and of this test run) for its collector to walk.
+        gc.freeze()
+        try:
+            while self._on_the_way:
+                arrived_s, _, rank, data = heapq.heappop(self._on_the_way)
+                self.received[rank] += 1
+                self.now_s[rank] = max(self.now_s[rank], arrived_s) + ROUND_TRIP_S
+                self.timed(rank, lambda rank=rank, data=data: self.councils[rank].take(data))
+        finally:
+            gc.unfreeze()
         return max(self.now_s)
 
     def timed(self, rank: int, act: Callable[[], Any]) -> None:
-        began = time.perf_counter()
+        # Each rank has a core to itself: what others do on this machine meanwhile is not its time.
+        began = time.thread_time()
         act()
-        self.now_s[rank] += time.perf_counter() - began
+        self.now_s[rank] += time.thread_time() - began
 
     def _sender(self, source: int) -> Callable[[int, bytes], None]:
         def send(target: int, data: bytes) -> None:

@@ -26,6 +26,7 @@ from tierfall.core.errors import (
     RestoreError,
     UnreachableError,
 )
+from tierfall.core.records import read_commit
 from tierfall.core.restore.agreeing import (
     agree_to_restore,
     choose_together,
@@ -172,7 +173,8 @@ def test_the_newest_whole_checkpoint_is_chosen_and_the_others_are_passed_over_by
     lost(ranks[1])
     decision = chosen(ranks)
     assert decision["order"] == [[4, 1], [3, 1]]
-    assert decision["lives"] == [f"{1:032x}"] * 2
+    records = [read_commit(said.encode(), what="said") for said in decision["commits"]]
+    assert [record.line.attempt_id for record in records] == [f"{1:032x}"] * 2
     assert decision["fallbacks"] == [["step 5@1", "rank 1 of 2 is on no tier that answered"]]
 
 
@@ -186,7 +188,7 @@ def test_checkpoints_that_are_only_partly_there_are_never_taken_for_a_first_star
 
 
 def test_nothing_is_said_where_there_is_nothing() -> None:
-    assert chosen(several(3)) == {"order": [], "lives": [], "fallbacks": []}
+    assert chosen(several(3)) == {"order": [], "commits": [], "fallbacks": []}
 
 
 def test_a_tier_that_one_rank_cannot_read_may_hold_something_newer() -> None:
@@ -275,7 +277,10 @@ def test_a_checkpoint_that_this_rank_sees_nowhere_is_a_candidate_without_copies(
     put_shared([rank.tiers for rank in two], "store", 5)
     two[1].tiers.found.clear()
     (known,) = agreed(two)[1]
-    assert (known.id, known.commit, known.copies) == (CheckpointId(5, 1), None, {})
+    assert (known.id, known.copies) == (CheckpointId(5, 1), {})
+    assert known.commit is not None
+    assert known.commit.line == sharded(5, 0, 2).commit.line
+    assert known.commit.world_size == 2
 
 
 def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> None:
@@ -291,7 +296,9 @@ def test_a_rank_takes_no_shard_from_another_life_of_the_run(two: list[Rank]) -> 
     tiers[1].put("nvme", sharded(5, 1, 2))
     first, second = agreed(two)
     assert first[0].commit is not None
-    assert second[0].commit is None
+    assert second[0].commit is not None
+    assert second[0].commit.line == parts[0].commit.line
+    assert second[0].copies["nvme"].commit is None
     assert "another life" in str(second[0].copies["nvme"].damage)
 
 

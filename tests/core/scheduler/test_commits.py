@@ -9,6 +9,7 @@ import pytest
 from tests.simulation.many import CUT, NODE_TIER, SHARED_TIER, Many, Rank
 from tests.simulation.world import file_rules
 from tierfall.backends.faults import Fault, FaultKind, Operation
+from tierfall.core import names
 from tierfall.core.errors import (
     BackendError,
     CapacityError,
@@ -17,8 +18,11 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
+from tierfall.core.records import Mark
+from tierfall.core.scheduler.orders import RETRY_S
 from tierfall.core.scheduler.tasks import CommitCopy, DropCopy, FinishCopy, Task
 from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.tiers.stored import StoredTier
 
 DRAW = random.Random(1)
 COMMITS = "run/step-*/commit.json"
@@ -185,6 +189,24 @@ def test_room_made_on_one_rank_does_not_help_another_that_is_stuck() -> None:
     assert not run.ranks[0].coordinator.busy()
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_recovers_before_another_does_not_wait_for_that_one(early: int) -> None:
+    run = world(tiers=NODE_TIER)
+    for rank in run.ranks:
+        rank.troubles[NODE_TIER].strike(failing(Operation.WRITE, UnreachableError))
+        rank.save(1)
+    run.settle(limit_s=60.0)
+    first, second = run.ranks[early], run.ranks[1 - early]
+    assert all(NODE_TIER in rank.coordinator.ledger.failing for rank in run.ranks)
+    first.troubles[NODE_TIER].heal()
+    run.settle(limit_s=60.0)
+    assert not first.coordinator.busy(), "the other is still stuck"
+    second.troubles[NODE_TIER].heal()
+    run.settle()
+    assert all(rank.committed(NODE_TIER) == {CheckpointId(1, 1)} for rank in run.ranks)
+    assert not any(rank.coordinator.ledger.failing for rank in run.ranks)
+
+
 def test_a_commit_that_does_not_get_through_is_said() -> None:
     run = world(tiers=SHARED_TIER)
     trouble = run.ranks[0].troubles[SHARED_TIER]
@@ -316,3 +338,58 @@ def test_a_skip_of_one_rank_ends_the_save_of_all() -> None:
     for rank in run.ranks:
         assert rank.handles[CheckpointId(1, 1)].outcome is SaveOutcome.SKIPPED
         assert not rank.memory.regions
+
+
+def test_a_tombstone_that_a_pin_contradicts_ends_the_flush_of_no_rank_alone() -> None:
+    """The deletion waits for an end that was not answered, and is refused then: all must still bring their parts."""
+    run = world()
+    first, one = run.ranks[0], CheckpointId(1, 1)
+    manifests = "run/step-*/rank-*.json"
+    first.troubles[NODE_TIER].strike(failing(Operation.PUBLISH, UnreachableError, manifests))
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle(limit_s=5.0)
+    assert first.committed(SHARED_TIER) == {one}
+    store = StoredTier(name=SHARED_TIER, run="run", backend=run.disk(SHARED_TIER, 0))
+    for name in (names.TOMBSTONE_MARK, names.PIN_MARK):
+        store.add_mark(Mark(name=name, checkpoint=one, wall_time_s=0.0))
+        first.coordinator.dropper.survey_all()
+        run.settle(limit_s=5.0)
+    first.troubles[NODE_TIER].heal()
+    run.settle()
+    assert all(rank.committed(NODE_TIER) == {one} for rank in run.ranks)
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_part_whose_deletion_is_tried_again_is_not_forgotten_meanwhile(under_way: bool) -> None:
+    """Its tombstone keeps it from going as a mere part, once a newer one is whole."""
+    run = world(tiers=NODE_TIER)
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    one = CheckpointId(1, 1)
+    store = StoredTier(name=NODE_TIER, run="run", backend=run.disk(NODE_TIER, 0))
+    store.add_mark(Mark(name=names.TOMBSTONE_MARK, checkpoint=one, wall_time_s=0.0))
+    other = StoredTier(name=NODE_TIER, run="run", backend=run.disk(NODE_TIER, 1))
+    other.drop(one)
+    run.crash(nodes_lost=[0, 1])
+    run.start()
+    trouble = run.ranks[0].troubles[NODE_TIER]
+    trouble.strike(failing(Operation.CREATE, UnreachableError, "run/step-*/marks/*"))
+    for rank in run.ranks:
+        rank.save(2)
+    run.settle(limit_s=5.0)
+    assert set(run.records(NODE_TIER, 0)) == {one, CheckpointId(2, 2)}
+    trouble.heal()
+    held: list[Task] = []
+    if under_way:
+        rank = run.ranks[0]
+        rank.coordinator.dropper.leave(DropCopy(tier=NODE_TIER, id=one, reason="a part of it"))
+        held, rank.tasks[:] = rank.tasks[:], []
+    pass_time(run, RETRY_S)
+    while any(rank.run_one(DRAW) for rank in run.ranks):
+        talk(run)
+    run.ranks[0].tasks.extend(held)
+    run.settle()
+    assert set(run.records(NODE_TIER, 0)) == {CheckpointId(2, 2)}

@@ -84,8 +84,7 @@ def test_after_the_fence_nothing_is_dropped_by_marks_that_were_being_read() -> N
     world.save(3)
     marks = [task for task in world.tasks if isinstance(task, ReadMarks)]
     world.tasks = [task for task in world.tasks if not isinstance(task, ReadMarks)]
-    while world.run_one():
-        continue
+    world.run_all()
     assert world.coordinator.fenced is not None
     for task in marks:
         world.coordinator.post(world.runner.run(task))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.world import IMAGE, World, file_rules
+from tests.simulation.world import IMAGE, World, file_rules, images_of
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import AccessDeniedError, CapacityError, FlushError, StepError
@@ -248,7 +248,7 @@ def test_a_tombstone_from_outside_empties_memory_and_the_other_tiers_too() -> No
     world.coordinator.dropper.survey_all()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [c.id.step for c in world._memory_listing().copies] == [2]
+    assert [id.step for id, _ in images_of(world.memory)] == [2]
     assert FIRST not in world.coordinator.ledger.entries
     world.crash()
     world.start()
@@ -284,7 +284,7 @@ def test_a_deletion_that_a_crash_cut_short_is_finished_by_the_next_start() -> No
     world.start()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [c.id.step for c in world._memory_listing().copies] == [2]
+    assert [id.step for id, _ in images_of(world.memory)] == [2]
 
 
 def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> None:
@@ -297,7 +297,7 @@ def test_a_tombstone_that_goes_with_a_copy_before_it_was_read_still_counts() -> 
     leave_tombstone(world, "nvme")
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [c.id.step for c in world._memory_listing().copies] == [2]
+    assert [id.step for id, _ in images_of(world.memory)] == [2]
 
 
 def test_a_tombstone_that_cannot_be_spread_holds_all_copies_until_it_can() -> None:
@@ -369,16 +369,13 @@ def test_a_deletion_takes_over_a_drop_that_had_failed() -> None:
     world = faulty_world(fault, retain_last=1)
     for step in (1, 2):
         world.save(step)
-        while world.run_one():
-            continue
+        world.run_all()
     assert world.steps_on("nvme") == [1, 2]
     first = give(world, PersonsOrder.DELETE, FIRST)
-    while world.run_one():
-        continue
+    world.run_all()
     assert list(first[0]) == ["nvme"]
     second = give(world, PersonsOrder.DELETE, FIRST)
-    while world.run_one():
-        continue
+    world.run_all()
     assert second == [{}]
     assert world.now_s == 0.0
     assert world.steps_on("nvme") == [2]
@@ -405,8 +402,7 @@ def test_while_a_restore_reads_a_drop_that_is_due_again_does_not_make_the_clock_
     world = faulty_world(fault, retain_last=1)
     for step in (1, 2):
         world.save(step)
-        while world.run_one():
-            continue
+        world.run_all()
     world.coordinator.dropper.paused = True
     assert world.step() is None
     world.now_s = 100.0
@@ -458,7 +454,7 @@ def test_a_found_deletion_that_a_pin_held_back_goes_on_whole_after_the_unpin() -
     world.coordinator.dropper.survey_all()
     world.settle()
     assert world.steps_on("nvme") == world.steps_on("store") == [2]
-    assert [c.id.step for c in world._memory_listing().copies] == [2]
+    assert [id.step for id, _ in images_of(world.memory)] == [2]
 
 
 def test_an_unpin_is_not_undone_by_a_copy_that_ends_meanwhile() -> None:

@@ -131,8 +131,7 @@ def test_the_copy_after_one_that_was_deleted_while_it_stalled_does_not_wait() ->
     began_s = world.now_s
     assert world.order(PersonsOrder.DELETE, FIRST) == {}
     world.save(2)
-    while world.run_one():
-        continue
+    world.run_all()
     assert world.steps_on("nvme") == [2]
     assert world.now_s - began_s < LONGEST_RETRY_S
 
@@ -149,8 +148,7 @@ def test_a_stalled_copy_that_memory_gives_up_leaves_the_tier_in_trouble_until_th
     since_s, not_before_s = lane.failing_since_s, lane.not_before_s
     assert not_before_s > world.now_s
     world.save(4)
-    while world.run_one():
-        continue
+    world.run_all()
     assert FIRST not in coordinator.ledger.entries, "memory was full"
     assert (lane.failing_since_s, lane.not_before_s) == (since_s, not_before_s)
     faulty.heal()

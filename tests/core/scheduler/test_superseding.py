@@ -180,8 +180,7 @@ def test_one_whose_copy_failed_in_its_middle_is_given_up_and_the_tier_stays_in_t
     until(world, CopyRun)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryWriter, "write", refuse)
-        while world.run_one():
-            continue
+        world.run_all()
     lane = world.coordinator.lanes["nvme"]
     tries, not_before_s = lane.tries, lane.not_before_s
     assert tries == 1
@@ -218,8 +217,7 @@ def test_one_whose_end_failed_is_not_given_up_for_its_commit_may_be_there() -> N
         patch.setattr(type(store), "commit", refuse)
         patch.setattr(type(store), "discard", refuse)
         carry_out(world, lambda task: isinstance(task, FinishCopy))
-        while world.run_one():
-            continue
+        world.run_all()
     assert store.files(FIRST) != ()
     assert world.coordinator.lanes["nvme"].active is None
     world.save(2)

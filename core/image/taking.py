@@ -1,0 +1,126 @@
+"""How a walk takes tensors in: a plain one, this rank's part of one that several ranks hold, blocks, a quantized one.
+
+What an image cannot take is refused, with its path. It knows nothing of containers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierfall.core.image import codec, tensors
+from tierfall.core.image.codec import Coded
+from tierfall.core.image.naming import Trail
+from tierfall.core.image.refusing import refusal, refuse
+from tierfall.core.image.sharded import Blocks, Piece, Unsharded, is_sharded, local_part
+from tierfall.core.image.table import TensorTable
+from tierfall.core.image.view import Node
+from tierfall.core.values import Changes
+
+
+class Taking:
+    """Takes tensors into its ``table``, and a quantized one's scale into the walk's ``values``.
+
+    The walk says where it is: what the innermost ``item()`` says (``ruled``), and whether inside an optimizer.
+    """
+
+    def __init__(self, values: list[Coded]) -> None:
+        self.table = TensorTable()
+        self.ruled: Changes | None = None
+        self.inside_optimizer = False
+        self._values = values
+
+    def local_parts(
+        self, met: list[Any], about: tuple[Any, ...], trail: Trail
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """Replace tensors of several ranks by this rank's parts, for a look at them; where those lie is another thing
+        that has to be as it was."""
+        parts = [self._local_part(t, trail) if is_sharded(t) else (t, None) for t in met]
+        return [local for local, _ in parts], (*about, [piece for _, piece in parts])
+
+    def _local_part(self, tensor: torch.Tensor, trail: Trail) -> tuple[torch.Tensor, Piece]:
+        try:
+            return local_part(tensor)
+        except Unsharded as error:
+            refuse(trail, f"cannot be saved: {error}")
+
+    def tensor(
+        self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool = False
+    ) -> Node:
+        """Take a tensor in; ``on_step``: only an optimizer's step changes it."""
+        if is_sharded(tensor):
+            on_step = on_step or isinstance(tensor, nn.Parameter)
+            local, piece = self._local_part(tensor, trail)
+            reason = tensors.refusal(local)
+            if reason is not None:
+                refuse(trail, f"cannot be saved: {reason}")
+            shape = tuple(local.shape)
+            return self.add(local, local.dtype, shape, name, trail, on_step=on_step, piece=piece)
+        reason = tensors.refusal(tensor)
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}")
+        on_step = on_step or type(tensor) is nn.Parameter
+        if tensor.is_quantized:
+            return self._quantized(tensor, name, trail, on_step=on_step)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return self.add(tensor, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
+
+    def blocks(self, blocks: Blocks, name: str, trail: Trail) -> Node:
+        """Take in what this rank holds of a tensor that was cut elsewhere."""
+        parts = blocks.parts
+        if len(parts) == 1 and parts[0][1] is None:
+            return self.tensor(parts[0][0], name, trail)
+        numbers = [
+            self._block(tensor, piece, f"{name}%p{number}" if number else name, trail)
+            for number, (tensor, piece) in enumerate(parts)
+        ]
+        return numbers[0] if len(numbers) == 1 else ("p", tuple(numbers))
+
+    def _block(self, tensor: torch.Tensor, piece: Piece | None, name: str, trail: Trail) -> int:
+        """Take a block in, and never as an alias: other ranks may have this block of one of two tied tensors alone."""
+        reason = tensors.refusal(tensor)
+        if reason is None and tensor.is_quantized:
+            reason = "a quantized tensor in blocks"
+        if reason is None and (piece is None or piece.lengths != tuple(tensor.shape)):
+            reason = f"a block of shape {tuple(tensor.shape)} with the place {piece}"
+        if reason is not None:
+            refuse(trail, f"cannot be saved: {reason}")
+        changes = self.ruled or Changes.ANYTIME
+        return self.table.add(
+            tensor.detach(), tensor.dtype, tensor.shape, name, changes, trail, piece, alone=True
+        )
+
+    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool) -> Node:
+        try:
+            scheme = str(tensor.qscheme())
+        except RuntimeError as error:
+            raise refusal(trail, f"cannot be saved: {tensors.UNSCALED}") from error
+        flat = tensors.as_bytes(tensor.detach().contiguous())
+        assert flat is not None, "a contiguous tensor without bytes"
+        number = self.add(flat, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
+        if tensor.qscheme() == torch.per_tensor_affine:
+            self._values.append([codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
+            return ("q", number, scheme, 0, ("v", len(self._values) - 1))
+        parts = (
+            self.tensor(tensor.q_per_channel_scales().clone(), f"{name}%scales", trail),
+            self.tensor(tensor.q_per_channel_zero_points().clone(), f"{name}%zero_points", trail),
+        )
+        return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        name: str,
+        trail: Trail,
+        *,
+        on_step: bool = False,
+        piece: Piece | None = None,
+    ) -> int:
+        """Put a tensor, of whose kind the caller is sure, into the table, and return its number."""
+        changes = Changes.ON_STEP if on_step or self.inside_optimizer else Changes.ANYTIME
+        return self.table.add(tensor, dtype, shape, name, self.ruled or changes, trail, piece)

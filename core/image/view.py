@@ -1,0 +1,81 @@
+"""What a walk of a state finds: its tensors, its values written down, and the tree that holds them.
+
+A node of the tree is a tuple that compares cheaply (two walks of one structure give equal trees) and holds no value
+that may change: those stand aside, in ``values``.
+
+    7                                   tensor number 7 of the view
+    ("v", 3, 8, 9)                      value number 3, whose blobs are the tensors 8 and 9
+    ("d", kind, keys, nodes)            a mapping that holds tensors; a key is str, or (coded,) for any other type
+    ("l", nodes), ("t", nodes)          a list, a tuple
+    ("m", keys, names, nodes)           a module's state_dict; names is () where they equal the keys
+    ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
+    ("s", node)                         an object with state_dict and load_state_dict
+    ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point
+    ("c", name, node)                   a value of a registered type, written as something that holds tensors
+    ("r", node)                         the random state of the process
+    ("p", (7, 8))                       a tensor of which this rank holds so many blocks, none or two and more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tierfall.core.image import naming
+from tierfall.core.image.codec import Coded
+from tierfall.core.image.item import OnResize
+from tierfall.core.image.naming import Trail
+from tierfall.core.image.sharded import Piece
+from tierfall.core.values import Changes
+
+Node = Any  # int, or one of the tuples above
+
+
+class SourceTensor(NamedTuple):
+    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
+
+    name: str
+    tensor: torch.Tensor
+    changes: Changes
+    trail: Trail
+
+    @property
+    def path(self) -> str:
+        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
+        return naming.path(self.trail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateView:
+    """A state at one moment: its tensors (aliases resolved), and its values written down.
+
+    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, whether its elements can
+    be copied as they lie (``plain``), and where it lies in a tensor of several ranks (``pieces``). ``parameters`` are
+    those of all modules in the state, and bare ones: by id, the name and itself. ``rules`` say by name what becomes of
+    entries when the number of ranks changes, where it is not the default. ``structure`` holds all that a layout depends
+    on: equal structures have equal layouts.
+    """
+
+    names: tuple[str, ...]
+    sources: list[torch.Tensor]
+    changes: tuple[Changes, ...]
+    trails: list[Trail]
+    plain: tuple[bool, ...]
+    parameters: Mapping[int, tuple[str, nn.Parameter]]
+    optimizers: tuple[Optimizer, ...]
+    tree: Node
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece | None, ...]
+    values: list[Coded]
+    rules: Mapping[str, OnResize]
+    structure: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        return tuple(map(SourceTensor, self.names, self.sources, self.changes, self.trails))

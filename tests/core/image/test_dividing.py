@@ -1,0 +1,205 @@
+"""Who writes what several ranks hold: each byte once, by all in parallel, and nothing that is of one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from image_help import header_of
+from torch import nn
+
+from tierfall.core.errors import IntegrityError
+from tierfall.core.image import OnResize, describe, item, plan_layout
+from tierfall.core.image.dividing import (
+    NOBODY,
+    Division,
+    Shareable,
+    Table,
+    divide,
+    find_difference,
+)
+from tierfall.core.image.merging import merge_headers
+
+
+def table(entries: dict[int, int], own_bytes: int = 0) -> Table:
+    return Table(
+        structure="s",
+        own_bytes=own_bytes,
+        keys=np.array(list(entries), dtype=np.uint64),
+        sizes=np.array(list(entries.values()), dtype=np.uint64),
+    )
+
+
+def training(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "epoch": 3, "x": torch.zeros(5)}
+
+
+def shareable(state: dict[str, Any]) -> Shareable:
+    view = describe(state)
+    return Shareable(view, plan_layout(view).structure)
+
+
+TABLES = st.lists(
+    st.builds(
+        table,
+        st.dictionaries(st.integers(0, 30), st.just(0), max_size=12),
+        st.integers(0, 1000),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(TABLES, st.integers(1, 1000))
+def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
+    tables: list[Table], factor: int
+) -> None:
+    for one in tables:
+        one.sizes[:] = (one.keys + 1) * factor
+    division = divide(tables)
+    holders = Counter(int(key) for one in tables for key in one.keys)
+    assert set(map(int, division.keys)) == {key for key, count in holders.items() if count > 1}
+    written = Counter(
+        int(key)
+        for rank, one in enumerate(tables)
+        for key, owner in zip(one.keys, division.owners_of(one.keys), strict=True)
+        if owner in (NOBODY, rank)
+    )
+    assert written == Counter(holders.keys())
+    again = Division.from_json(division.to_json())
+    assert (again.id, list(again.keys), list(again.owners)) == (
+        division.id,
+        list(division.keys),
+        list(division.owners),
+    )
+
+
+def test_replicas_are_divided_by_bytes() -> None:
+    sizes = {key: size for key, size in enumerate([400, 300, 200, 100, 100, 100])}
+    tables = [table(sizes), table(sizes), table(sizes, own_bytes=300)]
+    division = divide(tables)
+    load = [0, 0, 300]
+    for key, owner in zip(division.keys, division.owners, strict=True):
+        load[owner] += sizes[int(key)]
+    assert sorted(load) == [500, 500, 500]
+
+
+def test_what_may_change_at_any_time_or_is_of_one_rank_is_not_shared() -> None:
+    state = training()
+    names = set(shareable(state).names().values())
+    assert "model.0.weight" in names
+    assert "optimizer.state.model.0.weight.exp_avg" in names
+    assert not any("running_mean" in name or name in ("x", "rng") for name in names)
+    wrapped = state | {"optimizer": item(state["optimizer"], on_resize="per_rank")}
+    kept = set(shareable(wrapped).names().values())
+    assert kept == {name for name in names if not name.startswith("optimizer.")}
+
+
+def test_equal_states_share_all_and_other_shapes_nothing() -> None:
+    one, other = shareable(training(1)), shareable(training(2))
+    division = divide([one.table, other.table])
+    left = [one.left_out(division, 0), other.left_out(division, 1)]
+    assert set(left[0]) | set(left[1]) == set(one.numbers)
+    assert not set(left[0]) & set(left[1])
+    wide, narrow = (shareable({"model": nn.Linear(n, 8)}) for n in (9, 8))
+    both = divide([wide.table, narrow.table])
+    assert [wide.names()[int(key)] for key in both.keys] == ["model.bias"]
+
+
+def test_what_is_not_alike_is_named_with_its_ranks() -> None:
+    states = [training(1), training(1), training(1)]
+    with torch.no_grad():
+        states[1]["model"][2].weight[0, 0] += 1
+    shares = [shareable(state) for state in states]
+    tables = [share.table for share in shares]
+    division = divide(tables)
+    found = find_difference(division, tables, [share.digests(division) for share in shares])
+    assert found is not None
+    assert (found.ranks, found.others) == ((0, 2), (1,))
+    assert shares[0].names()[found.key] == "model.2.weight"
+    alike = [share.digests(division) for share in shares]
+    alike[1] = alike[0]
+    assert find_difference(division, tables, alike) is None
+    with pytest.raises(ValueError, match="digests"):
+        find_difference(division, tables, [*alike[:2], alike[2][:-1]])
+
+
+def test_digests_are_of_the_values_whatever_the_memory_looks_like() -> None:
+    weight = torch.randn(3, 4)
+    plain = {"w": nn.Parameter(weight.clone())}
+    turned = {"w": nn.Parameter(weight.t().contiguous().t())}
+    assert not turned["w"].is_contiguous()
+    shares = [shareable(plain), shareable(turned)]
+    division = divide([share.table for share in shares])
+    digests = [list(share.digests(division)) for share in shares]
+    assert digests[0] == digests[1] != []
+
+
+def image_of(state: dict[str, Any], left_out: dict[int, int]) -> Any:
+    view = describe(state)
+    layout = plan_layout(view, left_out)
+    header = layout.header(view)
+    assert header is not None
+    return layout, header_of(header + bytes(layout.data_bytes))
+
+
+def test_an_image_names_who_writes_what_it_leaves_out() -> None:
+    state = training()
+    view = describe(state)
+    number = view.names.index("model.2.weight")
+    layout, header = image_of(state, {number: 5})
+    whole, _ = image_of(state, {})
+    assert layout.image_bytes == whole.image_bytes - 64
+    assert layout.structure != whole.structure
+    (found,) = header.elsewhere
+    assert (found.name, found.shape, found.written_by) == ("model.2.weight", (2, 8), 5)
+    assert found.start == header.data_bytes
+    assert header.writers == {5}
+
+
+def test_merged_headers_take_the_bytes_from_who_wrote_them() -> None:
+    state = training()
+    names = describe(state).names
+    weight, bias = names.index("model.2.weight"), names.index("model.2.bias")
+    headers = {
+        0: image_of(state, {weight: 1})[1],
+        1: image_of(state, {bias: 0})[1],
+    }
+    merged = merge_headers(headers, what="test", own=None)
+    rank_of = {
+        stored.name: [block.rank for block in merged.blocks[slot]]
+        for slot, stored in enumerate(merged.header.tensors)
+    }
+    assert rank_of["model.2.weight"] == [1]
+    assert rank_of["model.2.bias"] == [0]
+    own = merge_headers(headers, what="test", own=0)
+    (block,) = own.blocks[[t.name for t in own.header.tensors].index("model.2.weight")]
+    assert block.rank == 1
+
+
+def test_what_nobody_wrote_is_damage() -> None:
+    state = training()
+    weight = describe(state).names.index("model.2.weight")
+    headers = {rank: image_of(state, {weight: 1 - rank})[1] for rank in (0, 1)}
+    with pytest.raises(IntegrityError, match=r"model.2.weight is not there: rank 1 was to write"):
+        merge_headers(headers, what="test", own=None)
+
+
+def test_an_entry_that_all_take_from_rank_0_is_found_where_another_wrote_it() -> None:
+    state = training()
+    weight = describe(state).names.index("model.2.weight")
+    headers = {0: image_of(state, {weight: 1})[1], 1: image_of(state, {})[1]}
+    rules = {"model": OnResize.REPLICATE}
+    merged = merge_headers(headers, what="test", own=None, rank=7, rules=rules)
+    slot = [t.name for t in merged.header.tensors].index("model.2.weight")
+    assert [block.rank for block in merged.blocks[slot]] == [1]

@@ -1,0 +1,136 @@
+"""What a rank has otherwise than rank 0 is set aside by name, and refers to bytes that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tierfall.core.image import ImageHeader, StoredTensor
+from tierfall.core.image.merging import merge_headers
+from tierfall.core.image.nodes import (
+    CodecNode,
+    MapNode,
+    ModuleNode,
+    Node,
+    ObjectNode,
+    OptimizerNode,
+    QuantizedNode,
+    SequenceNode,
+    TensorNode,
+    ValueNode,
+)
+from tierfall.core.image.own_parts import Pair, set_aside
+from tierfall.core.image.sharded import Piece
+
+
+def header(tensors: Sequence[StoredTensor], values: Sequence[Any], **entries: Node) -> ImageHeader:
+    return ImageHeader(
+        what="header",
+        data_start=0,
+        data_bytes=max((t.end for t in tensors), default=0),
+        tensors=tuple(tensors),
+        tree=MapNode("dict", tuple(entries.items())),
+        values=tuple(values),
+    )
+
+
+def floats(name: str, start: int, piece: Piece | None = None) -> StoredTensor:
+    return StoredTensor(name, torch.float32, (2,), start, start + 8, piece)
+
+
+def nothing_differs(rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
+    return frozenset()
+
+
+def all_differ(rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
+    return frozenset(pairs)
+
+
+def test_a_tensor_whose_bytes_another_rank_has_is_read_there() -> None:
+    """Rank 1 names a tensor of its object that it has no bytes of, since rank 0 wrote it for both."""
+
+    def thing() -> ObjectNode:
+        state = MapNode("dict", (("w", TensorNode(0)), ("n", ValueNode(0, ()))))
+        return ObjectNode(state)
+
+    absent = StoredTensor("thing.w", torch.float32, (2,), 0, 8, written_by=0)
+    headers = {
+        0: header([floats("thing.w", 0)], [1], thing=thing()),
+        1: header([absent], [2], thing=thing()),
+    }
+    aside, name = set_aside(headers, all_differ)
+    merged = merge_headers(aside, what="merged", own=0)
+    own = dict(merged.header.tree.entries)[name]
+    assert isinstance(own, MapNode)
+    ((rank, of_rank),) = own.entries
+    assert rank == "1"
+    assert isinstance(of_rank, MapNode)
+    ((_, node),) = of_rank.entries
+    assert isinstance(node, ObjectNode)
+    slot = dict(node.state.entries)["w"].slot  # type: ignore[union-attr]
+    assert [(block.rank, block.end) for block in merged.blocks[slot]] == [(0, 8)]
+
+
+def test_blocks_of_one_tensor_are_no_difference() -> None:
+    pieces = [Piece((4,), (2 * rank,), (2,)) for rank in range(2)]
+    headers = {r: header([floats("w", 0, p)], [], w=TensorNode(0)) for r, p in enumerate(pieces)}
+    aside, _ = set_aside(headers, all_differ)
+    assert aside == headers
+
+
+def test_every_kind_of_node_is_set_aside_whole() -> None:
+    def tree(slots: Sequence[int]) -> dict[str, Node]:
+        a, b, c, d, e, f = slots
+        inner = MapNode(
+            "dict",
+            (
+                (
+                    "k",
+                    SequenceNode(True, (TensorNode(a), ValueNode(0, (b,)))),
+                ),
+            ),
+        )
+        module = ModuleNode((("w", "w", TensorNode(c)),))
+        optimizer = OptimizerNode(("w",), (((0,), ValueNode(1, ())),), ((0, TensorNode(d)),))
+        quantized = QuantizedNode(e, "torch.per_tensor_affine", 0, ValueNode(2, ()))
+        everything = MapNode(
+            "dict",
+            (("i", inner), ("m", module), ("o", optimizer), ("c", CodecNode("n", TensorNode(f)))),
+        )
+        return {"object": ObjectNode(everything), "quantized": quantized}
+
+    names = [f"t{number}" for number in range(6)]
+    headers = {
+        rank: header(
+            [floats(name, 8 * n) for n, name in enumerate(names)],
+            [{"x": rank}, {}, [1.0, 0]],
+            **tree(range(6)),
+        )
+        for rank in range(2)
+    }
+    aside, name = set_aside(headers, all_differ)
+    entries = dict(aside[1].tree.entries)
+    moved = tree(range(6))
+    assert [t.name for t in aside[1].tensors[6:]] == [f"{name}.1.t{n}" for n in range(6)]
+    expected = tree(range(6, 12))
+    assert dict(dict(entries[name].entries)["1"].entries) == expected  # type: ignore[union-attr]
+    assert {key: entries[key] for key in moved} == moved
+    same, _ = set_aside({0: headers[0], 1: headers[0]}, nothing_differs)
+    assert same[1] == headers[0]
+
+
+def test_a_name_that_begins_another_keeps_its_own_place() -> None:
+    """The keys of a module may have dots where other keys end."""
+    headers = {
+        rank: header(
+            [],
+            [rank, rank],
+            m=ModuleNode((("a", "a", ValueNode(0, ())), ("a.b", "a.b", ValueNode(1, ())))),
+        )
+        for rank in range(2)
+    }
+    aside, name = set_aside(headers, nothing_differs)
+    own = dict(dict(aside[1].tree.entries)[name].entries)["1"]  # type: ignore[union-attr]
+    assert set(dict(own.entries)) == {"m", "m.a.b"}

@@ -1,0 +1,144 @@
+"""A tensor of which a rank's image holds several blocks, or none: only all images together make it one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from image_help import deliver, header_of, load, make_image
+
+from tierfall.core.errors import CaptureError, IntegrityError, RestoreError
+from tierfall.core.image import Want, plan_fill, plan_load
+from tierfall.core.image.merging import Merged, merge_headers
+from tierfall.core.image.nodes import PiecesNode
+from tierfall.core.image.sharded import Blocks, Branch, Piece
+
+WHOLE = torch.arange(24.0).view(6, 4)
+
+
+def rows(start: int, end: int) -> tuple[torch.Tensor, Piece]:
+    return WHOLE[start:end].clone(), Piece((6, 4), (start, 0), (end - start, 4))
+
+
+def states() -> list[dict[str, Any]]:
+    """Rank 0 has two blocks of a tensor, rank 1 one, rank 2 none; a list's members lie on different ranks."""
+    one, two = torch.full((2,), 1.0), torch.full((3,), 2.0)
+    return [
+        {"m": Branch(w=Blocks((rows(0, 2), rows(5, 6))), n=1), "l": [whole(one), Blocks(())]},
+        {"m": Branch(w=Blocks((rows(2, 5),)), n=1), "l": [Blocks(()), whole(two)]},
+        {"m": Branch(w=Blocks(()), n=1), "l": [Blocks(()), Blocks(())]},
+    ]
+
+
+def whole(tensor: torch.Tensor) -> Blocks:
+    return Blocks(((tensor, None),))
+
+
+def merged(images: list[bytes], own: int | None = None) -> Merged:
+    headers = {rank: header_of(image) for rank, image in enumerate(images)}
+    return merge_headers(headers, what="1@1 of several ranks", own=own)
+
+
+def read(found: Merged, images: list[bytes], want: Want) -> None:
+    """Bring all blocks of a whole tensor to where it belongs, as reads of rows do."""
+    stored = found.header.tensors[want.slot]
+    target = want.target.view(stored.dtype).view(stored.shape)
+    for block in found.blocks[want.slot]:
+        image = images[block.rank]
+        data = torch.frombuffer(bytearray(image), dtype=torch.uint8)[header_of(image).data_start :]
+        part = data[block.start : block.end].clone().view(stored.dtype).view(block.lengths)
+        target[tuple(slice(a, a + n) for a, n in zip(block.offset, block.lengths, strict=True))] = (
+            part
+        )
+
+
+@pytest.mark.parametrize("own", [None, 0, 2])
+def test_blocks_of_all_ranks_are_one_tensor(own: int | None) -> None:
+    images = [make_image({**state, "rng": None})[0] for state in states()]
+    found = merged(images, own)
+    assert sorted(t.name for t in found.header.tensors) == ["l.0", "l.1", "m.w"]
+    plan = plan_load(found.header)
+    for want in plan.wants:
+        read(found, images, want)
+    result = plan.result()
+    assert torch.equal(result["m"]["w"], WHOLE)
+    assert result["m"]["n"] == 1
+    assert [t.tolist() for t in result["l"]] == [[1, 1], [2, 2, 2]]
+
+
+def test_each_block_has_a_name_and_an_entry_in_the_table() -> None:
+    _, layout = make_image({**states()[0], "rng": None})
+    pieces = {p["name"]: p for p in json.loads(layout.pieces)}
+    assert pieces["m.w"]["offset"] == [0, 0]
+    assert pieces["m.w%p1"]["offset"] == [5, 0]
+    assert pieces["m.w%p1"]["shape"] == [6, 4]
+
+
+def test_one_image_alone_is_said_to_be_a_part() -> None:
+    for state in states():
+        header = header_of(make_image({**state, "rng": None})[0])
+        assert not header.complete
+        with pytest.raises(RestoreError, match="lie in other images"):
+            plan_load(header)
+    assert header_of(make_image({"a": whole(WHOLE), "rng": None})[0]).complete
+
+
+def test_a_tensor_that_no_rank_has_is_named() -> None:
+    found = merged([make_image({"a": Blocks(()), "rng": None})[0]] * 2)
+    assert dict(found.header.tree.entries)["a"] == PiecesNode(())
+    with pytest.raises(RestoreError, match=r"a: .*other images"):
+        plan_load(found.header)
+    with pytest.raises(RestoreError, match="a: "):
+        plan_fill({"a": WHOLE.clone(), "rng": None}, found.header)
+
+
+def test_tied_blocks_are_stored_each_for_itself() -> None:
+    part = rows(0, 2)
+    _, layout = make_image({"a": Blocks((part,)), "b": Blocks((part,)), "rng": None})
+    assert [slot.name for slot in layout.slots] == ["a", "b"]
+
+
+def test_a_whole_tensor_is_as_any_other() -> None:
+    image, _ = make_image({"a": whole(WHOLE), "b": whole(WHOLE), "rng": None})
+    loaded = load(image)
+    assert loaded["a"] is loaded["b"]
+    header = header_of(image)
+    target = {"a": torch.zeros(6, 4), "b": torch.zeros(6, 4)}
+    plan = plan_fill(target, header)
+    deliver(plan.fills, image, header.data_start)
+    assert torch.equal(target["b"], WHOLE)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_block_that_is_not_what_its_place_says_is_refused_by_name() -> None:
+    wrong = Blocks(((torch.zeros(3, 4), Piece((6, 4), (0, 0), (2, 4))),))
+    with pytest.raises(CaptureError, match=r'state\["w"\].*block of shape \(3, 4\)'):
+        make_image({"w": wrong})
+    twice = Blocks(((torch.zeros(2), None), (torch.zeros(2), None)))
+    with pytest.raises(CaptureError, match=r'state\["w"\].*place None'):
+        make_image({"w": twice})
+    scaled = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    with pytest.raises(CaptureError, match="quantized"):
+        make_image({"w": Blocks(((scaled, Piece((4,), (0,), (2,))),))})
+    meta = torch.zeros(2, device="meta")
+    with pytest.raises(CaptureError, match="meta tensor"):
+        make_image({"w": Blocks(((meta, Piece((4,), (0,), (2,))),))})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'[\\"p\\",[0,1]]', b'[\\"p\\",[0,2]]'),  # of two tensors
+        (b'[\\"p\\",[0,1]]', b'[\\"p\\",[0,9]]'),  # not there
+        (b'[\\"p\\",[0,1]]', b'[\\"p\\",[0]  ]'),
+    ],
+)
+def test_pieces_that_do_not_belong_together_are_damage(before: bytes, after: bytes) -> None:
+    state = {"w": Blocks((rows(0, 2), rows(5, 6))), "x": torch.zeros(3), "rng": None}
+    image, _ = make_image(state)
+    assert before in image
+    assert header_of(image).tensors[2].name == "x"
+    with pytest.raises(IntegrityError):
+        header_of(image.replace(before, after))

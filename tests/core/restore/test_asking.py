@@ -1,0 +1,105 @@
+"""What ranks say to each other before bytes move: little, and the same to all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfall.core.restore.asking import (
+    Answer,
+    Ask,
+    Failed,
+    Next,
+    decide,
+    from_runs,
+    read_answer,
+    to_runs,
+)
+from tierfall.core.restore.assigning import Wanted
+
+SEES_ALL = {2: range(4)}
+
+
+def answer(*asks: Ask) -> Answer:
+    """What all ranks hear once each has said its own."""
+    said = {rank: carried(ask.members()) for rank, ask in enumerate(asks)}
+    return read_answer(carried(decide(said, place_of)))
+
+
+def place_of(tier: int, rank: int) -> int | None:
+    """Each rank is on a node of its own; all see tier 2."""
+    return None if tier == 2 else rank
+
+
+def carried(said: Any) -> Any:
+    return json.loads(json.dumps(said))
+
+
+def own(rank: int, sees: Any) -> Ask:
+    return Ask(wants={rank: Wanted(64, (0, 100))}, alone=True, sees=sees)
+
+
+@given(st.sets(st.integers(0, 50)))
+def test_runs_say_numbers_and_nothing_else(numbers: set[int]) -> None:
+    assert list(from_runs(to_runs(numbers))) == sorted(numbers)
+    assert len(to_runs(numbers)) <= 2 * len(numbers)
+
+
+def test_ranks_that_read_their_own_images_alone_need_nobody() -> None:
+    said = answer(*(own(rank, SEES_ALL) for rank in range(4)))
+    assert said.next is Next.LOCAL
+    assert said.groups == ()
+    assert (
+        answer(own(0, {0: [0], 1: [0], 2: [0, 1]}), own(1, {0: [1], 1: [1], 2: [0, 1]})).next
+        is Next.LOCAL
+    )
+
+
+def test_an_image_that_only_another_rank_has_on_some_tier_calls_for_an_exchange() -> None:
+    said = answer(own(0, {2: [0, 1]}), own(1, {1: [0], 2: [0, 1]}))
+    assert said.next is Next.CHUNKS
+    assert said.holders == {0: [(1, (1,)), (2, (0, 1))], 1: [(2, (0, 1))]}
+
+
+def test_a_second_copy_on_another_node_calls_for_one_too() -> None:
+    """Should the one be damaged, the other is read."""
+    said = answer(own(0, {1: [0, 1]}), own(1, {1: [0, 1]}))
+    assert said.next is Next.CHUNKS
+    assert answer(own(0, {2: [0, 1]}), own(1, {2: [0, 1]})).next is Next.LOCAL
+
+
+def test_headers_come_before_what_others_have_planned_already() -> None:
+    planning = Ask(wants={i: Wanted(0) for i in range(2)}, planning=True, sees=SEES_ALL)
+    said = answer(own(0, SEES_ALL), planning)
+    assert said.next is Next.HEADERS
+    assert [(g.ranks, dict(g.wants)) for g in said.groups] == [((1,), {0: (0, ()), 1: (0, ())})]
+
+
+def test_what_many_want_alike_is_said_once() -> None:
+    wants = {i: Wanted(1 << 24, (0, 1 << 34)) for i in range(512)}
+    asks = [Ask(wants=wants, sees={2: range(512)}) for _ in range(512)]
+    decision = decide({rank: carried(ask.members()) for rank, ask in enumerate(asks)}, place_of)
+    assert len(json.dumps(decision)) < 30_000
+    (group,) = read_answer(carried(decision)).groups
+    assert group.ranks == tuple(range(512))
+    assert group.wants == wants
+
+
+def test_nothing_is_left_to_do_once_nobody_wants_any() -> None:
+    assert answer(Ask(), Ask()).next is Next.DONE
+
+
+def test_what_one_rank_failed_at_all_hear() -> None:
+    failed = Failed(rank=1, image=3, chunks=(1, 2, 5), retryable=True, text="timeout")
+    said = answer(own(0, None), Ask(failed=[failed]))
+    assert said.failed == (failed,)
+    assert said.next is Next.CHUNKS
+
+
+def test_a_rank_that_stops_ends_it_for_all() -> None:
+    said = answer(own(0, SEES_ALL), Ask(stopped="no more", sees=SEES_ALL))
+    assert said.next is Next.DONE
+    assert said.stopped == (1, "no more")

@@ -1,0 +1,197 @@
+"""Who reads what: every wanted byte is read once, by a rank that has it on the fastest tier, in equal shares."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfall.core.image import Fill
+from tierfall.core.restore.assigning import (
+    HEADER,
+    Group,
+    Item,
+    Unassigned,
+    Wanted,
+    assign,
+    gets_of,
+    reads_of,
+    still_wanted,
+    takers_of,
+    wanted_of,
+)
+
+CHUNK = 10
+
+
+def fill(start: int, end: int) -> Fill:
+    return Fill(name="w", start=start, end=end, targets=(torch.empty(end - start),))
+
+
+def group(*ranks: int, **wants: tuple[int, ...]) -> Group:
+    """``group(0, 1, i3=(0, 25))``: ranks 0 and 1 want bytes 0 to 25 of rank 3's image."""
+    return Group(ranks=ranks, wants={int(i[1:]): Wanted(CHUNK, runs) for i, runs in wants.items()})
+
+
+def readers(items: list[Item]) -> dict[tuple[int, int], int]:
+    return {(item.image, item.chunk): item.reader for item in items}
+
+
+def test_wants_are_runs_and_close_gaps_within_a_chunk_only() -> None:
+    assert wanted_of([fill(0, 7), fill(7, 12)], CHUNK) == (CHUNK, (0, 12))
+    assert wanted_of([fill(0, 3), fill(8, 12), fill(12, 12)], CHUNK) == (CHUNK, (0, 12))
+    assert wanted_of([fill(2, 9), fill(10, 14)], CHUNK) == (CHUNK, (2, 9, 10, 14))
+    assert wanted_of([], CHUNK) == (CHUNK, ())
+    assert still_wanted([(0, 10), (10, 20), (40, 45)], CHUNK) == (CHUNK, (0, 20, 40, 45))
+
+
+def test_what_one_rank_wants_and_has_it_reads_itself() -> None:
+    groups = [group(rank, **{f"i{rank}": (0, 30)}) for rank in range(3)]
+    items = assign(groups, {image: [(0, (0, 1, 2))] for image in range(3)})
+    assert readers(items) == {(image, c): image for image in range(3) for c in (1, 2, 3)}
+    assert [gets_of(items, groups, rank, 3) for rank in range(3)] == [[], [], []]
+
+
+def test_what_all_want_is_read_in_equal_shares() -> None:
+    groups = [group(0, 1, 2, 3, i0=(0, 400))]
+    items = assign(groups, {0: [(1, (0, 1, 2, 3))]})
+    assert [len(reads_of(items, rank)) for rank in range(4)] == [10] * 4
+    assert len(gets_of(items, groups, 0, 4)) == 30
+
+
+def test_headers_are_read_in_equal_shares_too() -> None:
+    groups = [Group(ranks=(0, 1), wants={image: Wanted(0) for image in range(6)})]
+    items = assign(groups, {image: [(1, (0, 1))] for image in range(6)})
+    assert [item.chunk for item in items] == [HEADER] * 6
+    assert [len(reads_of(items, rank)) for rank in range(2)] == [3, 3]
+
+
+def test_the_fastest_tier_of_any_rank_goes_before_a_rank_that_wants_it() -> None:
+    holders = {0: [(1, (2, 3)), (2, (0, 1, 2, 3))]}
+    items = assign([group(0, i0=(0, 40))], holders)
+    assert sorted({item.reader for item in items}) == [2, 3]
+    items = assign([group(0, 3, i0=(0, 40))], holders)
+    assert {item.reader for item in items} == {3}, "of those that have it, one that wants it"
+
+
+def test_what_a_rank_failed_to_read_another_one_reads_and_then_the_slower_tier() -> None:
+    holders = {0: [(1, (0, 1)), (2, (2,))]}
+    groups = [group(0, 1, 2, i0=(0, 20))]
+    chosen = readers(assign(groups, holders, {(0, 1, 0)}))
+    assert chosen[0, 1] == 1
+    assert readers(assign(groups, holders, {(0, 1, 0), (0, 1, 1)}))[0, 1] == 2
+    with pytest.raises(Unassigned, match="chunk 1 of rank 0's image"):
+        assign(groups, holders, {(0, 1, rank) for rank in range(3)})
+    with pytest.raises(Unassigned):
+        assign(groups, {})
+
+
+worlds = st.integers(1, 5)
+
+
+@st.composite
+def jobs(draw: Any) -> tuple[int, list[Group], dict[int, Any], set[tuple[int, int, int]]]:
+    count, images = draw(worlds), draw(st.integers(1, 4))
+    ranks = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(sorted)
+    owners = draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
+    groups = []
+    for number in sorted(set(owners)):
+        wants = {}
+        for image in draw(st.lists(st.integers(0, images - 1), unique=True)):
+            cuts = draw(st.lists(st.integers(0, 60), max_size=6).map(sorted))
+            spans = [fill(a, b) for a, b in itertools.pairwise(cuts)][::2]
+            wants[image] = wanted_of(spans, CHUNK)
+        members = tuple(rank for rank in range(count) if owners[rank] == number)
+        groups.append(Group(ranks=members, wants=wants))
+    holders = {}
+    for image in range(images):
+        tiers = draw(st.lists(st.tuples(st.integers(0, 2), ranks), min_size=1, max_size=3))
+        slowest = (3, tuple(range(count)))
+        holders[image] = [*sorted(dict(tiers).items()), slowest]
+    excluded = draw(
+        st.sets(
+            st.tuples(st.integers(0, images - 1), st.integers(1, 6), st.integers(1, count)),
+            max_size=8,
+        )
+    )  # rank 0 is always left
+    return count, groups, holders, excluded
+
+
+@given(job=jobs())
+def test_every_wanted_byte_comes_to_whoever_wants_it_from_one_reader(job: Any) -> None:
+    count, groups, holders, excluded = job
+    items = assign(groups, holders, excluded)
+    assert len(readers(items)) == len(items), "no chunk is read twice"
+    for item in items:
+        able = [
+            (tier, [r for r in ranks if (item.image, item.chunk, r) not in excluded])
+            for tier, ranks in holders[item.image]
+        ]
+        fastest = next(ranks for _, ranks in able if ranks)
+        wanting = {r for span in item.spans for r in groups[span.group].ranks}
+        assert item.reader in fastest
+        assert item.reader in wanting or not wanting & set(fastest)
+    for rank in range(count):
+        own = reads_of(items, rank)
+        assert [item.number for item in own] == list(range(len(own)))
+        wants = {i: w for g in groups if rank in g.ranks for i, w in g.wants.items()}
+        wanted = {
+            (image, at)
+            for image, want in wants.items()
+            for low, high in zip(want.runs[::2], want.runs[1::2], strict=True)
+            for at in range(low, high)
+        }
+        got = [
+            (get.item.image, at)
+            for get in gets_of(items, groups, rank, count)
+            for at in range(get.low, get.high)
+        ]
+        kept = [
+            (item.image, at)
+            for item in own
+            for span in item.spans
+            if rank in groups[span.group].ranks
+            for at in range(span.low, span.high)
+        ]
+        assert sorted(got + kept) == sorted(wanted)
+
+
+@given(job=jobs())
+def test_what_is_sent_is_what_is_awaited_and_no_rank_waits_for_a_later_one_first(job: Any) -> None:
+    count, groups, holders, excluded = job
+    items = assign(groups, holders, excluded)
+    sent = {
+        (item.image, item.chunk, item.reader, rank, low, high)
+        for item in items
+        for rank, low, high in takers_of(item, groups)
+    }
+    awaited = set()
+    for rank in range(count):
+        gets = gets_of(items, groups, rank, count)
+        numbers = [get.item.number for get in gets]
+        assert numbers == sorted(numbers), "what all read first comes first: none waits in a circle"
+        awaited |= {(g.item.image, g.item.chunk, g.item.reader, rank, g.low, g.high) for g in gets}
+    assert sent == awaited
+
+
+@given(job=jobs(), order=st.randoms())
+def test_all_ranks_come_to_the_same(job: Any, order: Any) -> None:
+    _, groups, holders, excluded = job
+    shuffled = list(holders.items())
+    order.shuffle(shuffled)
+    again = [Group(ranks=g.ranks, wants=dict(reversed(list(g.wants.items())))) for g in groups]
+    assert assign(again, dict(shuffled), set(excluded)) == assign(groups, holders, excluded)
+
+
+def test_ten_thousand_chunks_for_a_thousand_ranks_are_assigned_soon() -> None:
+    ranks = tuple(range(1000))
+    groups = [Group(ranks=ranks, wants={i: Wanted(CHUNK, (0, 100)) for i in range(1000)})]
+    began = time.thread_time()
+    items = assign(groups, {image: [(1, ranks)] for image in range(1000)})
+    assert time.thread_time() - began < 5.0
+    assert {len(reads_of(items, rank)) for rank in (0, 500, 999)} == {10}

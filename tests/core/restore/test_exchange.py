@@ -1,0 +1,344 @@
+"""What several ranks want is read once and handed on; what only one can read, it sends; and none is left waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from exchange_help import Job, Peer, part
+from restore_help import DictImage, flip
+from several_help import network, on_all
+
+from tierfall.core.errors import RestoreError, UnreachableError
+from tierfall.core.image import plan_fill
+from tierfall.core.restore.cargo import Chunks
+from tierfall.core.restore.passing import _Hand, run_all
+from tierfall.core.restore.restore import Restored
+from tierfall.core.restore.wire import LostError
+from tierfall.core.values import CheckpointId, Shard
+
+RANKS = 4
+ELEMENTS = 4500  # several chunks each
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with network("abcd") as joined:
+        yield Job.of(joined)
+
+
+def share(step: int, rank: int) -> dict[str, Any]:
+    return {f"w{rank}": torch.arange(ELEMENTS, dtype=torch.float32) + 1000 * rank + step}
+
+
+def put_shares(job: Job, *steps: int, seen_by: Callable[[int, int], bool] | None = None) -> Any:
+    """Save a share of the state on each rank; return the copies on the store, by step, image and who reads it."""
+    copies: dict[tuple[int, int, int], DictImage] = {}
+    for step in steps:
+        parts = [part(step, rank, RANKS, share(step, rank)) for rank in range(RANKS)]
+        for number, peer in enumerate(job.peers):
+            seen = [p for r, p in enumerate(parts) if seen_by is None or seen_by(number, r)]
+            for made, image in zip(seen, peer.put("store", *seen), strict=True):
+                copies[step, made.manifest.shard.rank, number] = image
+    return copies
+
+
+def want_all(job: Job) -> None:
+    for peer in job.peers:
+        peer.state = {f"w{rank}": torch.zeros(ELEMENTS) for rank in range(RANKS)}
+        peer.state |= {"epoch": 0, "rng": None}
+
+
+def want_own(job: Job) -> None:
+    for rank, peer in enumerate(job.peers):
+        peer.state = {f"w{rank}": torch.zeros(ELEMENTS), "epoch": 0, "rng": None}
+
+
+def restored(job: Job, **request: Any) -> list[Any]:
+    return on_all(lambda peer=peer: peer.restore(**request) for peer in job.peers)
+
+
+def hold(job: Job, step: int) -> bool:
+    return all(
+        torch.equal(peer.state[name], share(step, int(name[1:]))[name])
+        for peer in job.peers
+        for name in peer.state
+        if name.startswith("w")
+    )
+
+
+def data_bytes(job: Job, step: int) -> int:
+    images = {(id, shard): i for p in job.peers for (_, id, shard), i in p.images.items()}
+    return sum(
+        len(image.made.image) - image.made.manifest.data_start
+        for (id, _), image in images.items()
+        if id.step == step
+    )
+
+
+def header_bytes(job: Job) -> int:
+    return max(i.made.manifest.data_start for p in job.peers for i in p.images.values())
+
+
+def test_what_all_want_is_read_once_in_equal_shares(job: Job) -> None:
+    put_shares(job, 5)
+    want_all(job)
+    assert all(isinstance(outcome, Restored) for outcome in restored(job))
+    assert hold(job, 5)
+    data = data_bytes(job, 5)
+    headers = 2 * RANKS * header_bytes(job)  # each rank's own, and what was handed on
+    assert data < sum(peer.read() for peer in job.peers) <= data + headers
+    for rank, peer in enumerate(job.peers):
+        assert peer.read() <= data // 4 + 2 * header_bytes(job) + 4096
+        assert {got for _, got in peer.tally.received} == {*range(RANKS)} - {rank}
+        assert {tier for tier, _ in peer.tally.received} == {"store"}
+        assert peer.read() + sum(peer.tally.received.values()) >= data
+    assert job.wires.most_open <= RANKS * (RANKS - 1) * 2 * 3, "few chunks are under way at once"
+    assert job.wires.boxes == {}
+
+
+def test_without_an_exchange_each_reads_for_itself(job: Job) -> None:
+    put_shares(job, 5)
+    want_all(job)
+    restored(job, exchanges=False)
+    assert hold(job, 5)
+    assert all(peer.read() > data_bytes(job, 5) for peer in job.peers)
+
+
+def test_ranks_that_read_their_own_images_alone_agree_once_and_connect_to_nobody(job: Job) -> None:
+    put_shares(job, 5)
+    want_own(job)
+    restored(job)
+    assert hold(job, 5)
+    assert job.wires.connected == 0
+    assert [peer.agreements for peer in job.peers] == [1] * RANKS
+
+
+def test_an_image_that_only_another_rank_can_read_comes_from_there(job: Job) -> None:
+    """Ranks have changed places: each sees its neighbour's image, and no other."""
+    put_shares(job, 5, seen_by=lambda rank, image: image == (rank + 1) % RANKS)
+    want_own(job)
+    outcomes = restored(job)
+    assert all(isinstance(outcome, Restored) for outcome in outcomes), outcomes
+    assert hold(job, 5)
+    for rank, peer in enumerate(job.peers):
+        assert set(peer.tally.received) == {("store", (rank - 1) % RANKS)}
+
+
+def test_a_rank_that_sees_nothing_gets_all_from_others(job: Job) -> None:
+    put_shares(job, 5, seen_by=lambda rank, image: rank != 2)
+    want_all(job)
+    outcomes = restored(job)
+    assert hold(job, 5)
+    assert job.peers[2].read() == 0
+    assert outcomes[2].checkpoint.commit.line == outcomes[0].checkpoint.commit.line
+
+
+def test_the_fastest_tier_of_any_rank_is_read(job: Job) -> None:
+    """Rank 1's disk has rank 0's image, which rank 0 would have to take from the store."""
+    put_shares(job, 5)
+    job.peers[1].put("nvme", part(5, 0, RANKS, share(5, 0)))
+    want_own(job)
+    restored(job)
+    assert hold(job, 5)
+    assert set(job.peers[0].tally.received) == {("nvme", 1)}
+    assert job.peers[1].tally.bytes["nvme"] >= 4 * ELEMENTS
+
+
+@pytest.mark.parametrize("wants", [want_own, want_all])
+@pytest.mark.parametrize("chunks", [[0], [1, 2, 3, 4, 5]])
+def test_a_chunk_that_its_reader_finds_damaged_another_rank_reads(
+    job: Job, chunks: list[int], wants: Callable[[Job], None]
+) -> None:
+    """Rank 0's image is on the disks of ranks 1 and 2, one of which is damaged; the store has it not."""
+    put_shares(job, 5, seen_by=lambda rank, image: image != 0)
+    made = part(5, 0, RANKS, share(5, 0))
+    for number in (1, 2):
+        (image,) = job.peers[number].put("nvme", made)
+        for damaged in chunks if number == 1 else ():
+            flip(image, damaged)
+    wants(job)
+    outcomes = restored(job)
+    assert all(isinstance(outcome, Restored) for outcome in outcomes), outcomes
+    assert hold(job, 5)
+    assert any(rank == 2 for _, rank in job.peers[0].tally.received)
+    said = [f.reason for f in job.peers[1].tally.fallbacks]
+    assert any("does not match its digest" in reason for reason in said)
+
+
+def test_a_chunk_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) -> None:
+    copies = put_shares(job, 4, 5)
+    for reader in range(RANKS):
+        flip(copies[5, 2, reader], 3)
+    want_all(job)
+    outcomes = restored(job)
+    assert [outcome.checkpoint.id for outcome in outcomes] == [CheckpointId(4, 1)] * RANKS
+    assert hold(job, 4)
+    for peer in job.peers:
+        said = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
+        assert len(said) == 1
+        assert "chunk 3 of rank 2's image" in said[0]
+        assert "rank 0: " in said[0]
+        assert "rank 3: " in said[0]
+
+
+def test_what_is_damaged_on_a_shared_tier_is_not_read_by_every_rank_of_a_large_job() -> None:
+    """Two ranks on each of five nodes: what four nodes could not read is taken for damaged."""
+    with network("aabbccddee") as joined:
+        job = Job.of(joined)
+        parts = [part(step, 0, 1, share(step, 0)) for step in (4, 5)]
+        for peer in job.peers:
+            images = peer.put("store", *parts)
+            flip(images[1], 2)
+            peer.state = {"w0": torch.zeros(ELEMENTS), "epoch": 0, "rng": None}
+        restored(job)
+        assert hold(job, 4)
+        for peer in job.peers:
+            (said,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
+            assert said.count("does not match its digest") == 4
+            assert peer.agreements <= 2 * 8
+
+
+def test_a_header_that_no_rank_can_read_takes_all_to_the_older_step(job: Job) -> None:
+    for step in (4, 5):
+        parts = [part(step, rank, 2, share(step, rank)) for rank in range(2)]
+        for peer in job.peers:
+            images = peer.put("store", *parts)
+            peer.state = {f"w{rank}": torch.zeros(ELEMENTS) for rank in range(2)}
+            peer.state |= {"epoch": 0, "rng": None}
+            if step == 5:
+                flip(images[1], 0)
+    restored(job)
+    assert hold(job, 4)
+    for peer in job.peers:
+        (said,) = [f.reason for f in peer.tally.fallbacks if f.what == "step 5@1"]
+        assert said.startswith("no rank can read the header of rank 1's image: ")
+        assert all(f"rank {rank}: chunk 0 is damaged" in said for rank in range(RANKS))
+
+
+def test_a_chunk_that_may_be_read_later_ends_the_restore(job: Job) -> None:
+    copies = put_shares(job, 4, 5)
+    for reader in range(RANKS):
+        image = copies[5, 2, reader]
+        image.errors[image.made.manifest.data_start] = UnreachableError("timeout")
+    want_all(job)
+    for outcome in restored(job):
+        assert isinstance(outcome, RestoreError)
+        assert "a copy could not be read" in str(outcome)
+        assert "timeout" in str(outcome)
+
+
+def test_a_state_that_does_not_fit_on_one_rank_touches_nobody_s(job: Job) -> None:
+    put_shares(job, 5)
+    want_all(job)
+    job.peers[1].state["w0"] = torch.zeros(7)
+    outcomes = restored(job)
+    assert all(isinstance(outcome, RestoreError) for outcome in outcomes)
+    assert "w0" in str(outcomes[1])
+    assert str(outcomes[2]).startswith("restore of 5@1: rank 1: ")
+    assert not any("HALF FILLED" in str(outcome) for outcome in outcomes)
+    assert all((peer.state["w3"] == 0).all() for peer in job.peers)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()])
+@pytest.mark.parametrize("phase", ["plan", "load", "keep", "take"])
+def test_whatever_ends_one_rank_ends_all_by_its_name_and_soon(
+    job: Job, monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseException
+) -> None:
+    put_shares(job, 4, 5)
+    want_all(job)
+    victim = job.peers[2]
+    if phase == "plan":
+
+        def refuse(header: Any) -> Any:
+            if header.merged:
+                raise error
+            return plan_fill(victim.state, header)
+
+        victim.make_plan = refuse
+    else:
+        fail_once(monkeypatch, phase, victim, error)
+    outcomes = restored(job)
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert isinstance(outcome, RestoreError), outcome
+        assert "rank 2: " in str(outcome)
+        assert type(error).__name__ in str(outcome)
+    if isinstance(error, KeyboardInterrupt):
+        assert outcomes[2] is error
+    assert job.wires.connected == RANKS, "no second checkpoint was tried"
+
+
+def fail_once(patch: pytest.MonkeyPatch, phase: str, victim: Peer, error: BaseException) -> None:
+    real = getattr(Chunks, phase)
+    left = threading.Semaphore(1)
+
+    def stand_in(self: Chunks, *args: Any) -> Any:
+        if self._tally is victim.tally and left.acquire(blocking=False):
+            raise error
+        return real(self, *args)
+
+    patch.setattr(Chunks, phase, stand_in)
+
+
+def test_a_wire_that_breaks_between_ranks_that_live_ends_the_restore_of_all(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_shares(job, 4, 5)
+    want_all(job)
+    real = _Hand.receive
+
+    def receive(self: _Hand, get: Any) -> None:
+        if self._rank == 1 and get.item.reader == 3 and get.item.chunk:
+            self._wire.cut()
+        real(self, get)
+
+    monkeypatch.setattr(_Hand, "receive", receive)
+    for outcome in restored(job):
+        assert isinstance(outcome, RestoreError), outcome
+        assert "from rank 3: " in str(outcome) or "is gone" in str(outcome)
+        assert "HALF FILLED" in str(outcome)
+
+
+def test_an_interrupt_stops_what_waits() -> None:
+    """The caller is interrupted while its threads wait for bytes that never come."""
+    ended = threading.Event()
+
+    def wait(thing: int) -> None:
+        assert ended.wait(20)
+        raise LostError("cut")
+
+    started = threading.Thread.start
+    calls: list[threading.Thread] = []
+
+    def start(self: threading.Thread) -> None:
+        started(self)
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(threading.Thread, "start", start)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all([(1, wait, [1]), (1, wait, [2])], ended.set)
+    finally:
+        patch.undo()
+    assert not any(thread.is_alive() for thread in calls)
+
+
+def test_images_of_another_number_of_ranks_are_read_once(job: Job) -> None:
+    """Two ranks saved the same tensors; four restore them."""
+    whole = {"w0": share(5, 0)["w0"], "w1": share(5, 1)["w1"]}
+    parts = [part(5, rank, 2, whole) for rank in range(2)]
+    for peer in job.peers:
+        peer.put("store", *parts)
+        peer.state = {"w0": torch.zeros(ELEMENTS), "w1": torch.zeros(ELEMENTS)}
+        peer.state |= {"epoch": 0, "rng": None}
+    restored(job)
+    assert hold(job, 5)
+    data = len(parts[0].image) - parts[0].manifest.data_start
+    assert sum(peer.read() for peer in job.peers) <= data + 2 * header_bytes(job)
+    assert job.peers[0].images["store", CheckpointId(5, 1), Shard(0, 2)].reads

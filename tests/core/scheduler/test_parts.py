@@ -1,0 +1,156 @@
+"""What other ranks had sealed is flushed on by those of now: each brings the parts that it has, some have none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.scheduler.test_commits import failing, folder_is_empty, pass_time, talk, world
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many, image_of
+from tests.simulation.world import marks_in
+from tierfall.backends.faults import Operation
+from tierfall.core import names
+from tierfall.core.errors import StorageFullError
+from tierfall.core.scheduler.tasks import PersonsOrder
+from tierfall.core.values import CheckpointId, Shard
+
+ONE = CheckpointId(1, 1)
+
+
+def killed_with_all_in_memory(
+    places: list[list[int]], node_of: tuple[int, ...], tiers: str = "both"
+) -> Many:
+    """All ranks have sealed step 1 and are killed; at the next start each finds the images of those ranks."""
+    run = world(node_of, tiers)
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    run.crash()
+    regions = {rank.number: list(rank.memory.regions) for rank in run.ranks}
+    for rank, there in zip(run.ranks, places, strict=True):
+        rank.memory.regions = [region for number in there for region in regions[number]]
+        for region in rank.memory.regions:
+            region._memory = rank.memory
+    run.start()
+    return run
+
+
+def images_on(run: Many, tier: str) -> dict[str, bytes]:
+    prefix = names.step_prefix("run", ONE)
+    return {
+        key.removeprefix(prefix): bytes(data)
+        for disk in run.disks(tier).values()
+        for key, data in disk._objects.items()
+        if key.startswith(prefix) and names.parse_shard(key.removeprefix(prefix)) is not None
+    }
+
+
+PLACES = [
+    ([[1], [0]], (0, 0)),
+    ([[0, 1], []], (0, 0)),
+    ([[], [0, 1]], (0, 0)),
+    ([[], [0, 1]], (0, 1)),
+    ([[2, 0], [], [1]], (0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("places", "node_of"), PLACES)
+def test_all_parts_come_to_each_tier_and_are_one_checkpoint_there(
+    places: list[list[int]], node_of: tuple[int, ...]
+) -> None:
+    run = killed_with_all_in_memory(places, node_of)
+    assert run.started_from == ONE
+    run.settle()
+    count = len(node_of)
+    for tier in (NODE_TIER, SHARED_TIER):
+        found = images_on(run, tier)
+        for rank in range(count):
+            assert found[names.shard_name(Shard(rank, count))] == image_of(ONE, rank)
+        assert all(ONE in rank.committed(tier) for rank in run.ranks)
+    *named, index = [file.name for file in run.records(SHARED_TIER, 0)[ONE].files]
+    assert index == names.INDEX_NAME
+    assert named == sorted(named, key=lambda name: names.parse_shard(name).rank)  # type: ignore[union-attr]
+    for node in set(node_of):
+        here = [there for there, on in zip(places, node_of, strict=True) if on == node and there]
+        assert (ONE in run.records(NODE_TIER, node)) == bool(here), "a record is where images are"
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+    assert sum(len(rank.memory.regions) for rank in run.ranks) == count, "nothing newer is durable"
+    for rank in run.ranks:
+        rank.ordinal = 1
+        rank.save(2)
+    run.settle()
+    newer = {CheckpointId(2, 2)}
+    assert all(rank.sealed() == newer for rank in run.ranks), "what was adopted is let go"
+
+
+@pytest.mark.parametrize("tier", [NODE_TIER, SHARED_TIER])
+@pytest.mark.parametrize("bringer", [0, 1])
+def test_a_tier_that_refuses_the_second_part_keeps_nothing_of_the_first(
+    bringer: int, tier: str
+) -> None:
+    run = killed_with_all_in_memory([[0, 1], []] if bringer == 0 else [[], [0, 1]], (0, 0), tier)
+    rank = run.ranks[bringer]
+    parts = rank.coordinator.ledger.entries[ONE].parts
+    assert parts is not None
+    while not any(part.landed for part in parts):
+        talk(run)
+        assert rank.run_one(run.random)
+    assert not all(part.landed for part in parts)
+    rank.troubles[tier].strike(failing(Operation.WRITE, StorageFullError))
+    run.settle()
+    assert folder_is_empty(run, tier)
+    assert not any(other.coordinator.busy() for other in run.ranks)
+    assert rank.sealed() == {ONE}, "memory still has it"
+
+
+def test_a_part_whose_rest_is_lost_goes_when_a_save_wants_its_room() -> None:
+    run = world((0, 1), memory_images=1)
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    run.crash(nodes_lost=[1])
+    run.ranks[1].memory.regions, run.ranks[0].memory.regions = run.ranks[0].memory.regions, []
+    for region in run.ranks[1].memory.regions:
+        region._memory = run.ranks[1].memory
+    run.start()
+    pass_time(run, 1.0)
+    assert run.ranks[1].sealed() == {ONE}, "it stays for as long as nobody wants its room"
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    assert all(rank.sealed() == {CheckpointId(1, 2)} for rank in run.ranks)
+
+
+@pytest.mark.parametrize("places", [[[1], [0]], [[0, 1], []], [[], [0, 1]]])
+def test_a_persons_orders_reach_every_part_in_memory(places: list[list[int]]) -> None:
+    run = killed_with_all_in_memory(places, (0, 1))
+    run.settle()
+    pinned = run.ranks[0].order(PersonsOrder.PIN, ONE)
+    run.settle()
+    assert pinned == [{}]
+    parts = [region for rank in run.ranks for region in rank.memory.regions]
+    assert [marks_in(region) for region in parts] == [{names.PIN_MARK}] * 2
+    for answer in (
+        run.ranks[0].order(kind, ONE) for kind in (PersonsOrder.UNPIN, PersonsOrder.DELETE)
+    ):
+        run.settle()
+        assert answer == [{}]
+    assert not any(rank.memory.regions for rank in run.ranks)
+    assert folder_is_empty(run, NODE_TIER)
+    assert folder_is_empty(run, SHARED_TIER)
+
+
+def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:
+    run = killed_with_all_in_memory([[0, 1], []], (0, 0), SHARED_TIER)
+    trouble = run.ranks[0].troubles[SHARED_TIER]
+    pinned = run.ranks[0].order(PersonsOrder.PIN, ONE)
+    trouble.strike(failing(Operation.WRITE, StorageFullError))
+    run.settle()
+    assert pinned == [{}]
+    trouble.heal()
+    for rank in run.ranks:
+        rank.ordinal = 1
+        rank.save(2)
+    run.settle()
+    assert run.committed(SHARED_TIER) == {CheckpointId(2, 2)}
+    assert run.ranks[0].sealed() == {ONE, CheckpointId(2, 2)}
+    assert all(ONE in rank.coordinator.ledger.entries for rank in run.ranks)

@@ -1,0 +1,254 @@
+"""What one rank does in jobs that are started again elsewhere, or with another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierfall
+from tests.distributed import program
+from tests.distributed.program import RANK
+from tierfall.backends.posix import PosixBackend
+from tierfall.core.errors import UnreachableError
+from tierfall.core.ranks import joining
+
+WORLD = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
+
+
+def make_state(step: int, parts: range) -> dict[str, Any]:
+    """A tensor for each of the ``parts``, each of which one rank of the first start has, and values that all have."""
+    return {
+        "weights": {
+            f"w{part}": torch.randn(
+                3000 + part, generator=torch.Generator().manual_seed(100 * step + part)
+            )
+            for part in parts
+        },
+        "extra": {"step": step},
+        "rng": None,
+    }
+
+
+def own() -> range:
+    return range(RANK, RANK + 1)
+
+
+def skew_clock(hours: list[float] | None) -> None:
+    """Let this rank's wall clock be wrong by so much."""
+    if hours is not None:
+        real, wrong_s = time.time, 3600 * hours[RANK]
+        time.time = lambda: real() + wrong_s
+
+
+def stop_flushes() -> None:
+    """No tier takes an image: what is saved is in memory alone."""
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        if ".safetensors" in key:
+            raise UnreachableError(f"{key}: nobody answers")
+        return real(self, key, **options)
+
+    PosixBackend.create = create  # type: ignore[method-assign]
+
+
+def wait_whole(ckpt: tierfall.Checkpointer, step: int) -> None:
+    """Wait until all ranks have sealed a step."""
+    while not any(c.step == step and c.tiers.get("host") == "sealed" for c in ckpt.checkpoints()):
+        time.sleep(0.01)
+
+
+def ready(folder: str) -> None:
+    Path(folder, f"ready-{RANK}").touch()
+
+
+def stay(
+    folder: str,
+    steps: list[int],
+    flush: bool = True,
+    hours: list[float] | None = None,
+    **changes: Any,
+) -> Any:
+    """Save these steps, wait until all ranks have them in memory, or on all tiers with ``flush``; then stay to be
+    killed."""
+    skew_clock(hours)
+    if not flush:
+        stop_flushes()
+    ckpt = tierfall.open(program.config(folder, **changes))
+    ckpt.restore(make_state(0, own()))
+    for step in steps:
+        handle = ckpt.save(step, make_state(step, own()))
+        ckpt.wait_captured()
+        wait_whole(ckpt, step)
+        if flush:
+            handle.wait("nvme", 30)
+            handle.wait("pfs", 30)
+    ready(folder)
+    time.sleep(600)
+
+
+def go_on(
+    folder: str,
+    parts: int,
+    steps: list[int],
+    hours: list[float] | None = None,
+    drain_first: bool = False,
+    **changes: Any,
+) -> Any:
+    """Restore what ``parts`` ranks saved, as a whole; with as many ranks, each its own. Then save these steps."""
+    skew_clock(hours)
+    mine = own() if parts == WORLD else range(parts)
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        if drain_first:
+            ckpt.drain(30)
+        state = make_state(0, mine)
+        report = ckpt.restore(state)
+        left = ckpt.drain(30).left
+        if report is None:
+            return {"step": None, "left": left}
+        found = {
+            "step": report.step,
+            "good": program.same(state, make_state(report.step, mine)),
+            "tiers": sorted({s.tier for s in report.sources}),
+            "left": left,
+        }
+        for step in steps:
+            handle = ckpt.save(step, make_state(step, mine))
+            ckpt.wait_captured()
+            handle.wait("nvme", 30)
+            handle.wait("pfs", 30)
+        known = ckpt.checkpoints()
+        return {**found, "known": [[c.step, c.attempt, sorted(c.tiers)] for c in known]}
+
+
+def stay_whole(folder: str, parts: int, step: int, **changes: Any) -> Any:
+    """Restore what so many ranks saved, save it as a whole on each, and stay to be killed."""
+    ckpt = tierfall.open(program.config(folder, **changes))
+    state = make_state(0, range(parts))
+    ckpt.restore(state)
+    handle = ckpt.save(step, make_state(step, range(parts)))
+    ckpt.wait_captured()
+    handle.wait("nvme", 30)
+    handle.wait("pfs", 30)
+    ready(folder)
+    time.sleep(600)
+
+
+def go_on_whole(folder: str, parts: int, **changes: Any) -> Any:
+    """Restore what each rank saved as a whole."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        state = make_state(0, range(parts))
+        report = ckpt.restore(state)
+        assert report is not None
+        good = program.same(state, make_state(report.step, range(parts)))
+        tiers = sorted({s.tier for s in report.sources})
+        return {"step": report.step, "good": good, "tiers": tiers}
+
+
+def relaunched(folder: str, **changes: Any) -> Any:
+    """Under a launcher that starts all ranks again: die with nothing flushed, then restore."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        stop_flushes()
+        ckpt = tierfall.open(program.config(folder, **changes))
+        ckpt.save(1, make_state(1, own()))
+        ckpt.wait_captured()
+        wait_whole(ckpt, 1)
+        ready(folder)
+        while not all(Path(folder, f"ready-{rank}").exists() for rank in range(WORLD)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = go_on(folder, WORLD, [2], **changes)
+    Path(folder, f"answer-{RANK}").write_text(json.dumps(found))
+    return found
+
+
+def meet_stall(folder: str, **changes: Any) -> Any:
+    """Save while rank 0 stands still, and say how long each call took; go on once it is back."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        ckpt.save(1, make_state(1, own())).wait("pfs", 30)
+        ready(folder)
+        if RANK == 0:
+            while not Path(folder, "saved").exists():
+                time.sleep(0.01)
+            handle = ckpt.save(2, make_state(2, own()))
+            handle.wait("pfs", 30)
+            return {"outcome": program.outcome_of(handle)}
+        while not Path(folder, "stalled").exists():
+            time.sleep(0.01)
+        began = time.monotonic()
+        handle = ckpt.save(2, make_state(2, own()))
+        ckpt.wait_captured()
+        took = time.monotonic() - began
+        try:
+            handle.wait("pfs", 1.0)
+            said = "it is there"
+        except TimeoutError as error:
+            said = str(error)
+        waited = time.monotonic() - began - took
+        Path(folder, "saved").touch()
+        return {"took": took, "said": said, "waited": waited, "outcome": program.outcome_of(handle)}
+
+
+def give_up_on_stall(folder: str, call: str, **changes: Any) -> Any:
+    """Rank 0 stands still for good: say how long a call takes to end, and what it says."""
+    ckpt = tierfall.open(program.config(folder, **changes))
+    ckpt.save(1, make_state(1, own())).wait("pfs", 30)
+    ready(folder)
+    while not Path(folder, "stalled").exists():
+        time.sleep(0.01)
+    messages = []
+    began = time.monotonic()
+    try:
+        if call == "restore":
+            ckpt.restore(make_state(0, own()))
+        else:
+            ckpt.close()
+    except tierfall.errors.TierfallError as error:
+        messages.append(str(error))
+    return {"seconds": time.monotonic() - began, "said": messages}
+
+
+def meet_silence(folder: str, **changes: Any) -> Any:
+    """Open, where the launcher's store falls silent."""
+    joining.STORE_S = 2.0
+    began = time.monotonic()
+    try:
+        tierfall.open(program.config(folder, **changes))
+    except tierfall.errors.TierfallError as error:
+        return {"seconds": time.monotonic() - began, "said": str(error)}
+    return "it is open"
+
+
+def reuse(folder: str, how: str, **changes: Any) -> Any:
+    """A second job that uses a run's name by mistake."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        if how == "restore":
+            ckpt.restore(make_state(0, own()))
+        ckpt.save(50, make_state(50, own())).wait("pfs", 30)
+        return "saved"
+
+
+def train_until_told(folder: str, **changes: Any) -> Any:
+    """Save a step, wait for another job to come, and save on."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        ckpt.save(1, make_state(1, own())).wait("pfs", 30)
+        ready(folder)
+        while not Path(folder, "go-on").exists():
+            time.sleep(0.01)
+        handle = ckpt.save(2, make_state(2, own()))
+        outcome = program.outcome_of(handle)
+        try:
+            ckpt.save(3, make_state(3, own()))
+        except tierfall.errors.TierfallError as error:
+            return {"outcome": outcome, "then": [type(error).__name__, str(error)]}
+        return {"outcome": outcome, "then": None}
+
+
+if __name__ == "__main__":
+    program.main(globals())

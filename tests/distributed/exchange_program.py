@@ -1,0 +1,124 @@
+"""What one rank does in tests of what ranks hand each other at a restore."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tierfall
+from tests.distributed import killing, program
+from tierfall.core.restore.passing import _Hand
+from tierfall.core.restore.reader import ChunkReader
+
+RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
+
+
+def tensor(name: int) -> torch.Tensor:
+    return torch.randn(150, 400, generator=torch.Generator().manual_seed(name))
+
+
+def replicated(tensors: int) -> dict[str, Any]:
+    """What every rank holds alike."""
+    return {"weights": {f"w{i}": tensor(i) for i in range(tensors)}}
+
+
+def save_replicas(folder: str, tensors: int = 8, steps: int = 1, **changes: Any) -> Any:
+    """Save parameters that all ranks hold, as data-parallel training does: they divide them."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        for step in range(1, steps + 1):
+            weights = {
+                name: torch.nn.Parameter(value + (step - 1))
+                for name, value in replicated(tensors)["weights"].items()
+            }
+            handle = ckpt.save(step, {"weights": weights, "epoch": step, "rng": None})
+            ckpt.wait_captured()
+        handle.wait(timeout=30)
+        return {"bytes": handle.stats.bytes}
+
+
+def part_of(tensors: int) -> dict[str, Any]:
+    """The share of it that this rank saves for all."""
+    return {"weights": {f"w{i}": tensor(i) for i in range(RANK, tensors, WORLD)}}
+
+
+def save(folder: str, tensors: int = 8, steps: int = 1, whole: bool = False, **changes: Any) -> Any:
+    """Save a share of the tensors on each rank, or all of them."""
+    with tierfall.open(program.config(folder, **changes)) as ckpt:
+        for step in range(1, steps + 1):
+            state = replicated(tensors) if whole else part_of(tensors)
+            handle = ckpt.save(step, {**state, "epoch": step, "rng": None})
+            ckpt.wait_captured()
+        handle.wait(timeout=30)
+
+
+def restore(
+    folder: str,
+    tensors: int = 8,
+    group: str = "default",
+    victim: int = -1,
+    how: str = "",
+    mine: bool = False,
+    **changes: Any,
+) -> Any:
+    """Restore all tensors on each rank, or its own share; ``victim`` dies, or raises, in the exchange."""
+    if group != "none":
+        dist.init_process_group("gloo")
+    given = dist.new_group([*range(WORLD)]) if group == "given" else None
+    if victim == RANK:
+        _break(how)
+    try:
+        return _restore(given, folder, tensors, group, mine, **changes)
+    finally:
+        if group != "none":
+            dist.destroy_process_group()
+
+
+def _restore(given: Any, folder: str, tensors: int, group: str, mine: bool, **changes: Any) -> Any:
+    began = time.monotonic()
+    with tierfall.open(program.config(folder, **changes), process_group=given) as ckpt:
+        goal = part_of(tensors) if mine else replicated(tensors)
+        state = {"weights": {name: torch.zeros(150, 400) for name in goal["weights"]}}
+        try:
+            report = ckpt.restore({**state, "epoch": 0, "rng": None})
+        except tierfall.errors.TierfallError as error:
+            return {
+                "error": type(error).__name__,
+                "text": str(error),
+                "seconds": time.monotonic() - began,
+            }
+        assert report is not None
+        if group != "none":  # the training's own groups are as they were
+            dist.all_reduce(torch.ones(1))
+        handle = ckpt.save(report.step + 1, {**state, "epoch": 0, "rng": None})
+        return {
+            "step": report.step,
+            "good": program.same(state["weights"], goal["weights"]),
+            "read": {s.tier: s.bytes for s in report.sources if s.rank is None},
+            "got": [[s.tier, s.rank, s.bytes] for s in report.sources if s.rank is not None],
+            "bytes": report.bytes,
+            "fallbacks": [f"{f.what}: {f.reason}" for f in report.fallbacks],
+            "next": handle.step,
+        }
+
+
+def _break(how: str) -> None:
+    if how == "dies":
+        killing.at(_Hand, "_send", 3, killing.kill_self)
+    if how == "stops":
+        killing.at(_Hand, "_send", 3, killing.stop_self)
+    if how == "raises":
+        killing.at(ChunkReader, "read_from", 3, _raise)
+
+
+def _raise() -> None:
+    raise MemoryError("no more")
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(80)  # into the log of a rank that hangs
+    program.main(globals())

@@ -1,0 +1,145 @@
+"""torch.distributed.checkpoint on several ranks: DCP says who writes what, and the whole is one checkpoint, or none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+
+import tierfall
+from tests.distributed.job import Job
+
+MakeJob = Callable[..., Job]
+PROGRAM = Path(__file__).with_name("dcp_program.py")
+LONG = pytest.mark.torture
+
+
+def run(job: Job, function: str, **arguments: Any) -> list[Any]:
+    """Run one job; each start has a store of its own."""
+    answers = job.run(function, timeout_s=180, **arguments)
+    assert all(not isinstance(a, dict) or "error" not in a for a in answers), answers
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [
+        ("save", 2),
+        ("cached", 2),
+        ("lazy", 2),
+        pytest.param("lazy", 4, marks=LONG),
+        ("process", 2),
+        pytest.param("no_dist", 2, marks=LONG),
+        pytest.param("thread", 4, marks=LONG),
+    ],
+)
+def test_training_goes_on_to_the_same_bits(make_job: MakeJob, how: str, ranks: int) -> None:
+    def train(**arguments: Any) -> list[Any]:
+        return run(make_job(ranks, program=PROGRAM), "train", layout="fsdp", **arguments)
+
+    straight = train(steps=4, save=False)
+    saved = train(steps=2, how=how)
+    assert [answer["first"] for answer in saved] == [1] * ranks
+    assert [answer["lazy"] for answer in saved] == [int(how == "lazy")] * ranks
+    stored = ["nvme", "pfs"]
+    assert saved[0]["tiers"][-1] == [2, stored if how == "process" else ["host", *stored]]
+    resumed = train(steps=2, how=how)
+    assert [answer["first"] for answer in resumed] == [3] * ranks
+    assert [answer["digest"] for answer in resumed] == [a["digest"] for a in straight]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        pytest.param(("fsdp", 4), ("hsdp", 4), marks=LONG),
+        (("fsdp", 4), ("plain", 1)),
+        (("hsdp", 4), ("tp", 2)),
+        pytest.param(("ddp", 2), ("fsdp", 3), marks=LONG),
+        pytest.param(("tp-fsdp", 4), ("ddp", 2), marks=LONG),
+    ],
+)
+def test_another_layout_loads_what_was_saved(
+    make_job: MakeJob, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]
+) -> None:
+    first, *_ = run(make_job(saved[1], program=PROGRAM), "train", layout=saved[0], steps=1)
+    answers = run(make_job(loaded[1], program=PROGRAM), "train", layout=loaded[0], steps=0)
+    assert {answer["first"] for answer in answers} == {2}
+    assert {answer["digest"] for answer in answers} == {first["digest"]}
+    whole = tierfall.load(tmp_path / "pfs")
+    assert whole["model"]["0.weight"].shape == (26, 16)
+    assert whole["own"] == {"rank": 0, "step": 1}
+
+
+def test_the_checkpointer_restores_what_dcp_saved(make_job: MakeJob) -> None:
+    saved = run(make_job(2, program=PROGRAM), "train", layout="fsdp", steps=1)
+    answers = run(make_job(2, program=PROGRAM), "restore", layout="fsdp")
+    assert [answer["own"] for answer in answers] == [{"rank": r, "step": 1} for r in (0, 1)]
+    assert [answer["digest"] for answer in answers] == [a["digest"] for a in saved]
+
+
+def test_each_block_is_written_once_and_values_by_each_rank(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    assert run(make_job(4, program=PROGRAM), "replicas") == [True] * 4
+    folder = tmp_path / "pfs/one/step-00000001-a0001"
+    places: list[tuple[str, tuple[int, ...]]] = []
+    for rank in range(4):
+        manifest = json.loads((folder / f"rank-{rank:05d}-of-00004.json").read_text())
+        pieces = manifest["pieces"]
+        assert all(p["end"] > p["start"] for p in pieces)
+        places += [(p["name"].split("%p")[0], tuple(p["offset"])) for p in pieces]
+        with safetensors.safe_open(  # type: ignore[attr-defined]
+            folder / f"rank-{rank:05d}-of-00004.safetensors", "pt"
+        ) as image:
+            for piece in pieces:
+                assert list(image.get_tensor(piece["name"]).shape) == piece["lengths"]
+        shard = tierfall.load(folder / f"rank-{rank:05d}-of-00004.safetensors")
+        assert shard["rank"] == rank
+    assert len(places) == len(set(places)) == 6 + 2 + 3 * 2
+    whole = tierfall.load(tmp_path / "pfs")
+    assert torch.equal(whole["tied"]["b"], torch.arange(48.0).view(12, 4))
+    assert whole["list"][2] == {"n": 1}
+
+
+@pytest.mark.parametrize("how", ["save", "no_dist", "lazy"])
+@pytest.mark.torture
+def test_what_one_rank_cannot_save_is_raised_by_all_and_the_next_step_is_saved(
+    make_job: MakeJob, how: str
+) -> None:
+    answers = run(make_job(2, program=PROGRAM), "bad", where=1, how=how)
+    assert all("value" in answer["said"] for answer in answers), answers
+    assert all("rank 1" in answer["said"] or "RANK 1" in answer["said"] for answer in answers[:1])
+    assert [answer["steps"] for answer in answers] == [[2], [2]]
+
+
+def test_what_lies_in_the_memory_of_other_ranks_is_loaded_from_there(make_job: MakeJob) -> None:
+    job = make_job(2, program=PROGRAM, node_of=[0, 1])
+    every_second = {"flush": {"every": 2}}
+    answers = run(job, "newest", nvme=every_second, pfs=every_second)
+    assert answers == [{"tiers": [["host"]], "step": 3}] * 2
+
+
+@pytest.mark.torture
+def test_a_group_that_is_not_the_checkpointers_is_refused(make_job: MakeJob) -> None:
+    answers = run(make_job(3, program=PROGRAM), "part_of_the_ranks")
+    assert all("2 ranks save, and the Checkpointer was opened by 3" in a for a in answers[:2])
+    assert answers[2] == ""
+
+
+def test_damage_that_one_rank_meets_is_told_to_all(make_job: MakeJob, tmp_path: Path) -> None:
+    run(make_job(2, program=PROGRAM), "save_sharded")
+    good = run(make_job(2, program=PROGRAM), "damaged")
+    assert [(a["said"], a["own"]) for a in good] == [("loaded", 0), ("loaded", 1)]
+    for image in tmp_path.glob("*/one/step-*/rank-00001-of-00002.safetensors"):
+        data = bytearray(image.read_bytes())
+        data[-1] ^= 1
+        image.write_bytes(data)
+    answers = run(make_job(2, program=PROGRAM), "damaged")
+    assert all("does not match its digest" in answer["said"] for answer in answers)
+    assert "rank 1: " in answers[0]["said"]
+    assert "HALF FILLED" in answers[0]["said"]

@@ -1,0 +1,168 @@
+"""Jobs that are started again: on the same node, with other ranks, on other nodes; and what each does with memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.distributed.job import ROOT, Job, SlurmJob
+
+PROGRAM = Path(__file__).with_name("elastic_program.py")
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Make a job of that many ranks; it does not outlive the test."""
+    jobs: list[Job] = []
+
+    def make(world_size: int, nodes: list[int] | None = None, kind: type[Job] = Job) -> Job:
+        jobs.append(kind(tmp_path, world_size, nodes or [], program=PROGRAM))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill()
+
+
+def save_and_kill(job: Job, **arguments: Any) -> None:
+    """Let all ranks save, and kill them all."""
+    job.start("stay", **arguments)
+    job.wait_ready()
+    job.kill()
+
+
+def arenas(folder: Path, node: int = 0) -> list[str]:
+    return sorted(path.name for path in (folder / f"memory-{node}/many").glob("slot-*.arena"))
+
+
+def digests(folder: Path, tier: str, step: str) -> dict[str, bytes]:
+    """Every image of a step on a tier."""
+    return {p.name: p.read_bytes() for p in (folder / tier / "many" / step).glob("*.safetensors")}
+
+
+def test_torchrun_starts_all_ranks_again_and_they_restore_from_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", str(PROGRAM), "relaunched", f'{{"folder": "{tmp_path}"}}']
+    done = subprocess.run(
+        command,
+        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"answer-{rank}").read_text())
+        assert (found["step"], found["good"], found["tiers"]) == (1, True, ["host"])
+        assert [step for step, _, tiers in found["known"] if "pfs" in tiers] == [1, 2]
+    assert not arenas(tmp_path), "all is durable: memory is given back"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(4, 2), (3, 1), pytest.param(2, 4, marks=pytest.mark.torture)]
+)
+def test_what_was_in_memory_alone_is_restored_and_flushed_on_by_any_number_of_ranks(
+    start: MakeJob, tmp_path: Path, old: int, new: int
+) -> None:
+    save_and_kill(start(old), steps=[1, 2], flush=False)
+    assert not list(tmp_path.glob("*/many/step-*/commit.json"))
+    answers = start(new).run("go_on", parts=old, steps=[3])
+    for answer in answers:
+        assert (answer["step"], answer["good"], answer["tiers"]) == (2, True, ["host"]), answer
+        assert answer["left"] == [], "its flush goes on, though nobody saved it as who he is now"
+        there = {step: tiers for step, _, tiers in answer["known"] if "pfs" in tiers}
+        assert {2, 3} <= there.keys()
+        assert "nvme" in there[2]
+    two = digests(tmp_path, "pfs", "step-00000002-a0001")
+    assert sorted(two) == [f"rank-{r:05}-of-{old:05}.safetensors" for r in range(old)]
+    assert digests(tmp_path, "nvme-0", "step-00000002-a0001") == two
+    assert tierfall.load(tmp_path / "pfs/many/step-00000002-a0001")["extra"] == {"step": 2}
+    assert not arenas(tmp_path), "all is durable: memory is given back"
+    later = start(new).run("go_on", parts=old, steps=[])
+    assert {answer["step"] for answer in later} == {3}
+
+
+@pytest.mark.torture
+def test_memory_of_ranks_that_are_gone_goes_once_something_newer_is_durable(
+    start: MakeJob, tmp_path: Path
+) -> None:
+    save_and_kill(start(4), steps=[1])
+    job = start(2).start("stay_whole", parts=4, step=2)
+    job.wait_ready()
+    assert arenas(tmp_path) == ["slot-0.arena", "slot-1.arena"], "those of the ranks of now"
+    job.kill()
+    answers = start(2).run("go_on_whole", parts=4)
+    assert answers == [{"step": 2, "good": True, "tiers": ["host"]}] * 2
+
+
+def test_ranks_in_other_places_read_what_lies_in_the_memory_of_their_node(
+    start: MakeJob, tmp_path: Path
+) -> None:
+    save_and_kill(start(3, [1, 0, 0]), steps=[1], flush=False)
+    answers = start(3, [0, 0, 1]).run("go_on", parts=3, steps=[2], drain_first=True)
+    assert [(a["step"], a["good"], a["left"]) for a in answers] == [(1, True, [])] * 3, answers
+    assert answers[1]["tiers"] == ["host"], "rank 1's image is where rank 0 is now"
+    assert len(digests(tmp_path, "pfs", "step-00000001-a0001")) == 3
+
+
+@pytest.mark.torture
+def test_a_replaced_node_reads_the_shared_tier_and_the_others_their_memory(
+    start: MakeJob, tmp_path: Path
+) -> None:
+    nodes = [0, 0, 1, 1]
+    save_and_kill(start(4, nodes), steps=[1, 2])
+    shutil.rmtree(tmp_path / "memory-1")
+    shutil.rmtree(tmp_path / "nvme-1")
+    answers = start(4, nodes).run("go_on", parts=4, steps=[3])
+    assert [(a["step"], a["good"]) for a in answers] == [(2, True)] * 4
+    assert [a["tiers"] for a in answers[:2]] == [["host"]] * 2
+    assert "host" not in answers[2]["tiers"] + answers[3]["tiers"]
+
+
+def test_fewer_nodes_restore_from_memory_and_the_shared_tier(
+    start: MakeJob, tmp_path: Path
+) -> None:
+    save_and_kill(start(4, [0, 0, 1, 1]), steps=[1, 2])
+    answers = start(2, [0, 0]).run("go_on", parts=4, steps=[3])
+    for answer in answers:
+        assert (answer["step"], answer["good"]) == (2, True), answer
+        assert answer["tiers"] == ["host", "pfs"], "half of it is in the memory that is left"
+    assert not arenas(tmp_path), "step 3 is durable"
+
+
+@pytest.mark.torture
+def test_what_only_missing_nodes_complete_stays_until_something_newer_is_durable(
+    start: MakeJob, tmp_path: Path
+) -> None:
+    nodes = [0, 0, 1, 1]
+    start(4, nodes).run("go_on", parts=4, steps=[])
+    save_and_kill(start(4, nodes), steps=[1])
+    save_and_kill(start(4, nodes), steps=[2], flush=False)
+    answers = start(2, [0, 0]).run("go_on", parts=4, steps=[])
+    assert [answer["step"] for answer in answers] == [1, 1], "the older one, of which all is there"
+    job = start(2)
+    assert "lies in memory, the others' do not" in job.log(0)
+    assert arenas(tmp_path) == ["slot-0.arena", "slot-1.arena"]
+    back = start(4, nodes).run("go_on", parts=4, steps=[3])
+    assert [(a["step"], a["good"], a["tiers"]) for a in back] == [(2, True, ["host"])] * 4
+
+
+def test_a_requeued_slurm_job_goes_on_from_memory(start: MakeJob, tmp_path: Path) -> None:
+    save_and_kill(start(2, None, SlurmJob), steps=[1, 2], flush=False)
+    again = start(2, None, SlurmJob)
+    again.restarts = 1  # type: ignore[attr-defined]
+    answers = again.run("go_on", parts=2, steps=[3])
+    for answer in answers:
+        assert (answer["step"], answer["good"], answer["tiers"]) == (2, True, ["host"])
+        assert [step for step, _, tiers in answer["known"] if "pfs" in tiers][-2:] == [2, 3]

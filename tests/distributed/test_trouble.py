@@ -1,0 +1,173 @@
+"""What goes wrong around a job: a run's name used twice, wrong clocks, a rank 0 that stands still."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.job import Job
+
+PROGRAM = Path(__file__).with_name("elastic_program.py")
+MakeJob = Callable[..., Job]
+
+
+@pytest.mark.torture
+def test_a_name_used_twice_on_one_node_is_refused_to_the_second_job(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    first = make_job(2, program=PROGRAM).start("train_until_told")
+    first.wait_ready()
+    for answer in make_job(2, program=PROGRAM).run("reuse", how="restore"):
+        assert answer["error"] in ("LockError", "RanksError")
+        assert "run 'many' is owned on this machine by process" in answer["text"]
+        assert "choose another run name" in answer["text"]
+    (tmp_path / "go-on").touch()
+    for answer in first.wait():
+        assert answer == {"outcome": ["saved", ""], "then": None}, "the first goes on, unharmed"
+
+
+def test_a_name_used_twice_on_two_nodes_is_said_to_both_jobs(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    first = make_job(2, [0, 0], program=PROGRAM).start("train_until_told")
+    first.wait_ready()
+    for answer in make_job(2, [7, 7], program=PROGRAM).run("reuse", how="save"):
+        assert answer["error"] == "StepError", "it has restored none of what is there"
+        assert "has checkpoints already" in answer["text"]
+        assert "choose another run name" in answer["text"]
+    (tmp_path / "go-on").touch()
+    for answer in first.wait():
+        _, said = answer[
+            "outcome"
+        ]  # sealed in memory perhaps, but it never comes to the shared tier
+        assert "attempt 1 " in said
+        assert "attempt 2 " in said
+        kind, text = answer["then"]
+        assert kind == "FencedError"
+        assert "attempt 2 " in text
+    assert not (tmp_path / "pfs/many/step-00000002-a0001/commit.json").exists()
+
+
+def test_wrong_clocks_change_nothing(make_job: MakeJob, tmp_path: Path) -> None:
+    hours = 1.0
+    keep = {"pfs": {"retain": {"last": 2}}}
+    job = make_job(2, program=PROGRAM).start("stay", steps=[1, 2, 3], hours=[0, hours], **keep)
+    job.wait_ready()
+    job.kill()
+    for step in (
+        4,
+        5,
+    ):  # each is later than the one before, and rank 0's clock says that it was earlier
+        answers = make_job(2, program=PROGRAM).run(
+            "go_on", parts=2, steps=[step], hours=[-3 * step, hours], **keep
+        )
+        assert [(a["step"], a["good"]) for a in answers] == [(step - 1, True)] * 2
+    left = sorted(path.parent.name for path in tmp_path.glob("pfs/many/step-*/commit.json"))
+    assert left == ["step-00000004-a0002", "step-00000005-a0003"]
+    assert (tmp_path / "pfs/many/latest").read_text() == "step-00000005-a0003\n"
+
+
+def test_saves_go_on_while_rank_0_stands_still_and_are_whole_once_it_is_back(
+    make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(2, program=PROGRAM).start("meet_stall", max_wait="15s")
+    job.wait_ready()
+    with stopped(job, 0):
+        (tmp_path / "stalled").touch()
+        wait_for(job, tmp_path / "saved")
+    zero, one = job.wait()
+    assert one["took"] < 3.0, "nobody waits for another at a save"
+    assert one["said"] != "it is there"
+    assert one["waited"] < 3.0, "a wait ends when it was to end"
+    assert [zero["outcome"], one["outcome"]] == [["saved", ""]] * 2
+
+
+@pytest.mark.parametrize("call", [pytest.param("restore", marks=pytest.mark.torture), "close"])
+def test_a_rank_0_that_stands_still_for_good_holds_nobody_for_ever(
+    make_job: MakeJob, tmp_path: Path, call: str
+) -> None:
+    job = make_job(2, program=PROGRAM).start("give_up_on_stall", call=call, max_wait="3s")
+    job.wait_ready()
+    with stopped(job, 0):
+        (tmp_path / "stalled").touch()
+        out, _ = job.processes[1].communicate(timeout=60)
+    answer = json.loads(out.partition("ANSWER ")[2])
+    assert answer["seconds"] < 25.0
+    said = " ".join(answer["said"]) + job.log(1)
+    assert f"{call}: rank 1: rank 0 gave no answer within" in said
+
+
+@pytest.mark.torture
+def test_a_store_of_the_launcher_that_falls_silent_is_said_within_its_bound(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, program=PROGRAM)
+    with falling_silent(job.store.port, after_bytes=600) as port:
+        job.port = port
+        job.start_rank(1, "meet_silence", max_wait="3s")
+        (answer,) = job.wait()
+    assert answer["seconds"] < 20.0
+    assert "rank 1" in answer["said"]
+    assert "does not answer" in answer["said"]
+
+
+@contextmanager
+def stopped(job: Job, rank: int) -> Iterator[None]:
+    """Let a rank stand still meanwhile."""
+    process = job.processes[rank]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def wait_for(job: Job, path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, job.log(1)
+        time.sleep(0.02)
+
+
+@contextmanager
+def falling_silent(port: int, *, after_bytes: int) -> Iterator[int]:
+    """A way to a server on this machine that hands on so many bytes of what it is sent, and then nothing more."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sockets: list[socket.socket] = [listener]
+    left = after_bytes
+
+    def carry(source: socket.socket, target: socket.socket, *, counted: bool) -> None:
+        nonlocal left
+        with suppress(OSError):  # closed at the end, by either side
+            while data := source.recv(4096):
+                if counted:
+                    left -= len(data)
+                if left <= 0:
+                    return  # held open, and never answered
+                target.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                inside, _ = listener.accept()
+                outside = socket.create_connection(("127.0.0.1", port))
+                sockets.extend((inside, outside))
+                for ends, counted in (((inside, outside), True), ((outside, inside), False)):
+                    threading.Thread(
+                        target=carry, args=ends, kwargs={"counted": counted}, daemon=True
+                    ).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,148 @@
+"""What several ranks saved is loaded by one rank's header and the merged index, as long as these say enough."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from tests.integrations.dcp_help import QUIET
+from tests.rank_kit import config_of, save_on_ranks
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import Config
+from tierfall.core.image import ImageHeader
+from tierfall.core.restore.parts import Parts
+from tierfall.core.values import Shard
+from tierfall.integrations.dcp import TierReader
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+RANKS = 3
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    torch.manual_seed(step)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(8, 8))
+    return {
+        "model": model,
+        "buffer": torch.arange(5),
+        "rank": rank,
+        "rng": None,
+        **({"note": "of rank 1"} if rank == 1 else {}),
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    config = config_of(tmp_path, disk={})
+    save_on_ranks(config, RANKS, [1], state_of)
+    assert list(tmp_path.glob("disk/run/step-*/index.zst"))
+    shutil.rmtree(tmp_path / "memory")
+    return config
+
+
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of which ranks' images headers are read, in order."""
+    read: list[int] = []
+    real = Parts.header_here
+
+    def header_here(parts: Parts, shard: Shard) -> ImageHeader:
+        read.append(shard.rank)
+        return real(parts, shard)
+
+    monkeypatch.setattr(Parts, "header_here", header_here)
+    return read
+
+
+@pytest.fixture
+def ckpt(config: Config) -> Iterator[Checkpointer]:
+    with Checkpointer(config, run="run") as opened:
+        yield opened
+
+
+def empty() -> dict[str, Any]:
+    found = state_of(0, 7)
+    return {"model": found["model"].state_dict(), "buffer": torch.zeros(5).long(), "rank": -1}
+
+
+def load(state: dict[str, Any], ckpt: Checkpointer, rank: int = 2) -> dict[str, Any]:
+    dcp.load(state, storage_reader=TierReader(ckpt, values_of=rank), no_dist=True)
+    return state
+
+
+def is_loaded(state: dict[str, Any], rank: int = 2) -> bool:
+    expected = state_of(rank, 1)
+    weights = expected["model"].state_dict()
+    return (
+        all(torch.equal(state["model"][name], weights[name]) for name in weights)
+        and torch.equal(state["buffer"], expected["buffer"])
+        and state["rank"] == rank
+    )
+
+
+def test_one_header_is_read_whoever_wrote_the_tensors(
+    ckpt: Checkpointer, headers: list[int]
+) -> None:
+    assert is_loaded(load(empty(), ckpt))
+    assert headers == [2]
+
+
+def test_what_only_another_rank_has_is_found_in_the_headers_of_all(
+    ckpt: Checkpointer, headers: list[int]
+) -> None:
+    state = load({**empty(), "note": ""}, ckpt)
+    assert is_loaded(state)
+    assert state["note"] == "of rank 1"
+    assert headers == [2, 0, 1, 2]
+    del headers[:]
+    with pytest.raises(
+        dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: no"
+    ):
+        load({**empty(), "no": 1}, ckpt)
+    assert headers == [2, 0, 1, 2]
+
+
+def test_a_step_that_lacks_another_ranks_image_gives_way_to_an_older_one(
+    config: Config, tmp_path: Path
+) -> None:
+    with Checkpointer(config, run="run") as ckpt:
+        assert is_loaded(load(empty(), ckpt))
+    save_on_ranks(config, RANKS, [2], state_of, go_on=True)
+    shutil.rmtree(tmp_path / "memory")
+    for rank in (0, 1):
+        (manifest,) = tmp_path.glob(f"disk/run/step-00000002-*/rank-0000{rank}-of-00003.json")
+        manifest.unlink()
+    with Checkpointer(config, run="run") as ckpt:
+        assert is_loaded(load(empty(), ckpt)), "step 1"
+
+
+def test_a_planner_that_wants_everything_gets_it(ckpt: Checkpointer) -> None:
+    state: dict[str, Any] = {}
+    reader = TierReader(ckpt, values_of=2)
+    _load_state_dict(state, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    assert is_loaded(state)
+    assert state["note"] == "of rank 1"
+
+
+def test_an_index_that_is_damaged_or_gone_is_done_without(
+    ckpt: Checkpointer, headers: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (index,) = tmp_path.glob("disk/run/step-*/index.zst")
+    data = bytearray(index.read_bytes())
+    data[len(data) // 2] ^= 1
+    index.write_bytes(data)
+    assert is_loaded(load(empty(), ckpt))
+    assert "it is not the index that the commit record names" in caplog.text
+    assert headers == [0, 1, 2]
+    index.unlink()
+    del headers[:]
+    assert is_loaded(load(empty(), ckpt, 0), 0)
+    assert headers == [0, 1, 2]

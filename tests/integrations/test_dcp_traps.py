@@ -1,0 +1,225 @@
+"""What DCP does that a storage writer may fall over: plans that it keeps, what its planners hand out, saves that
+overlap, and an optimizer that it steps to see its state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import tierfall
+from tests.core.capture.lazy_help import PATIENCE_S, Held, Trainer
+from tests.integrations.dcp_help import QUIET, Counter, copied, nested, same
+from tests.integrations.test_dcp_async import held, lazily, result, warmed_up
+from tierfall.core.capture.capturer import Capturer
+from tierfall.core.errors import StepError
+from tierfall.integrations.dcp import LazyStager, TierReader, TierSavePlanner, TierWriter
+
+__all__ = ["held"]
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+def begin(ckpt: tierfall.Checkpointer, step: int, state: Any, lazy: bool, **options: Any) -> Any:
+    if lazy:
+        options["async_stager"] = LazyStager(ckpt)
+    writer = TierWriter(ckpt, step=step, until="disk")
+    return dcp.async_save(state, storage_writer=writer, **options)
+
+
+# Plans -----------------------------------------------------------------------------------------------
+
+
+def test_a_save_whose_ranks_do_not_meet_is_a_checkpoint(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        state = {"w": torch.arange(3.0), "n": 1}
+        writer = TierWriter(ckpt, step=1, until="disk")
+        metadata = dcp.save(state, storage_writer=writer, use_collectives=False)
+        assert metadata.storage_data is None
+    assert same(tierfall.load(make_config()), state)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_plan_that_dcp_keeps_gives_way_where_the_state_has_changed(
+    make_config: MakeConfig, lazy: bool
+) -> None:
+    class Planner(TierSavePlanner):
+        """A cache of its own, by its name."""
+
+    Planner.__name__ = f"Planner{lazy}"
+    states = [
+        {"w": torch.full((5,), 1.0)},
+        {"w": torch.full((5,), 2.0)},
+        {"w": torch.full((7,), 3.0), "more": torch.ones(2, 2), "n": 3},
+        {"w": torch.full((7,), 4.0), "n": 4},
+    ]
+    with tierfall.open(make_config()) as ckpt:
+        for step, state in enumerate(states):
+            result(begin(ckpt, step, state, lazy, planner=Planner(enable_plan_caching=True)))
+    for step, state in enumerate(states):
+        assert same(tierfall.load(make_config(), step=step), state)
+
+
+# What planners hand out ------------------------------------------------------------------------------
+
+
+def as_they_come() -> dict[str, torch.Tensor]:
+    base = torch.arange(24.0).view(4, 6)
+    turning = torch.arange(6).to(torch.complex64) * (1 + 2j)
+    return {
+        "transposed": base.t(),
+        "expanded": torch.tensor([1.0, 2.0, 3.0]).expand(4, 3),
+        "every other column": base[:, ::2],
+        "permuted": torch.arange(24).view(2, 3, 4).permute(2, 0, 1),
+        "rows": base.bfloat16()[1:],
+        "mask": base > 3,
+        "conjugate": turning.conj(),
+        "negative": turning.conj().imag,
+        "complex128": turning.to(torch.complex128),
+        "scalar": torch.tensor(3),
+        "empty": torch.zeros(0, 3),
+        "unsigned": torch.arange(4).to(torch.uint16),
+    }
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_tensors_of_any_layout_and_kind_are_saved_and_loaded(
+    make_config: MakeConfig, lazy: bool
+) -> None:
+    state = as_they_come()
+    with tierfall.open(make_config()) as ckpt:
+        if lazy:
+            result(lazily(ckpt, 1, state, LazyStager(ckpt)))
+        else:  # DCP's own stager drops what makes a tensor conjugate: torch 2.13
+            dcp.save(state, storage_writer=TierWriter(ckpt, step=1))
+        plain = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
+        dcp.load(plain, storage_reader=TierReader(ckpt))
+        assert same(plain, state)
+        alike = {**copied(plain), "transposed": torch.zeros(4, 6).t()}
+        alike["every other column"] = torch.zeros(4, 6)[:, ::2]
+        alike["conjugate"] = torch.zeros(6, dtype=torch.complex64).conj()
+        alike["negative"] = torch.zeros(6, dtype=torch.complex64).conj().imag
+        dcp.load(alike, storage_reader=TierReader(ckpt))
+        assert same(alike, state)
+
+
+def test_a_planner_may_hand_out_views_and_what_it_has_just_made(make_config: MakeConfig) -> None:
+    class Turning(DefaultSavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            found = super().transform_object(write_item, object)
+            if write_item.index.fqn == "view":
+                return found.t().contiguous().t()  # the same values, column by column
+            return found.double() if write_item.index.fqn == "made" else found
+
+    state = {"view": torch.arange(12.0).view(3, 4), "made": torch.arange(5.0), "n": 1}
+    with tierfall.open(make_config()) as ckpt:
+        writer = TierWriter(ckpt, step=1, until="disk")
+        dcp.save(state, storage_writer=writer, planner=Turning())
+        found = {"view": torch.zeros(3, 4), "made": torch.zeros(5), "n": 0}
+        dcp.load(found, storage_reader=TierReader(ckpt))
+        assert same(found, state)
+    assert tierfall.load(make_config())["made"].dtype is torch.float64
+
+
+def test_an_entry_with_a_state_dict_is_staged_lazily_as_it_was(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        counter = Counter(7, torch.arange(3.0))
+        future = begin(ckpt, 1, {"counter": counter}, lazy=True)
+        counter.values.zero_()
+        counter.count = 8
+        result(future)
+        other = Counter(0, torch.zeros(3))
+        dcp.load({"counter": other}, storage_reader=TierReader(ckpt))
+    assert (other.count, other.values.tolist()) == (7, [0, 1, 2])
+
+
+# Saves that overlap ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_save_that_is_begun_before_the_last_is_planned_never_mixes_their_values(
+    make_config: MakeConfig, tmp_path: Path, lazy: bool
+) -> None:
+    """A LazyStager captures in the order of the calls; else what DCP's threads write comes in theirs, and a step that
+    comes too late is refused."""
+    go_on = threading.Event()
+
+    class Late(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            assert go_on.wait(PATIENCE_S)
+            return super().create_local_plan()
+
+    trainer, saved = Trainer(), {}
+    with tierfall.open(make_config()) as ckpt:
+        futures = []
+        for step in (1, 2):
+            trainer.step()
+            state = nested(trainer)
+            saved[step] = copied(state)
+            planner = Late() if step == 1 else None
+            futures.append(begin(ckpt, step, state, lazy, planner=planner))
+        trainer.step()
+        result(futures[1])
+        go_on.set()
+        if lazy:
+            result(futures[0])
+        else:
+            with pytest.raises(CheckpointException) as late:
+                result(futures[0])
+            assert isinstance(late.value.failures[0][0], StepError)
+        ckpt.drain(PATIENCE_S)
+        assert [c.step for c in ckpt.checkpoints()] == ([1, 2] if lazy else [2])
+        for info in ckpt.checkpoints():
+            assert same(tierfall.load(tmp_path / "disk", step=info.step), saved[info.step])
+
+
+# An optimizer that was never stepped -----------------------------------------------------------------
+
+
+def test_a_fresh_optimizer_that_dcp_steps_waits_only_for_what_is_being_captured(
+    make_config: MakeConfig, held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``get_optimizer_state_dict`` of a fresh one makes a step, with a learning rate of zero."""
+    waits: list[Any] = []
+    real = Capturer._wait_copied
+
+    def wait_copied(self: Capturer, *given: Any, **more: Any) -> None:
+        waits.append(given)
+        real(self, *given, **more)
+
+    monkeypatch.setattr(Capturer, "_wait_copied", wait_copied)
+    trainer = Trainer()
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        stager = LazyStager(ckpt)
+        for fresh in (Trainer(), Trainer()):
+            waits.clear()
+            before = copied(fresh.model.state_dict())
+            assert get_optimizer_state_dict(fresh.model, fresh.optimizer)["state"]
+            assert same(dict(fresh.model.state_dict()), dict(before))
+            assert not waits, "nothing is being captured"
+            if not ckpt.checkpoints():
+                warmed_up(ckpt, trainer, stager)
+                ckpt.wait_captured()
+        held.hold()
+        state = nested(trainer)
+        before = copied(state)
+        future = begin(ckpt, 2, state, lazy=True)
+        assert held.arrived.wait(PATIENCE_S)
+        assert not held.fillings[-1].copied
+        other = Trainer()
+        get_optimizer_state_dict(other.model, other.optimizer)
+        assert held.fillings[-1].copied, "whose step it is cannot be known: it waits, and helps"
+        held.free.set()
+        result(future)
+    assert same(tierfall.load(tmp_path / "disk", step=2), before)

@@ -1,0 +1,126 @@
+"""A person in the histories of several ranks: orders given to rank 0, and marks left on disks beside the trainer.
+
+What was pinned stays wherever the pin is, until it is taken away; what was deleted is nowhere in the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from tests.simulation.many import Many
+from tierfall.core import names
+from tierfall.core.records import Mark
+from tierfall.core.scheduler.tasks import PersonsOrder
+from tierfall.core.values import CheckpointId
+from tierfall.tiers.stored import StoredTier
+
+Place = tuple[str, int]
+
+
+class Person:
+    """Gives orders in a world, and remembers what was promised. ``doomed`` are those whose deletion was asked for."""
+
+    def __init__(self, world: Many, draw: random.Random) -> None:
+        self.world = world
+        self.draw = draw
+        self.doomed: set[CheckpointId] = set()
+        self.deleted: set[CheckpointId] = set()
+        self.counts: Counter[str] = Counter()
+        self._pins: dict[CheckpointId, set[Place]] = {}
+        self._answers: list[tuple[PersonsOrder, CheckpointId, list[dict[str, BaseException]]]] = []
+
+    def _known(self) -> list[CheckpointId]:
+        return sorted({id for place in self._places() for id in self.world.records(*place)})
+
+    def _places(self) -> list[Place]:
+        return [(tier, node) for tier in self.world.stored for node in self.world.disks(tier)]
+
+    def _holding(self, id: CheckpointId) -> set[Place]:
+        return {place for place in self._places() if id in self.world.records(*place)}
+
+    def order(self) -> None:
+        """All ranks call pin, unpin or delete: rank 0 gives the order."""
+        held = {id for rank in self.world.ranks for id in rank.sealed()}
+        if not (known := sorted({*self._known(), *held})):
+            return
+        id, kind = self.draw.choice(known), self.draw.choice(tuple(PersonsOrder))
+        self.world.trace.append(f"a person: {kind} {id}")
+        if kind is PersonsOrder.UNPIN:
+            self._pins.pop(id, None)
+        if kind is PersonsOrder.DELETE:
+            self.doomed.add(id)
+        self._answers.append((kind, id, self.world.ranks[0].order(kind, id)))
+
+    def leave_mark(self) -> None:
+        """A command on one node leaves a mark on what that node sees, beside the trainer."""
+        node = self.draw.choice(sorted(set(self.world.node_of)))
+        seen = [(t, n) for t, n in self._places() if n == node or len(self.world.disks(t)) == 1]
+        if not (known := sorted({id for place in seen for id in self.world.records(*place)})):
+            return
+        id = self.draw.choice(known)
+        name = self.draw.choice((names.PIN_MARK, names.PIN_MARK, names.TOMBSTONE_MARK))
+        pinned = any(names.PIN_MARK in self._store(place).marks(id) for place in seen)
+        if name == names.TOMBSTONE_MARK and pinned:
+            return
+        self.world.trace.append(f"a command on node {node}: {name} {id}")
+        self.counts["mark"] += 1
+        for place in self._holding(id).intersection(seen):
+            self._store(place).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
+            told = id in self.world.ranks[0].committed(place[0])  # else it may be taken back
+            if name == names.PIN_MARK and told and not self._is_unpinning(id):
+                self._pins.setdefault(id, set()).add(place)
+        if name == names.TOMBSTONE_MARK:
+            self.doomed.add(id)
+
+    def _is_unpinning(self, id: CheckpointId) -> bool:
+        return any(kind is PersonsOrder.UNPIN and of == id for kind, of, _ in self._answers)
+
+    def _store(self, place: Place) -> StoredTier:
+        return StoredTier(name=place[0], run="run", backend=self.world.disk(*place))
+
+    def look(self) -> None:
+        """Take the answers that have come, and see that what is pinned stays where it is."""
+        for kind, id, answer in [a for a in self._answers if a[2]]:
+            self._answers.remove((kind, id, answer))
+            done = not answer[0]
+            self.counts[f"{kind}"] += done
+            self.world.trace.append(f"a person: {kind} {id} ended: {answer[0]}")
+            if kind is PersonsOrder.PIN and done and not self._is_unpinning(id):
+                told = self.world.ranks[0].committed  # what is not may be taken back
+                holding = {place for place in self._holding(id) if id in told(place[0])}
+                self._pins.setdefault(id, set()).update(holding)
+            if kind is PersonsOrder.DELETE and done:
+                self.deleted.add(id)
+        for id, places in self._pins.items():
+            for place in places:
+                assert id in self.world.records(*place), f"{id} is pinned, and went from {place}"
+                assert names.PIN_MARK in self._store(place).marks(id), f"the pin of {id} is gone"
+
+    def crash(self) -> None:
+        """Nobody answers any more; what was being pinned is not promised."""
+        self._answers.clear()
+
+    def check_settled(self) -> None:
+        assert not self._answers, f"nobody answers: {self._answers}"
+        for id in self.deleted:
+            assert not self._holding(id), f"{id} was deleted, and is on {self._holding(id)}"
+            there = [rank.number for rank in self.world.ranks if id in rank.sealed()]
+            assert not there, f"{id} was deleted, and ranks {there} have it in memory"
+
+    def check_started(self) -> None:
+        """After a start nothing bears a tombstone and no pin: no commit is needed for it to be seen."""
+        for place in self._places():
+            for id in self.world.records(*place):
+                marks = self._store(place).marks(id)
+                assert names.TOMBSTONE_MARK not in marks or self._is_pinned(id), f"{id} on {place}"
+
+    def pinned_at(self, tier: str, node: int) -> set[CheckpointId]:
+        store, there = self._store((tier, node)), self.world.records(tier, node)
+        return {id for id in there if names.PIN_MARK in store.marks(id)}
+
+    def pinned_on(self, tier: str) -> set[CheckpointId]:
+        return set().union(*(self.pinned_at(tier, node) for node in self.world.disks(tier)))
+
+    def _is_pinned(self, id: CheckpointId) -> bool:
+        return any(names.PIN_MARK in self._store(p).marks(id) for p in self._holding(id))

@@ -1,0 +1,304 @@
+"""Ranks that hold the same write it once, and each gets all of it back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import tierfall
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import close_all, kill_all, restore_all
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import Config
+from tierfall.core.errors import CaptureError
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.scheduler.commits import Commits
+from tierfall.core.scheduler.dividing import Divider
+
+MAX_WAIT_S = 6.0
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Ranks]]:
+    with network(["a", "a", "a"]) as all_ranks:
+        yield all_ranks
+
+
+def open_all(folder: Path, ranks: list[Ranks], **disk: Any) -> list[Checkpointer]:
+    stored = {"name": "disk", "kind": "file", "path": str(folder / "disk"), "shared": True, **disk}
+
+    def open_one(rank: int) -> Checkpointer:
+        tiers = [{"name": "host", "kind": "host", "folder": str(folder / "memory")}, stored]
+        config = Config.model_validate({"run": "run", "max_wait": f"{MAX_WAIT_S}s", "tiers": tiers})
+        return Checkpointer(config, run="run", ranks=ranks[rank])
+
+    opened = on_all([lambda r=r: open_one(r) for r in range(len(ranks))])  # type: ignore[misc]
+    assert all(isinstance(one, Checkpointer) for one in opened), opened
+    return opened
+
+
+def replica(rank: int, seed: int = 1, width: int = 64) -> dict[str, Any]:
+    """What a rank of data-parallel training has: model and optimizer as all, loader and buffers of its own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model[1].running_mean.fill_(rank)
+    loader = tierfall.item({"at": rank}, on_resize="per_rank")
+    return {"model": model, "optimizer": optimizer, "loader": loader}
+
+
+def save_all(checkpointers: list[Any], step: int, states: list[dict[str, Any]]) -> list[Any]:
+    return on_all(
+        [
+            lambda c=c, s=s: c.save(step, s)  # type: ignore[misc]
+            for c, s in zip(checkpointers, states, strict=True)
+        ]
+    )
+
+
+def save_whole(checkpointers: list[Any], step: int, states: list[dict[str, Any]]) -> None:
+    """Save, and wait until the last tier has it."""
+    for handle in save_all(checkpointers, step, states):
+        handle.wait(timeout=MAX_WAIT_S)
+
+
+@contextmanager
+def restarted(folder: Path) -> Iterator[tuple[list[Checkpointer], list[dict[str, Any]], list[Any]]]:
+    """Start again, and restore into other states: gives who is open, the states, and each rank's report."""
+    with network(["a", "a", "a"]) as again:
+        opened = open_all(folder, again)
+        fresh = [replica(9, seed=2) for _ in range(3)]
+        yield opened, fresh, restore_all(opened, fresh)
+        close_all(opened)
+
+
+def assert_same(states: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for state, other in zip(states, expected, strict=True):
+        for name, value in other["model"].state_dict().items():
+            assert torch.equal(state["model"].state_dict()[name], value), name
+        pairs = zip(
+            other["optimizer"].state.values(), state["optimizer"].state.values(), strict=True
+        )
+        for one, two in pairs:
+            assert all(torch.equal(one[key], two[key]) for key in one)
+        assert state["loader"].value == other["loader"].value
+
+
+def test_replicas_are_written_once_and_all_come_back(tmp_path: Path, ranks: list[Ranks]) -> None:
+    states = [replica(rank) for rank in range(3)]
+    opened = open_all(tmp_path, ranks)
+    save_whole(opened, 1, states)
+    folder = tmp_path / "disk" / "run" / "step-00000001-a0001"
+    written: Counter[str] = Counter()
+    images = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as image:
+            written.update(image.keys())
+        images.append(path.stat().st_size)
+    parameters = {f"model.{name}" for name, _ in states[0]["model"].named_parameters()}
+    assert {written[name] for name in parameters} == {1}
+    assert written["optimizer.state.model.0.weight.exp_avg"] == 1
+    assert written["model.1.running_mean"] == 3
+    assert max(images) < 1.6 * min(images)  # written by all in parallel
+    close_all(opened)
+    with restarted(tmp_path) as (_, fresh, reports):
+        assert [report.step for report in reports] == [1, 1, 1]
+        assert_same(fresh, states)
+
+
+def test_only_the_first_save_of_a_structure_asks_the_others(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = Divider.ask
+
+    def ask(self: Divider, event: Any) -> None:
+        asked.append(event.id.step)
+        real(self, event)
+
+    monkeypatch.setattr(Divider, "ask", ask)
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    models = [{"model": state["model"]} for state in states]
+    for step, some in enumerate([states, states, models, states, models], 1):
+        save_whole(opened, step, some)
+    assert Counter(asked) == {1: 3, 3: 3}
+    close_all(opened)
+
+
+@pytest.mark.parametrize("wrap", [{"on_resize": "per_rank"}, {"changes": "anytime"}])
+def test_what_was_divided_and_is_a_ranks_own_now_comes_back_to_it(
+    tmp_path: Path, ranks: list[Ranks], wrap: dict[str, Any]
+) -> None:
+    def own(value: float) -> dict[str, Any]:
+        return {"w": tierfall.item(torch.full((64,), value), **{"changes": "on_step", **wrap})}
+
+    opened = open_all(tmp_path, ranks)
+    alike = {"w": tierfall.item(torch.ones(64), changes="on_step")}
+    for step, states in enumerate(([alike] * 3, [own(float(rank)) for rank in range(3)]), 1):
+        save_whole(opened, step, states)
+    fresh = [own(-1.0) for _ in range(3)]
+    restore_all(opened, fresh)
+    assert [state["w"].value[0].item() for state in fresh] == [0, 1, 2]
+    close_all(opened)
+
+
+def test_equal_names_of_what_is_not_alike_are_an_error_that_names_them(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    with torch.no_grad():
+        states[2]["model"][0].weight[0, 0] += 1
+    for handle in save_all(opened, 1, states):
+        with pytest.raises(
+            CaptureError, match=r"model\.0\.weight is on ranks 0, 1 not what it is on rank 2"
+        ):
+            handle.wait(timeout=MAX_WAIT_S)
+    wrapped = [
+        {name: tierfall.item(value, on_resize="per_rank") for name, value in state.items()}
+        for state in states
+    ]
+    save_whole(opened, 2, wrapped)
+    close_all(opened)
+    folders = [path.name for path in (tmp_path / "disk" / "run").glob("step-*")]
+    assert folders == ["step-00000002-a0001"]
+
+
+def test_what_becomes_of_one_rank_later_is_not_shared_any_more(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    def wrapped(values: list[float], rule: Any) -> list[dict[str, Any]]:
+        tensors = [torch.full((100,), value) for value in values]
+        return [{"t": tierfall.item(t, changes="on_step", on_resize=rule)} for t in tensors]
+
+    opened = open_all(tmp_path, ranks)
+    save_whole(opened, 1, wrapped([0, 0, 0], "reshard"))
+    save_whole(opened, 2, wrapped([0, 1, 2], "per_rank"))
+    states = wrapped([9, 9, 9], "per_rank")
+    restore_all(opened, states)
+    assert [state["t"].value[0].item() for state in states] == [0, 1, 2]
+    close_all(opened)
+
+
+@pytest.mark.parametrize("key", ["a b", 0, 1.5])
+def test_what_is_of_one_rank_is_known_below_any_key(
+    tmp_path: Path, ranks: list[Ranks], key: Any
+) -> None:
+    def wrapped(value: float) -> dict[str, Any]:
+        tensor = torch.full((100,), value)
+        return {"a": {key: tierfall.item(tensor, changes="on_step", on_resize="per_rank")}}
+
+    opened = open_all(tmp_path, ranks)
+    save_whole(opened, 1, [wrapped(rank) for rank in range(3)])
+    close_all(opened)
+
+
+def test_what_was_never_compared_is_no_checkpoint_of_the_next_start_either(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+    for hears in ("_all_sealed", "_all_landed"):  # they die before rank 0 says anything
+        monkeypatch.setattr(Commits, hears, lambda *news, **more: heard.set())
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank, seed=rank) for rank in range(3)]
+    handles = save_all(opened, 1, states)
+    assert heard.wait(MAX_WAIT_S), "all ranks have captured it"
+    assert not any(handle.done("host") for handle in handles)
+    kill_all(opened)
+    monkeypatch.undo()
+    with restarted(tmp_path) as (_, _, reports):
+        assert reports == [None] * 3
+
+
+def test_a_rank_that_alone_saves_other_tensors_costs_one_checkpoint(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    del states[1]["optimizer"]
+    began = time.monotonic()
+    for handle in save_all(opened, 2, states):
+        with pytest.raises(CaptureError, match="rank 1 saved other tensors than before"):
+            handle.wait(timeout=MAX_WAIT_S)
+    assert time.monotonic() - began < MAX_WAIT_S
+    save_whole(opened, 3, states)
+    assert [info.step for info in opened[0].checkpoints()] == [1, 3]
+    close_all(opened)
+
+
+def test_a_rank_that_has_nothing_to_share_again_keeps_the_others_from_nothing(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    models = [{"model": state["model"]} for state in states]
+    nothing = {"epoch": 3}
+    save_whole(opened, 1, [nothing, *models[1:]])
+    save_whole(opened, 2, models)
+    for step in (3, 4):
+        save_whole(opened, step, [nothing, *models[1:]])
+    assert all(one._session.coordinator.commits.divider.divisions for one in opened[1:])  # type: ignore[union-attr]
+    close_all(opened)
+
+
+def test_a_rank_that_does_not_come_to_the_first_save_is_named(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    began = time.monotonic()
+    handles = save_all(opened[:2], 1, states[:2])
+    assert time.monotonic() - began < 2 * MAX_WAIT_S
+    for handle in handles:
+        with pytest.raises(CaptureError, match="rank 2 did not save step 1"):
+            handle.wait(timeout=3 * MAX_WAIT_S)
+    save_whole(opened, 2, states)
+    close_all(opened)
+
+
+def test_a_part_that_another_rank_wrote_is_missed_by_name(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    for step in (1, 2):
+        save_whole(opened, step, states)
+    close_all(opened)
+    folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
+    manifest = folder / "rank-00001-of-00003.json"
+    assert json.loads(manifest.read_bytes())["pieces"]
+    manifest.unlink()
+    with restarted(tmp_path) as (_, fresh, reports):
+        assert [report.step for report in reports] == [1, 1, 1], reports
+        assert_same(fresh, states)
+
+
+def test_what_ranks_of_a_node_have_in_memory_comes_back_from_there(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    states = [replica(rank) for rank in range(3)]
+    opened = open_all(tmp_path, ranks)
+    save_whole(opened, 1, states)
+    kill_all(opened)
+    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
+    with restarted(tmp_path) as (opened, fresh, reports):
+        assert [{source.tier for source in report.sources} for report in reports] == [{"host"}] * 3
+        assert_same(fresh, states)
+        save_whole(opened, 2, fresh)

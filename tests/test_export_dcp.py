@@ -1,0 +1,206 @@
+"""``tierfall export --format dcp``: a folder that stock torch.distributed.checkpoint reads, or nothing at all."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import tierfall
+from tests.rank_kit import config_of, export_from
+from tierfall import dcp_folder
+from tierfall.config import Config
+from tierfall.core.errors import BackendError, CapacityError, IntegrityError, StorageFullError
+from tierfall.exporting import Format
+
+ALONE = "ignore:torch.distributed is disabled"
+MakeState = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def config(tmp_path: Path, make_state: MakeState) -> Config:
+    """Step 1, of one rank."""
+    config = config_of(tmp_path)
+    state = make_state(5)
+    state["extra"]["nested"] = {"names": ["a", "b"], 3: torch.arange(3)}
+    state["empty"] = torch.empty(0, 4)
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state, block=True)
+    return config
+
+
+def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.filterwarnings(ALONE)
+def test_dcp_loads_model_and_optimizer_by_its_own_names(
+    config: Config, out: Path, make_state: MakeState
+) -> None:
+    done = export_from(config, "shared", to=out, format=Format.DCP)
+    assert done.path == out
+    assert done.bytes == sum(file.stat().st_size for file in out.iterdir())
+    model, optimizer = fresh()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=out, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    saved = make_state(5)
+    for one, other in zip(model.parameters(), saved["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+        for name, value in saved["optimizer"].state[other].items():
+            assert torch.equal(optimizer.state[one][name], value), name
+
+
+@pytest.mark.filterwarnings(ALONE)
+def test_the_whole_state_comes_back_nested(config: Config, out: Path, tmp_path: Path) -> None:
+    export_from(config, "shared", to=out, format=Format.DCP)
+    dcp_to_torch_save(out, tmp_path / "all.pt")
+    read = torch.load(tmp_path / "all.pt", weights_only=False)
+    loaded = tierfall.load(config)
+    assert read.keys() == loaded.keys()
+    assert read["extra"]["epoch"] == 5
+    assert read["extra"]["nested"]["names"] == ["a", "b"]
+    assert read["extra"]["nested"]["3"].tolist() == [0, 1, 2]
+    assert read["empty"].shape == (0, 4)
+    assert torch.equal(read["rng"]["torch"], loaded["rng"]["torch"])
+    assert {k: v.shape for k, v in read["model"].items()} == {
+        k: v.shape for k, v in loaded["model"].items()
+    }
+
+
+def test_a_part_stands_by_itself_and_several_by_their_names(config: Config, out: Path) -> None:
+    export_from(config, "shared", to=out / "one", format=Format.DCP, only=("model",))
+    names = set(FileSystemReader(out / "one").read_metadata().state_dict_metadata)
+    assert names == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    export_from(config, "shared", to=out / "two", format=Format.DCP, only=("model", "extra.epoch"))
+    metadata = FileSystemReader(out / "two").read_metadata()
+    assert "model.0.weight" in metadata.state_dict_metadata
+    assert "extra.epoch" in metadata.state_dict_metadata
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == str(out / "two")
+    export_from(config, "shared", to=out / "leaf", format=Format.DCP, only=("empty",))
+    assert set(FileSystemReader(out / "leaf").read_metadata().state_dict_metadata) == {"empty"}
+
+
+def test_an_empty_folder_gives_way_and_nothing_else_does(config: Config, out: Path) -> None:
+    out.mkdir(parents=True)
+    export_from(config, "shared", to=out, format=Format.DCP)
+    before = sorted(out.iterdir())
+    with pytest.raises(BackendError, match="is there already; name a folder"):
+        export_from(config, "shared", to=out, format=Format.DCP, replace=True)
+    assert sorted(out.iterdir()) == before
+    file = out.parent / "file"
+    file.write_text("mine")
+    with pytest.raises(BackendError, match="is there already"):
+        export_from(config, "shared", to=file, format=Format.DCP)
+    with pytest.raises(BackendError, match="is no folder"):
+        export_from(config, "shared", to=file / "below", format=Format.DCP)
+
+
+def test_a_folder_that_is_filled_meanwhile_stays(config: Config, out: Path) -> None:
+    def fill(done: int, total: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "theirs").write_text("theirs")
+
+    with pytest.raises(BackendError, match="is there already"):
+        export_from(config, "shared", to=out, format=Format.DCP, watch=fill)
+    assert [path.name for path in out.iterdir()] == ["theirs"]
+
+
+def test_damage_writes_nothing(config: Config, tmp_path: Path, out: Path) -> None:
+    image = tmp_path / "shared/run/step-00000001-a0001/rank-00000-of-00001.safetensors"
+    data = bytearray(image.read_bytes())
+    data[-70_000] ^= 1
+    image.write_bytes(data)
+    with pytest.raises(IntegrityError, match="damaged in every copy"):
+        export_from(config, "shared", to=out, format=Format.DCP)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), StorageFullError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (ValueError("duplicated flatten key a.b"), BackendError),
+    ],
+)
+def test_what_stops_dcp_is_what_is_raised_and_leaves_nothing(
+    config: Config,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cause: BaseException,
+    raised: type[BaseException],
+) -> None:
+    def fail(*words: Any) -> None:
+        raise cause
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    with pytest.raises(raised):
+        export_from(config, "shared", to=out, format=Format.DCP)
+    assert not out.parent.exists()
+
+
+def test_a_disk_that_is_full_when_torch_writes_is_said(
+    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(value: object, file: Any, **more: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", full)
+    with pytest.raises(StorageFullError, match="No space left"):
+        export_from(config, "shared", to=out, format=Format.DCP)
+    assert not out.parent.exists()
+
+
+def test_files_that_came_out_short_are_noticed(
+    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = dcp_folder.save
+
+    def cut(*words: Any, **more: Any) -> Any:
+        metadata = real(*words, **more)
+        (file,) = Path(more["storage_writer"].path).glob("*.distcp")
+        file.write_bytes(file.read_bytes()[:-1])
+        return metadata
+
+    monkeypatch.setattr(dcp_folder, "save", cut)
+    with pytest.raises(BackendError, match="shorter than DCP says"):
+        export_from(config, "shared", to=out, format=Format.DCP)
+    assert not out.parent.exists()
+
+
+def test_no_room_is_said_before_anything_is_written(
+    config: Config, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 10
+
+    monkeypatch.setattr("tierfall.new_file.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(CapacityError, match="free are 10 B"):
+        export_from(config, "shared", to=out, format=Format.DCP)
+    assert not out.parent.exists()
+
+
+def test_an_optimizer_that_does_not_know_its_parameters_keeps_their_numbers(
+    tmp_path: Path, out: Path
+) -> None:
+    config = config_of(tmp_path)
+    model, optimizer = fresh()
+    model(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"optimizer": optimizer, "rng": None}, block=True)
+    export_from(config, "shared", to=out, format=Format.DCP)
+    names = pickle.loads((out / ".metadata").read_bytes()).state_dict_metadata
+    assert "optimizer.state.0.exp_avg" in names

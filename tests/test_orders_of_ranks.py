@@ -1,0 +1,392 @@
+"""A person's orders to a run of several ranks: every rank makes the call, it is done once, and all hear the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import SOON_S, Opener, close_all
+from tierfall.backends.posix import PosixBackend
+from tierfall.checkpointer import Checkpointer, _open
+from tierfall.cli.app import app
+from tierfall.config import Config
+from tierfall.core.errors import AccessDeniedError, BackendError, RanksError, StepError
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.records import Mark
+from tierfall.core.values import CheckpointId
+from tierfall.tiers.stored import StoredTier
+
+STEP = "run/step-00000001-a0001"
+
+
+class Nodes(Opener):
+    """Ranks on two nodes, each with a disk of its own, and one that both see."""
+
+    node_of = (0, 0, 1)
+
+    def config(self, rank: int, **more: Any) -> Config:
+        place = self.folder / str(self.node_of[rank])
+        rules = more.pop("rules", {})
+        tiers = [
+            {"name": "host", "kind": "host", "folder": str(place / "memory")},
+            {"name": "nvme", "kind": "file", "path": str(place / "nvme"), **rules},
+            {
+                "name": "pfs",
+                "kind": "file",
+                "path": str(self.folder / "pfs"),
+                "shared": True,
+                **rules,
+            },
+        ]
+        return Config.model_validate({"run": "run", "max_wait": "10s", "tiers": tiers, **more})
+
+    def disks(self) -> list[Path]:
+        return [self.folder / "0/nvme", self.folder / "1/nvme", self.folder / "pfs"]
+
+    def with_mark(self, name: str, step: str = STEP) -> list[bool]:
+        return [(disk / step / "marks" / name).exists() for disk in self.disks()]
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Ranks]]:
+    with network(["a", "a", "b"]) as all_three:
+        yield all_three
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, ranks: list[Ranks]) -> Nodes:
+    return Nodes(tmp_path, ranks)
+
+
+def save(ckpts: list[Checkpointer], *steps: int) -> None:
+    for step in steps:
+        handles = [c.save(step, {"w": torch.full((4,), float(step)), "rng": None}) for c in ckpts]
+        for handle in handles:
+            handle.wait(timeout=SOON_S)
+            handle.wait("nvme", timeout=SOON_S)
+
+
+def abandon(ckpts: list[Checkpointer]) -> None:
+    """End as a kill does."""
+    for ckpt in ckpts:
+        ckpt._session.abandon()
+        _open.discard(ckpt)
+
+
+def call(ckpts: list[Checkpointer], do: Callable[[Checkpointer], Any]) -> list[Any]:
+    return on_all([lambda c=c: do(c) for c in ckpts])  # type: ignore[misc]
+
+
+def same_error(outcomes: list[Any], kind: type[BaseException]) -> str:
+    """All ranks raised the same; returns what it says."""
+    assert all(type(outcome) is kind for outcome in outcomes), outcomes
+    (text,) = {str(outcome) for outcome in outcomes}
+    return text
+
+
+def steps_on(disk: Path) -> list[int]:
+    return sorted(int(p.parent.name[5:13]) for p in disk.glob("run/step-*/commit.json"))
+
+
+@contextmanager
+def tier_at(place: Path) -> Iterator[StoredTier]:
+    store = StoredTier(name="t", run="run", backend=PosixBackend(place))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def leave_mark(place: Path, name: str) -> None:
+    """Leave a mark beside step 1, as a command there does."""
+    with tier_at(place) as store:
+        store.add_mark(Mark(name=name, checkpoint=CheckpointId(1, 1), wall_time_s=0.0))
+
+
+def assert_next_start_leaves(folder: Path, steps: list[int]) -> None:
+    """Start anew, restore, and see that every disk comes to hold these steps alone."""
+    with network(["a", "a", "b"]) as again:
+        nodes = Nodes(folder, again)
+        ckpts = nodes.all_open()
+        call(ckpts, lambda c: c.restore({"w": torch.zeros(4), "rng": None}))
+        assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+        assert [steps_on(disk) for disk in nodes.disks()] == [steps] * 3
+        close_all(ckpts)
+
+
+def test_a_pin_is_on_every_tier_and_in_every_memory_and_keeps_the_step(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    rules = {"retain": {"last": 1}}
+    ckpts = nodes.all_open(rules=rules)
+    save(ckpts, 1)
+    assert call(ckpts, lambda c: c.pin(1)) == [None] * 3
+    assert nodes.with_mark("pin") == [True] * 3
+    held = [c._session.host.images()[CheckpointId(1, 1)].marks for c in ckpts]
+    assert held == [{"pin"}] * 3
+    assert [c.checkpoints()[0].pinned for c in ckpts] == [True] * 3
+    save(ckpts, 2, 3)
+    assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+    close_all(ckpts)
+    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 3]] * 3
+    with network(["a", "a", "b"]) as again:
+        ckpts = Nodes(tmp_path, again).all_open(rules=rules)
+        assert [c.checkpoints()[0].pinned for c in ckpts] == [True] * 3
+        call(ckpts, lambda c: c.restore({"w": torch.zeros(4), "rng": None}))
+        assert call(ckpts, lambda c: c.unpin(1)) == [None] * 3
+        assert nodes.with_mark("pin") == [False] * 3
+        assert [c.checkpoints()[0].pinned for c in ckpts] == [False] * 3
+        save(ckpts, 4)
+        assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+        close_all(ckpts)
+    assert [steps_on(disk) for disk in nodes.disks()] == [[4]] * 3
+
+
+def test_a_deleted_step_is_nowhere_on_any_node(nodes: Nodes) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    assert call(ckpts, lambda c: c.delete(1)) == [None] * 3
+    assert [steps_on(disk) for disk in nodes.disks()] == [[2]] * 3
+    assert not [path for disk in nodes.disks() for path in (disk / STEP).rglob("*")]
+    assert [list(c._session.host.images()) for c in ckpts] == [[CheckpointId(2, 1)]] * 3
+    assert [[i.step for i in c.checkpoints()] for c in ckpts] == [[2]] * 3
+    close_all(ckpts)
+
+
+def test_what_cannot_be_done_is_said_by_all_ranks_alike(nodes: Nodes) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    call(ckpts, lambda c: c.pin(1))
+    assert "1@1 is pinned; unpin it first" in same_error(
+        call(ckpts, lambda c: c.delete(1)), StepError
+    )
+    assert "step 7 is not known" in same_error(call(ckpts, lambda c: c.unpin(7)), StepError)
+    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2]] * 3
+    close_all(ckpts)
+
+
+def test_ranks_that_ask_for_different_things_are_named_and_nothing_is_done(nodes: Nodes) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    outcomes = on_all([lambda r=r, c=c: c.delete(1 + (r == 2)) for r, c in enumerate(ckpts)])  # type: ignore[misc]
+    assert "rank 2 asked for step=2 where rank 0 asked for step=1" in same_error(
+        outcomes, RanksError
+    )
+    outcomes = on_all([lambda r=r, c=c: c.unpin(1) if r else c.pin(1) for r, c in enumerate(ckpts)])  # type: ignore[misc]
+    assert "ranks 1, 2 called unpin where rank 0 called pin" in same_error(outcomes, RanksError)
+    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2]] * 3
+    close_all(ckpts)
+
+
+def test_a_call_of_one_rank_alone_is_said_within_its_bound(tmp_path: Path) -> None:
+    with network(["a", "a", "b"], timeout_s=1.0) as few:
+        ckpts = Nodes(tmp_path, few).all_open()
+        save(ckpts, 1)
+        began = time.monotonic()
+        with pytest.raises(RanksError, match="ranks 1, 2 did not call pin within 1 s"):
+            ckpts[0].pin(1)
+        assert time.monotonic() - began < SOON_S
+        assert Nodes(tmp_path, few).with_mark("pin") == [False] * 3
+        abandon(ckpts)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, place: Path, part: str) -> None:
+    """Refuse, on one disk, to create what has ``part`` in its name."""
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        if part in key and self.place.startswith(str(place)):
+            raise AccessDeniedError(f"{key}: not allowed")
+        return real(self, key, **options)
+
+    monkeypatch.setattr(PosixBackend, "create", create)
+
+
+def test_a_tombstone_that_one_node_cannot_leave_keeps_every_copy(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    with monkeypatch.context() as patch:
+        failing(patch, tmp_path / "1/nvme", "marks/tombstone")
+        text = same_error(call(ckpts, lambda c: c.delete(1)), AccessDeniedError)
+    assert "delete of 1@1: tier nvme could not do it: rank 2: " in text
+    assert [steps_on(disk) for disk in nodes.disks()] == [[1, 2]] * 3
+    close_all(ckpts)
+    with network(["a", "a", "b"]) as again:  # what was asked for is finished by the next start
+        ckpts = Nodes(tmp_path, again).all_open()
+        call(ckpts, lambda c: c.restore({"w": torch.zeros(4), "rng": None}))
+        assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+        assert [steps_on(disk) for disk in nodes.disks()] == [[2]] * 3
+        close_all(ckpts)
+
+
+@pytest.mark.parametrize("place", ["0/nvme", "1/nvme", "pfs"])
+def test_a_tombstone_on_one_disk_alone_deletes_from_all_at_the_next_start(
+    nodes: Nodes, tmp_path: Path, place: str
+) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    close_all(ckpts)
+    leave_mark(tmp_path / place, "tombstone")
+    assert_next_start_leaves(tmp_path, [2])
+
+
+def test_what_a_deletion_left_on_one_node_alone_goes_at_the_next_start(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """It was killed when all other copies were gone."""
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    close_all(ckpts)
+    for place in ("0/nvme", "1/nvme", "pfs"):
+        leave_mark(tmp_path / place, "tombstone")
+        if place != "1/nvme":
+            with tier_at(tmp_path / place) as store:
+                store.drop(CheckpointId(1, 1), tombstoned=True)
+    assert_next_start_leaves(tmp_path, [2])
+
+
+def command(nodes: Nodes, rank: int, *words: str) -> Any:
+    """Run a command on the node of a rank."""
+    path = nodes.folder / f"tiers-{rank}.yaml"
+    config = nodes.config(rank).model_dump(mode="json", exclude_none=True)
+    path.write_text(yaml.safe_dump(config))
+    return CliRunner().invoke(app, [*words, "--config", str(path)])
+
+
+def test_a_command_beside_the_job_leaves_marks_that_all_ranks_heed(nodes: Nodes) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    done = command(nodes, 2, "rm", "1")
+    assert done.exit_code == 0, done.output
+    assert "marked 1@1 for deletion on nvme, pfs: the trainer" in done.output
+    save(ckpts, 3)
+    assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+    assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
+    assert not any(CheckpointId(1, 1) in c._session.host.images() for c in ckpts)
+    close_all(ckpts)
+
+
+def test_a_pin_that_was_left_on_one_node_alone_keeps_the_step_on_all(nodes: Nodes) -> None:
+    """As by a command there, of a step that no shared tier has."""
+    ckpts = nodes.all_open(rules={"retain": {"last": 1}})
+    save(ckpts, 1)
+    leave_mark(nodes.folder / "1/nvme", "pin")
+    save(ckpts, 2, 3)
+    assert all(call(ckpts, lambda c: c._session.wait_idle(SOON_S)))
+    assert [steps_on(disk) for disk in nodes.disks()[:2]] == [[1, 3]] * 2
+    close_all(ckpts)
+
+
+def test_a_pin_on_one_nodes_disk_alone_is_known_to_all_ranks_of_the_next_start(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2)
+    close_all(ckpts)
+    leave_mark(tmp_path / "1/nvme", "pin")
+    with network(["a", "a", "b"]) as again:
+        ckpts = Nodes(tmp_path, again).all_open()
+        assert [[c.pinned for c in ckpt.checkpoints()] for ckpt in ckpts] == [[True, False]] * 3
+        assert "is pinned" in same_error(call(ckpts, lambda c: c.delete(1)), StepError)
+        close_all(ckpts)
+
+
+def test_prune_returns_on_all_ranks_what_rank_0_has_decided(nodes: Nodes) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2, 3)
+    planned = call(ckpts, lambda c: c.prune(dry_run=True))
+    assert planned[0] == planned[1] == planned[2]
+    assert {(d.checkpoint.step, d.tier, str(d.verdict)) for d in planned[0]} == {
+        (step, tier, "keep") for step in (1, 2, 3) for tier in ("nvme", "pfs")
+    }
+    path = nodes.folder / "pfs" / STEP
+    leave_mark(nodes.folder / "pfs", "tombstone")
+    assert path.exists()
+    pruned = call(ckpts, lambda c: c.prune())
+    assert pruned[0] == pruned[1] == pruned[2]
+    assert [steps_on(disk) for disk in nodes.disks()] == [[2, 3]] * 3
+    close_all(ckpts)
+
+
+def test_drain_says_on_all_ranks_what_became_durable_and_what_was_lost(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ckpts = nodes.all_open()
+    failing(monkeypatch, tmp_path / "1/nvme", ".safetensors")
+    for ckpt in ckpts:
+        ckpt.save(1, {"w": torch.ones(4), "rng": None})
+    reports = call(ckpts, lambda c: c.drain(SOON_S))
+    (said,) = {(report.done, report.left, report.lost) for report in reports}
+    done, left, lost = said
+    assert (1, 1, "pfs") in done
+    assert (1, 1, "nvme") not in done
+    assert {(1, 1, "nvme")} == {*left, *lost}
+    abandon(ckpts)
+
+
+def test_drain_waits_for_the_shortest_deadline_of_any_rank(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpts = nodes.all_open()
+    real, go_on = PosixBackend.create, threading.Event()
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        if key.endswith(".safetensors") and "pfs" in self.place:
+            assert go_on.wait(SOON_S)
+        return real(self, key, **options)
+
+    monkeypatch.setattr(PosixBackend, "create", create)
+    for ckpt in ckpts:
+        ckpt.save(1, {"w": torch.ones(4), "rng": None})
+    began = time.monotonic()
+    reports = on_all(
+        [lambda r=r, c=c: c.drain(0.5 if r == 1 else None) for r, c in enumerate(ckpts)]
+    )  # type: ignore[misc]
+    assert time.monotonic() - began < 2.5
+    assert [report.left for report in reports] == [((1, 1, "pfs"),)] * 3
+    go_on.set()
+    assert [report.left for report in call(ckpts, lambda c: c.drain(SOON_S))] == [()] * 3
+    close_all(ckpts)
+
+
+def test_a_loop_that_ends_by_an_exception_on_one_rank_keeps_the_bounds_of_all(
+    nodes: Nodes,
+) -> None:
+    ckpts = nodes.all_open(max_wait="2s")
+
+    def leave(rank: int) -> None:
+        with ckpts[rank]:
+            if rank == 1:
+                raise ValueError("the loop")
+            ckpts[rank].drain(1.0)
+
+    began = time.monotonic()
+    outcomes = on_all([lambda r=r: leave(r) for r in range(3)])  # type: ignore[misc]
+    assert time.monotonic() - began < 15.0
+    assert isinstance(outcomes[1], ValueError)
+    assert all(isinstance(outcomes[r], RanksError) for r in (0, 2))
+    assert "rank 1 called close where rank 0 called drain" in str(outcomes[0])
+
+
+def test_backend_errors_keep_their_kind(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpts = nodes.all_open()
+    save(ckpts, 1)
+    with monkeypatch.context() as patch:
+        failing(patch, nodes.folder / "pfs", "marks/pin")
+        assert "tier pfs could not do it" in same_error(
+            call(ckpts, lambda c: c.pin(1)), AccessDeniedError
+        )
+    assert issubclass(AccessDeniedError, BackendError)
+    close_all(ckpts)

@@ -1,0 +1,186 @@
+"""Which folders all nodes see: found out at open, held against what is set, and nothing of it stays."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.core.ranks.threads import network
+from tests.open_ranks import SOON_S, Opener, close_all
+from tierfall import probing
+from tierfall.backends.posix import PosixBackend
+from tierfall.config import Config
+from tierfall.core.errors import ConfigError, StorageFullError, UnreachableError
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.values import LossClass
+
+
+class Two(Opener):
+    """Two nodes, a rank each; ``far`` lies where ``where`` says, per rank, and is set to ``shared``."""
+
+    def __init__(self, folder: Path, ranks: list[Ranks], where: Callable[[int], str]) -> None:
+        super().__init__(folder, ranks)
+        self.where = where
+
+    def config(self, rank: int, **more: Any) -> Config:
+        shared = {"shared": more.pop("shared")} if "shared" in more else {}
+        place = self.folder / self.where(rank)
+        tiers = [
+            {"name": "host", "kind": "host", "folder": str(self.folder / str(rank) / "memory")},
+            {"name": "far", "kind": "file", "path": str(place), **shared},
+        ]
+        return Config.model_validate({"run": "run", "max_wait": "10s", "tiers": tiers, **more})
+
+
+def one_folder(rank: int) -> str:
+    return "far"
+
+
+def own_folders(rank: int) -> str:
+    return f"far-{rank}"
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if probing.FOLDER in path.parts]
+
+
+@pytest.mark.parametrize(("where", "expected"), [(one_folder, True), (own_folders, False)])
+@pytest.mark.parametrize("set_so", [False, True])
+def test_what_is_not_set_is_found_out_and_what_is_set_may_agree(
+    tmp_path: Path,
+    ranks: list[Ranks],
+    where: Callable[[int], str],
+    expected: bool,
+    set_so: bool,
+) -> None:
+    both = Two(tmp_path, ranks, where).all_open(**({"shared": expected} if set_so else {}))
+    for ckpt in both:
+        handle = ckpt.save(1, {"w": torch.ones(4), "rng": None})
+    handle.wait(timeout=SOON_S)
+    survives = [c.statistics().newest[LossClass.NODE] for c in both]
+    assert survives == ([1, 1] if expected else [None, None])
+    close_all(both)
+    records = list(tmp_path.glob("far*/run/step-00000001-a0001/commit.json"))
+    assert len(records) == (1 if expected else 2)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "shared", "said"),
+    [
+        (one_folder, False, "is set to shared: false, and the nodes of rank 1 see what rank 0"),
+        (own_folders, True, "is said to be shared, and the nodes of rank 1 do not see what rank 0"),
+    ],
+)
+def test_a_set_value_that_disagrees_is_refused_by_all(
+    tmp_path: Path, ranks: list[Ranks], where: Callable[[int], str], shared: bool, said: str
+) -> None:
+    began = time.monotonic()
+    outcomes = Two(tmp_path, ranks, where).all_open(shared=shared)
+    assert time.monotonic() - began < SOON_S
+    for outcome in outcomes:
+        assert isinstance(outcome, ConfigError)
+        assert said in str(outcome)
+        assert "tier far" in str(outcome)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_only_some_nodes_see_is_refused(tmp_path: Path) -> None:
+    with network(["a", "b", "c"]) as three:
+        outcomes = Two(tmp_path, three, lambda rank: f"far-{rank // 2}").all_open()
+    for outcome in outcomes:
+        assert isinstance(outcome, ConfigError)
+        assert "the nodes of rank 1 see what rank 0 writes there, those of rank 2 do not" in str(
+            outcome
+        )
+
+
+def test_with_one_node_there_is_nothing_to_find_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        written.append(key)
+        return real(self, key, **options)
+
+    monkeypatch.setattr(PosixBackend, "create", create)
+    with network(["a", "a"]) as both:
+        ckpts = Two(tmp_path, both, one_folder).all_open(shared=False)
+        close_all(ckpts)
+    assert written
+    assert not [key for key in written if probing.FOLDER in key]
+
+
+def test_what_a_network_file_system_shows_late_is_waited_for(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(probing.PATIENCE_S, None, SOON_S)
+    looks = itertools.count()
+    real = PosixBackend.stat
+
+    def stat(self: PosixBackend, key: str) -> Any:
+        late = probing.FOLDER in key and next(looks) < 4
+        return real(self, f"{key}-not-yet" if late else key)
+
+    monkeypatch.setattr(PosixBackend, "stat", stat)
+    both = Two(tmp_path, ranks, one_folder).all_open()
+    assert [c._config.stored[0].shared for c in both] == [True, True]
+    close_all(both)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tier_that_does_not_answer_the_probe_is_left_out_by_all(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    method = "create" if rank == 0 else "stat"
+    real = getattr(PosixBackend, method)
+
+    def stand_in(self: PosixBackend, key: str, **options: Any) -> Any:
+        if probing.FOLDER in key:
+            raise UnreachableError(f"{key}: nobody answers")
+        return real(self, key, **options)
+
+    monkeypatch.setattr(PosixBackend, method, stand_in)
+    both = Two(tmp_path, ranks, one_folder).all_open(fresh=True)
+    assert [list(c._session.stores) for c in both] == [[], []]
+    said = [str(c._session.errors["far"]) for c in both]
+    assert all(f"rank {rank}: " in text and "nobody answers" in text for text in said)
+    close_all(both)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_full_tier_is_taken_for_what_is_set(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        if probing.FOLDER in key:
+            raise StorageFullError(f"{key}: no space")
+        return real(self, key, **options)
+
+    monkeypatch.setattr(PosixBackend, "create", create)
+    both = Two(tmp_path, ranks, one_folder).all_open(shared=True)
+    assert [c._config.stored[0].shared for c in both] == [True, True]
+    close_all(both)
+
+
+def test_a_file_that_a_killed_start_has_left_goes_with_a_later_one(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    old = tmp_path / "far/run" / probing.FOLDER / "1000-abc"
+    fresh = tmp_path / "far/run" / probing.FOLDER / f"{int(time.time())}-abc"
+    old.parent.mkdir(parents=True)
+    for path in (old, fresh):
+        path.write_bytes(b"\n")
+    close_all(Two(tmp_path, ranks, one_folder).all_open())
+    assert not old.exists()
+    assert fresh.exists(), "another start may just be looking for it"

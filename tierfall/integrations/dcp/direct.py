@@ -1,0 +1,255 @@
+"""DirectWriter: a TierWriter in a process of DCP's own (``AsyncCheckpointerType.PROCESS``).
+
+That process has neither the arena nor the Checkpointer: each rank writes its image to the first stored tier, and the
+coordinator commits it there, once every rank has said that its image is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import Config
+from tierfall.core import names
+from tierfall.core.bell import Bell
+from tierfall.core.buffers import allocate
+from tierfall.core.capture.filling import chunk_digest
+from tierfall.core.documents import sha256
+from tierfall.core.errors import ConfigError, FlushError
+from tierfall.core.image import Layout, StateView, as_bytes, copy_whole, describe, plan_layout
+from tierfall.core.packing.files import files_of, with_packed
+from tierfall.core.records import Attempt, Commit, Line, Manifest, NamedFile
+from tierfall.core.scheduler.finding import Finder
+from tierfall.core.scheduler.tasks import ImageWriter
+from tierfall.core.snapshot import Geometry
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
+from tierfall.line import as_step
+from tierfall.starting import is_shared
+from tierfall.stores import open_store
+from tierfall.telling import checked_metrics, checked_tags
+from tierfall.tiers.stored import StoredTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """All that a process needs to write one rank's part of one step."""
+
+    config: Config
+    run: str
+    tier: str
+    attempt: Attempt
+    line: Line
+    shard: Shard
+    node: str
+    metrics: Mapping[str, float]
+    tags: tuple[str, ...]
+
+
+def orders_of(
+    ckpt: Checkpointer, step: int, *, metrics: Mapping[str, Any], tags: Sequence[str]
+) -> Orders:
+    """Take the next place in the Checkpointer's line for ``step``, to be written elsewhere.
+
+    Raises StepError for a step that does not follow, ConfigError where the first stored tier cannot be committed by one
+    rank.
+    """
+    session, line = ckpt._session, ckpt._line
+    ckpt._check_usable()
+    step = as_step(step)
+    tier = next((t for t in ckpt._config.stored if t.name in session.stores), None)
+    if tier is None:
+        raise ConfigError(
+            "dcp.async_save: in PROCESS mode a stored tier is written to, and there is none"
+        )
+    if not is_shared(tier) and len(session.ranks.topology.nodes) > 1:
+        raise ConfigError(
+            f"dcp.async_save: in PROCESS mode rank 0 commits, and tier {tier.name} is each node's own: put a tier "
+            "first that all see, or use AsyncCheckpointerType.THREAD"
+        )
+    with ckpt._saver.lock:
+        line.check(step)
+        place = line.next(step, above=session.coordinator.ledger.least_ordinal)
+        line.advance(place)
+    session.tell(lambda: _expect(session.coordinator.finder, place.checkpoint, tier.name))
+    return Orders(
+        config=ckpt._config,
+        run=session.run,
+        tier=tier.name,
+        attempt=line.attempt,
+        line=place,
+        shard=session.ranks.shard,
+        node=session.node,
+        metrics={name: float(value) for name, value in checked_metrics(metrics).items()},
+        tags=checked_tags(tags),
+    )
+
+
+def _expect(finder: Finder, id: CheckpointId, tier: str) -> None:
+    finder.look(Bell())  # for those before it
+    finder.expect(id, tier)
+
+
+@dataclass(frozen=True)
+class Files(WriteResult):
+    """A rank's image and manifest, as the commit record names them, in ``storage_data``."""
+
+
+class DirectWriter(StorageWriter):
+    """Writes one rank's part of a step to a tier, and as the coordinator commits it."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a path, as TierWriter does."""
+        if checkpoint_id is not None:
+            raise ConfigError("dcp.save: checkpoint_id beside a TierWriter: leave it out")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is to be set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's image and manifest; nothing of it counts before ``finish``."""
+        orders = self._orders
+        view = describe(planned_state(plan, planner), with_random=False)
+        with open_store(orders.config, orders.run, orders.tier) as store:
+            store.check_fence(orders.attempt)
+            files = _write_image(store, orders, view)
+        index = MetadataIndex(names.shard_name(orders.shard))
+        written = Files(index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([written, *results_of(plan)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the step; FlushError where one rank's image or an item of the plan is missing."""
+        orders = self._orders
+        step, world_size = orders.line.checkpoint.step, orders.shard.world_size
+        found = [r for of_rank in results for r in of_rank if isinstance(r, Files)]
+        files = tuple(file for result in found for file in result.storage_data)
+        if len({result.index for result in found}) != world_size:
+            raise FlushError(
+                f"dcp.save of step {step}: {len(found)} of {world_size} ranks have written their images: it is not "
+                "committed. In PROCESS mode all ranks of the Checkpointer save together, without no_dist"
+            )
+        count_outcomes(metadata, results, step)
+        with open_store(orders.config, orders.run, orders.tier) as store:
+            store.commit(_commit(orders, files), attempt=orders.attempt)
+            store.name_latest(orders.line.checkpoint)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """No path leads here."""
+        return False
+
+
+def _commit(orders: Orders, files: tuple[NamedFile, ...]) -> Commit:
+    return Commit(
+        line=orders.line,
+        world_size=orders.shard.world_size,
+        files=files,
+        nodes=(orders.node,),
+        wall_time_s=time.time(),
+        metrics=orders.metrics,
+        tags=orders.tags,
+    )
+
+
+def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[NamedFile, ...]:
+    """Write an image and its manifest; return how a commit record names them."""
+    layout = plan_layout(view)
+    header = layout.header(view)
+    assert header is not None, "a layout has room for the values that it was planned with"
+    id, shard = orders.line.checkpoint, orders.shard
+    cut = Geometry(
+        image_bytes=layout.image_bytes,
+        data_start=layout.data_start,
+        chunk_bytes=orders.config.chunk_bytes,
+    )
+    writer = store.create_shard(id, shard, cut, layout.pieces)
+    try:
+        manifest = Manifest(
+            line=orders.line,
+            shard=shard,
+            image_bytes=cut.image_bytes,
+            data_start=cut.data_start,
+            chunk_bytes=cut.chunk_bytes,
+            digests=_write_chunks(writer, cut, _Bytes(layout, view, header)),
+            structure=layout.structure,
+            pieces=layout.pieces,
+        )
+        packed = writer.finish(manifest)
+    except BaseException:
+        writer.abort()
+        raise
+    data = manifest.encode()
+    store.write_manifest(id, shard, data)
+    plain = (
+        NamedFile(name=names.shard_name(shard), bytes=cut.image_bytes, digest=None),
+        NamedFile(name=names.manifest_name(shard), bytes=len(data), digest=sha256(data)),
+    )
+    return files_of(with_packed(_commit(orders, plain), shard, packed), shard)
+
+
+def _write_chunks(writer: ImageWriter, cut: Geometry, source: _Bytes) -> tuple[str, ...]:
+    buffer = allocate(max(cut.data_start, cut.chunk_bytes))
+    digests = []
+    for index in range(cut.chunk_count):
+        start, end = cut.chunk_range(index)
+        chunk = buffer[: end - start]
+        source.read(start, torch.frombuffer(chunk, dtype=torch.uint8))
+        digests.append(chunk_digest(chunk))
+        writer.put(index, start, chunk)
+    writer.send()
+    return tuple(digests)
+
+
+class _Bytes:
+    """The bytes of an image, in rising order: of its header, and of one tensor after the other."""
+
+    def __init__(self, layout: Layout, view: StateView, header: bytes) -> None:
+        self._sources = view.sources
+        self._slots = [slot for slot in layout.slots if slot.end > slot.start]
+        self._data_start = layout.data_start
+        self._parts = iter(self._slots)
+        self._start, self._flat = 0, torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+    def read(self, start: int, target: torch.Tensor) -> None:
+        """Fill ``target``, flat, with the bytes from ``start`` on."""
+        done = 0
+        while done < len(target):
+            at = start + done - self._start
+            if at >= len(self._flat):
+                self._next()
+                continue
+            count = min(len(target) - done, len(self._flat) - at)
+            target[done : done + count].copy_(self._flat[at : at + count])
+            done += count
+
+    def _next(self) -> None:
+        slot = next(self._parts)
+        source = self._sources[slot.index]
+        flat = as_bytes(source)
+        if flat is None:
+            flat = torch.empty(slot.end - slot.start, dtype=torch.uint8)
+            copy_whole(flat, source)
+        self._start, self._flat = self._data_start + slot.start, flat

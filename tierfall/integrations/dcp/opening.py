@@ -1,0 +1,196 @@
+"""Which checkpoint ``dcp.load`` reads, agreed on by all ranks, and its parts laid over each other."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tierfall.checkpointer import Checkpointer
+from tierfall.core import names
+from tierfall.core.catalog import KnownCheckpoint, Listing
+from tierfall.core.errors import NotSupportedError, RestoreError
+from tierfall.core.image.files import refuse_files
+from tierfall.core.image.merging import Merged, merge_headers
+from tierfall.core.index.index import Index
+from tierfall.core.index.laying import lay_over
+from tierfall.core.index.reading import named_index
+from tierfall.core.ranks.council import Bodies
+from tierfall.core.restore.agreeing import together
+from tierfall.core.restore.choosing import Request
+from tierfall.core.restore.instead import step_instead
+from tierfall.core.restore.job import PASSABLE
+from tierfall.core.restore.parts import Parts
+from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.resharding import Resize, merge_parts
+from tierfall.core.restore.wire import LostError
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.integrations.dcp.fqns import Entries
+from tierfall.session import Session
+
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A checkpoint whose headers were read."""
+
+    checkpoint: KnownCheckpoint
+    parts: Parts
+    entries: Entries
+    world_size: int
+
+
+def open_checkpoint(ckpt: Checkpointer, request: Request, *, values_of: int | None) -> Opened:
+    """Open the newest checkpoint whose headers are good, the same on all ranks; ``values_of`` is the rank whose values
+    count where another number of ranks saved.
+
+    Raises RestoreError where none is there, none can be read, or the newest is out of reach for now.
+    """
+    listings, tally = ckpt._session.list_now(), Tally()
+    candidates = ckpt._restorer.candidates(listings, request, tally)
+    ranks = ckpt._session.ranks
+    tell = together(ranks, timeout_s=ckpt._restorer.slower_s) if ranks.many else None
+
+    def instead() -> str:
+        return step_instead(candidates, listings, request, ckpt._restorer.opener(), ranks.shard)
+
+    for checkpoint in candidates:
+        opened: Opened | None = None
+        error: Exception | None = None
+        parts = _parts(ckpt, checkpoint, listings, request, tally)
+        try:
+            opened = _open(ckpt, parts, values_of)
+            refuse_files(opened.entries.merged.header, doing=request.operation, instead=instead)
+        except Exception as failure:
+            error = _judge(failure, checkpoint, request)
+            if (unheard := parts.give_up(failure)) is not None:
+                raise unheard from failure
+        elsewhere = None if tell is None else tell(checkpoint, error)
+        if error is not None and not isinstance(error, (*PASSABLE, LostError)):
+            raise error
+        if opened is not None and elsewhere is None:
+            return opened
+        said = error if elsewhere is None else f"rank {elsewhere.rank}: {elsewhere.message}"
+        if request.step is not None or (elsewhere is not None and elsewhere.for_good):
+            raise RestoreError(f"{request.operation} of {checkpoint.id}: {said}") from error
+        tally.passed_over(f"step {checkpoint.id}", said)
+        logger.error("%s: step %s is passed over: %s", request.operation, checkpoint.id, said)
+    raise RestoreError(
+        f"{request.operation}: run {ckpt._session.run} holds no checkpoint that can be read"
+        + "".join(f"; {fallback.what}: {fallback.reason}" for fallback in tally.fallbacks[-8:])
+    )
+
+
+def hold(ckpt: Checkpointer, id: CheckpointId, *, owner: object) -> Callable[[], object]:
+    """Keep a checkpoint's copies below memory from retention and eviction; return what lets go of them, as the end of
+    ``owner`` does."""
+    session = ckpt._session
+    session.ask(lambda: session.coordinator.ledger.reading.update([id]))
+    let_go = weakref.finalize(owner, _let_go, session, id)
+    let_go.atexit = False
+    return let_go
+
+
+def _let_go(session: Session, id: CheckpointId) -> None:
+    coordinator = session.coordinator
+
+    def end() -> None:
+        coordinator.ledger.reading -= Counter([id])
+        coordinator.dropper.look_again()
+
+    session.tell(end)
+
+
+def _judge(error: Exception, checkpoint: KnownCheckpoint, request: Request) -> Exception:
+    """Return what ends the load where a copy is out of reach for now: it is not passed over as a damaged one is."""
+    if isinstance(error, LostError) or not (isinstance(error, PASSABLE) and error.retryable):
+        return error
+    ended = RestoreError(
+        f"{request.operation} of {checkpoint.id}: a copy could not be read, and no other is good: {error}. Try again, "
+        f"{request.advice}"
+    )
+    ended.__cause__ = error
+    return ended
+
+
+def _parts(
+    ckpt: Checkpointer,
+    checkpoint: KnownCheckpoint,
+    listings: Sequence[Listing],
+    request: Request,
+    tally: Tally,
+) -> Parts:
+    """The images of a checkpoint: exchanged between the ranks, where they can be, as by ``Checkpointer.restore``."""
+    held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+    tiers = [tier for tier in held if request.tier in (None, tier)]
+    exchange = ckpt._restorer.exchange()
+    made = (
+        checkpoint,
+        tiers,
+        ckpt._restorer.opener(),
+        tally,
+        ckpt._session.ring,
+        None,
+        ckpt._restorer.nowhere,
+    )
+    return Parts(*made) if exchange is None else exchange.parts(*made)
+
+
+def _open(ckpt: Checkpointer, parts: Parts, values_of: int | None) -> Opened:
+    shard = ckpt._session.ranks.shard
+    world_size = parts.world_size(shard.world_size)
+    own = shard.rank if world_size == shard.world_size else values_of
+    entries: Entries | None = None
+    if own is not None and world_size > 1:
+        entries = _by_index(ckpt, parts, Shard(own, world_size))
+    if entries is None:
+        entries = Entries(merge_parts(parts, world_size, shard.rank, Resize(values_of=own)))
+    return Opened(checkpoint=parts.checkpoint, parts=parts, entries=entries, world_size=world_size)
+
+
+def _by_index(ckpt: Checkpointer, parts: Parts, own: Shard) -> Entries | None:
+    """Describe a checkpoint by the header of one rank's image and the merged index; None unless all ranks can.
+
+    Where a name is asked for that these do not have, this rank reads the headers of all by itself.
+    """
+    merged: Merged | None = None
+    what = f"{parts.checkpoint.id} of {own.world_size} ranks"
+    ours = ckpt._session.ranks.shard
+    try:
+        if (index := _read_index(ckpt, parts)) is not None:
+            for rank in range(ours.rank, own.world_size, ours.world_size):
+                parts.find(
+                    Shard(rank, own.world_size)
+                )  # between them the ranks see that all images are there
+            merged = lay_over(parts.header_here(own), own.rank, index, what=what)
+    except (*PASSABLE, NotSupportedError) as error:
+        logger.warning("dcp.load: the headers of all ranks are read: %s", error)
+    slower_s = ckpt._restorer.slower_s
+    have = merged is not None
+    if not ckpt._session.ranks.agree("dcp.load: index", have, _all_have_it, timeout_s=slower_s):
+        return None
+    assert merged is not None, "all have it"
+
+    def of_all() -> Merged:
+        headers = {
+            rank: parts.header_here(Shard(rank, own.world_size)) for rank in range(own.world_size)
+        }
+        return merge_headers(headers, what=what, own=own.rank)
+
+    return Entries(merged, of_all)
+
+
+def _all_have_it(bodies: Bodies) -> bool:
+    return all(bodies.values())
+
+
+def _read_index(ckpt: Checkpointer, parts: Parts) -> Index | None:
+    """Read the index from the first tier that has it."""
+    for tier in parts.tiers:
+        commit, store = parts.checkpoint.copies[tier].commit, ckpt._session.stores.get(tier)
+        if store is not None and commit is not None and commit.file(names.INDEX_NAME) is not None:
+            return named_index(store, commit)
+    return None

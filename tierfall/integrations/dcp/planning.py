@@ -1,0 +1,167 @@
+"""From DCP's plan to a state that an image is made of: nested as the user's was, each tensor in the blocks that this
+rank is to write.
+
+DCP's plan says who writes which tensor. Python values are not its business here: each rank keeps its own, which DCP
+takes for replicas of each other, and they are never pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from tierfall.core.errors import CaptureError, ConfigError, FlushError
+from tierfall.core.image import item
+from tierfall.core.image.sharded import Blocks, Branch, Piece
+from tierfall.core.image.walk import is_stateful
+
+Path = tuple[str | int, ...]
+
+
+class TierSavePlanner(DefaultSavePlanner):
+    """DCP's own planner with a plan cache of its own, and without ``torch.save``.
+
+    DCP keeps cached plans by the name of the planner's class, for the whole process: with
+    ``enable_plan_caching=True`` two runs of one process need planners of two classes.
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return tensors and Python values as they are: TierWriter writes values as tagged JSON."""
+        return object
+
+
+def nest(leaves: Mapping[str, object], paths: Mapping[str, Path]) -> Branch:
+    """Put leaves, by their flat names, back where they stood; a name without a path is a key of the state."""
+    root = Branch()
+    for name, leaf in leaves.items():
+        path = paths.get(name, (name,))
+        container: Any = root
+        for key, below in pairwise(path):
+            fresh: Any = [] if isinstance(below, int) else Branch()
+            container = _child(container, key, fresh)
+        _put(container, path[-1], leaf)
+    return root
+
+
+def _child(container: Any, key: str | int, fresh: Any) -> Any:
+    if isinstance(key, int):
+        _extend(container, key)
+        if container[key] is None:
+            container[key] = fresh
+        return container[key]
+    return container.setdefault(key, fresh)
+
+
+def _put(container: Any, key: str | int, leaf: object) -> None:
+    if isinstance(key, int):
+        _extend(container, key)
+    container[key] = leaf
+
+
+def _extend(container: list[Any], index: int) -> None:
+    container.extend([None] * (index + 1 - len(container)))
+
+
+def planned_state(plan: SavePlan, planner: SavePlanner) -> Branch:
+    """Return what this rank writes: its blocks of the plan's tensors, and its own Python values.
+
+    Raises CaptureError, naming it, for what cannot be written; ConfigError for a planner that is not DCP's own.
+    """
+    if not isinstance(planner, DefaultSavePlanner):
+        raise ConfigError(
+            f"dcp.save: TierWriter takes planners that extend DefaultSavePlanner, not {type(planner).__qualname__}: it "
+            "asks them for Python values before they are pickled"
+        )
+    blocks: dict[str, list[tuple[torch.Tensor, Piece | None]]] = {}
+    values: dict[str, object] = {}
+    for write in plan.items:
+        if write.type is WriteItemType.BYTE_IO:
+            values[write.index.fqn] = planner.lookup_object(write.index)
+        else:
+            blocks.setdefault(write.index.fqn, []).append(_block(write, planner))
+    leaves: dict[str, object] = {}
+    for name, held in planner.state_dict.items():
+        is_value = name in values or not is_tensor(held)
+        leaves[name] = value_of(name, held) if is_value else _as_leaf(blocks.pop(name, []))
+    leaves |= {name: _as_leaf(held) for name, held in blocks.items()}
+    leaves |= {name: value_of(name, v) for name, v in values.items() if name not in leaves}
+    return nest(leaves, planner.mappings)
+
+
+def _as_leaf(blocks: list[tuple[torch.Tensor, Piece | None]]) -> object:
+    """What lies on a device is read in the order of this thread's work there, at once but without a second copy."""
+    on_host = all(tensor.is_cpu for tensor, _ in blocks)
+    return item(Blocks(tuple(blocks)), changes="anytime" if on_host else "on_step")
+
+
+def _block(write: WriteItem, planner: DefaultSavePlanner) -> tuple[torch.Tensor, Piece | None]:
+    name, said = write.index.fqn, write.tensor_data
+    tensor = planner.resolve_data(write)
+    if not isinstance(tensor, torch.Tensor) or said is None:
+        raise CaptureError(
+            f"dcp.save: {name}: the planner gives {type(tensor).__qualname__} for a tensor"
+        )
+    if tensor.is_meta:
+        raise CaptureError(
+            f"dcp.save: {name} has no data here: a LazyStager staged it for another TierWriter, one that had not been "
+            "used. Make each writer in the call of async_save"
+        )
+    if write.type is WriteItemType.TENSOR:
+        return tensor, None
+    place = (said.size, said.chunk.offsets, said.chunk.sizes)
+    return tensor, Piece(*map(tuple, place))
+
+
+def is_tensor(held: object) -> bool:
+    """Say whether DCP plans this as a tensor."""
+    return isinstance(held, torch.Tensor) or hasattr(held, "__create_write_items__")
+
+
+def value_of(name: str, value: object) -> object:
+    """Return a Python value that may be written; CaptureError for an object that DCP would have pickled whole."""
+    if is_stateful(value) or isinstance(value, nn.Module):
+        raise CaptureError(
+            f"dcp.save: {name} is an object with a state_dict of its own ({type(value).__qualname__}), and DCP calls "
+            "that only for the entries of the state itself: put its state_dict() there"
+        )
+    return value
+
+
+def count_outcomes(metadata: Any, results: list[list[WriteResult]], step: int) -> None:
+    """Raise FlushError unless every item of the global plan was written by some rank."""
+    written = {result.index for of_rank in results for result in of_rank}
+    missing = [index for index in _planned(metadata) if index not in written]
+    if missing:
+        names = ", ".join(index.fqn for index in missing[:4])
+        raise FlushError(
+            f"dcp.save of step {step}: {len(missing)} planned items were written by no rank: {names}"
+        )
+
+
+def _planned(metadata: Any) -> list[MetadataIndex]:
+    found = []
+    for name, entry in metadata.state_dict_metadata.items():
+        chunks = getattr(entry, "chunks", None)
+        if chunks is None:
+            found.append(MetadataIndex(name))
+        else:
+            found += [MetadataIndex(name, chunk.offsets) for chunk in chunks]
+    return found
+
+
+def results_of(plan: SavePlan) -> list[WriteResult]:
+    """Say that each item of a plan was written."""
+    return [
+        WriteResult(
+            index=write.index, size_in_bytes=write.tensor_storage_size() or 0, storage_data=None
+        )
+        for write in plan.items
+    ]

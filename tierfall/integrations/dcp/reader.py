@@ -1,0 +1,245 @@
+"""TierReader: ``dcp.load`` from a run's tiers, resharded by DCP's planner, each chunk verified, nothing unpickled.
+
+Python values lie in a checkpoint as tagged JSON. DCP's planners take bytes and unpickle them: they get bytes that are
+pickled here, a moment before, from values that were read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tierfall.checkpointer import Checkpointer
+from tierfall.core.errors import ConfigError, RestoreError
+from tierfall.core.image import Want, as_bytes
+from tierfall.core.image.build import CPU, Builder
+from tierfall.core.image.nodes import ConflictNode, TensorNode
+from tierfall.core.restore.choosing import Request
+from tierfall.core.restore.resharding import plan_reads
+from tierfall.core.restore.restore import HALF_FILLED
+from tierfall.core.restore.wire import LostError
+from tierfall.integrations.dcp.fqns import Leaf, Paths
+from tierfall.integrations.dcp.opening import Opened, hold, open_checkpoint
+
+
+class TierReader(StorageReader):
+    """Reads one checkpoint of a Checkpointer's run: ``dcp.load(state, storage_reader=TierReader(ckpt))``.
+
+    The newest that can be restored, or ``step`` (and ``attempt``); ``tier`` names the only tier to read. The run goes
+    on from what is loaded, as after ``restore``; with ``resume=False`` it does not, as for a look at an older step.
+    Python values come back to the rank that saved them; where another number of ranks loads they must have been the
+    same on all, or ``values_of`` names the rank whose count. What goes wrong is raised by DCP as CheckpointException.
+    """
+
+    def __init__(
+        self,
+        ckpt: Checkpointer,
+        *,
+        step: int | None = None,
+        attempt: int | None = None,
+        tier: str | None = None,
+        values_of: int | None = None,
+        resume: bool = True,
+    ) -> None:
+        self._ckpt = ckpt
+        self._asked = (step, attempt, tier)
+        self._values_of = values_of
+        self._resume = resume
+        self._opened: Opened | None = None
+        self._let_go: Callable[[], object] = bool
+
+    # What DCP calls ----------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a path: the Checkpointer's configuration says where checkpoints are."""
+        self._let_go()
+        if checkpoint_id is not None:
+            raise ConfigError(
+                f"dcp.load: checkpoint_id={str(checkpoint_id)!r} beside a TierReader, whose Checkpointer says where "
+                "checkpoints are: leave it out, and name a step by TierReader(ckpt, step=...)"
+            )
+
+    def read_metadata(self) -> Metadata:
+        """Choose the checkpoint together with the other ranks, and describe what it holds.
+
+        Its copies below memory stay where they are until it was read, or this reader is asked again, or is gone.
+        """
+        ckpt = self._ckpt
+        self._let_go()
+        ckpt._check_usable()
+        if self._resume and (fenced := ckpt._session.coordinator.fenced) is not None:
+            raise fenced
+        if self._resume and ckpt._line.saved_any:
+            ckpt._session.check_newest()
+        ckpt._finish_capture()
+        ckpt._wait_sealed()
+        with ckpt._restorer.nothing_dropped():
+            self._opened = open_checkpoint(ckpt, self._request(), values_of=self._values_of)
+            self._let_go = hold(ckpt, self._opened.checkpoint.id, owner=self)
+        entries = self._opened.entries
+        return Metadata(
+            state_dict_metadata=cast("dict[str, Any]", entries), planner_data=Paths(entries)
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan names, each chunk from its fastest good copy; with ``resume`` the run goes on from it."""
+        assert self._opened is not None, "read_data without read_metadata"
+        reads = _Reads(self._opened, planner)
+        try:
+            self._together(lambda: reads.carry_out(plan))
+        finally:
+            self._opened = None  # what ranks exchange bytes over ends with it
+            self._let_go()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """No path leads here."""
+        return False
+
+    # The run goes on ---------------------------------------------------------------------------------
+
+    def _request(self) -> Request:
+        step, attempt, tier = self._asked
+        asked = self._ckpt._restorer.request(step, attempt, tier, "raise")
+        return Request(
+            step=asked.step,
+            attempt=asked.attempt,
+            tier=asked.tier,
+            operation="dcp.load",
+            advice="or name a tier (TierReader(ckpt, tier=...))",
+        )
+
+    def _together(self, read: Callable[[], None]) -> None:
+        """Read on all ranks, and, with ``resume``, go on from there once all have; RestoreError on every rank where one
+        could not."""
+        ckpt, opened = self._ckpt, self._opened
+        assert opened is not None
+        failure: Exception | None = None
+        try:
+            with ckpt._restorer.nothing_dropped():
+                read()
+        except Exception as error:
+            failure = error
+            if (unheard := opened.parts.give_up(error)) is not None:
+                raise unheard from error
+        lost = isinstance(failure, LostError)
+        body = {"failed": None if failure is None else str(failure) or repr(failure), "lost": lost}
+        said = ckpt._session.ranks.agree(
+            "dcp.load: read",
+            {**body, "saved": ckpt._line.saved_any},
+            _read_by_all,
+            timeout_s=ckpt._restorer.slower_s,
+        )
+        if failure is not None and not lost:
+            if not (ckpt._session.ranks.many and opened.parts.touched):
+                raise failure
+            of = f"dcp.load of {opened.checkpoint.id}"
+            raise RestoreError(f"{of}: {failure}{HALF_FILLED}") from failure
+        if said["failed"] is not None:
+            raise RestoreError(
+                f"dcp.load of {opened.checkpoint.id}: rank {said['rank']}: {said['failed']}{HALF_FILLED}"
+            )
+        if self._resume:
+            ckpt._restorer.continue_from(opened.checkpoint, bool(said["saved"]))
+
+
+def _read_by_all(bodies: Mapping[int, Any]) -> dict[str, Any]:
+    failed = [rank for rank, body in bodies.items() if body["failed"] is not None]
+    rank = next((r for r in failed if not bodies[r]["lost"]), failed[0] if failed else 0)
+    saved = any(body["saved"] for body in bodies.values())
+    return {"rank": rank, "failed": bodies[rank]["failed"], "saved": saved}
+
+
+class _Reads:
+    """Carries out one rank's plan."""
+
+    def __init__(self, opened: Opened, planner: LoadPlanner) -> None:
+        self._opened = opened
+        self._entries = opened.entries
+        self._planner = planner
+        self._builder = Builder(opened.entries.merged.header)
+        self._wants: list[Want] = []
+        self._after: list[Callable[[], None]] = []
+
+    def carry_out(self, plan: LoadPlan) -> None:
+        """Read everything into its place, then hand the planner what it is to commit, and the values."""
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._value(item)
+            else:
+                self._tensor(item)
+        wants = (*self._builder.wants(), *self._wants)
+        opened = self._opened
+        plan_reads(opened.parts, opened.entries.merged, opened.world_size, wants)()
+        for do in self._after:
+            do()
+
+    def _tensor(self, item: ReadItem) -> None:
+        """Read a box of a stored block; what has another dtype, or does not lie in one run, by way of a copy."""
+        node = self._entries.leaves[item.storage_index.fqn].node
+        if isinstance(node, ConflictNode):  # known only once the headers of all ranks were read
+            raise RestoreError(f"dcp.load: {item.storage_index.fqn}: {node.reason}")
+        assert isinstance(node, TensorNode), "a plan of a tensor where a value was described"
+        stored = self._entries.merged.header.tensors[node.slot]
+        given = self._planner.resolve_tensor(item)
+        target = given.detach()
+        lengths = tuple(item.lengths)
+        if tuple(target.shape) != lengths:
+            raise RestoreError(
+                f"dcp.load: {item.storage_index.fqn}: the planner gives {tuple(target.shape)} for {lengths}"
+            )
+        first = item.storage_index.offset or torch.Size((0,) * len(lengths))
+        offset = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
+        flat = as_bytes(target) if target.dtype is stored.dtype else None
+        if flat is None:
+            count = target.numel() * stored.dtype.itemsize
+            flat = torch.empty(count, dtype=torch.uint8)
+            source = flat.view(stored.dtype).view(lengths)
+            self._after.append(lambda: _copy(target, source))
+        self._wants.append(Want(slot=node.slot, target=flat, offset=offset, lengths=lengths))
+        self._after.append(lambda: self._planner.commit_tensor(item, given))
+
+    def _value(self, item: ReadItem) -> None:
+        leaf = self._entries.leaves[item.storage_index.fqn]
+        if leaf.node is not None:
+            self._builder.prepare(leaf.node, CPU, item.storage_index.fqn)
+        self._after.append(lambda: self._planner.load_bytes(item, self._pickled(leaf)))
+
+    def _pickled(self, leaf: Leaf) -> io.BytesIO:
+        """Pickle a value that was read as JSON: a planner of DCP's takes nothing else."""
+        value: Any = leaf.value if leaf.node is None else self._builder.build(leaf.node, CPU)
+        for key in leaf.inside:
+            value = value[key]
+        pickled = io.BytesIO()
+        torch.save(value, pickled)
+        pickled.seek(0)
+        return pickled
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)

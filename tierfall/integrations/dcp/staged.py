@@ -1,0 +1,45 @@
+"""What a stager hands to the writer beside it: a capture that has begun, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+
+from tierfall.core.errors import CaptureError
+from tierfall.core.handle import SaveHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A capture that was begun before DCP planned: its handle, or what kept it from being begun, and dtype and shape of
+    what it holds, by name."""
+
+    begun: SaveHandle | Exception
+    tensors: Mapping[str, tuple[torch.dtype, torch.Size]]
+
+    def handle(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
+        """Return the handle of what DCP plans to write. Raises what kept the capture from being begun, and CaptureError
+        where something else was captured: a planner renamed or changed it."""
+        if isinstance(self.begun, Exception):
+            raise self.begun
+        for write in plan.items:
+            if write.type is WriteItemType.BYTE_IO or write.tensor_data is None:
+                continue
+            planned = (write.tensor_data.properties.dtype, write.tensor_data.size)
+            name = write.index.fqn
+            if self.tensors.get(name) != planned or not self._is_hollow(name, planner):
+                raise CaptureError(
+                    f"dcp.async_save: {name} is planned as {planned[0]} {tuple(planned[1])}, and was captured "
+                    "otherwise or not at all: a LazyStager takes the state as async_save gets it, before a "
+                    "planner changes it"
+                )
+        return self.begun
+
+    def _is_hollow(self, name: str, planner: SavePlanner) -> bool:
+        """Say whether what is planned is what was staged."""
+        held = planner.state_dict.get(name) if isinstance(planner, DefaultSavePlanner) else None
+        return isinstance(held, torch.Tensor) and held.is_meta

@@ -1,0 +1,98 @@
+"""LazyStager: ``dcp.async_save`` returns at once, and the state is captured while DCP plans, as by ``save``.
+
+What it hands DCP has no bytes: tensors of the state's shapes and kinds on the meta device. The bytes go from the state
+into the run's arena, those that an optimizer changes lazily, before its next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from tierfall.checkpointer import Checkpointer
+from tierfall.core.capture.barrier import place_of
+from tierfall.core.handle import SaveHandle
+from tierfall.core.image import Recall, StateView, describe, item
+from tierfall.integrations.dcp import planning
+from tierfall.integrations.dcp.staged import Staged
+from tierfall.integrations.dcp.writer import TierWriter, next_writer
+
+
+class LazyStager(AsyncStager):
+    """Stages lazily: ``dcp.async_save(state, storage_writer=TierWriter(ckpt, step=100),
+    async_stager=LazyStager(ckpt))``, in THREAD mode.
+
+    Captured lazily is what belongs to an optimizer that was seen to step since the last save (its parameters and what
+    it keeps of them); all else, and everything at the first save, is copied before ``async_save`` returns. Replicas of
+    what is captured lazily are divided between the ranks, as by ``Checkpointer.save``. One stager serves all saves of a
+    Checkpointer.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, ckpt: Checkpointer) -> None:
+        self._ckpt = ckpt
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Begin the capture, for the one TierWriter that was made and not used; return the state without its bytes.
+
+        Raises ConfigError where several live; CaptureError for what cannot be saved: with several ranks the save's
+        future does.
+        """
+        flat, paths = flatten_state_dict(state_dict)
+        staged = {name: _hollow(value) for name, value in flat.items()}
+        next_writer(self._ckpt).stage(lambda writer: self._capture(flat, paths, writer))
+        return planning.nest(staged, paths)
+
+    def _capture(
+        self, flat: Mapping[str, Any], paths: Mapping[str, planning.Path], writer: TierWriter
+    ) -> Staged:
+        memory = self._ckpt._capturer.barrier.memory()
+
+        def described(recall: Recall) -> StateView:
+            leaves = {name: _leaf(name, value, memory) for name, value in flat.items()}
+            return describe(planning.nest(leaves, paths), with_random=False)
+
+        tensors = {n: (t.dtype, t.shape) for n, t in flat.items() if isinstance(t, torch.Tensor)}
+        begun: SaveHandle | Exception
+        try:
+            begun = self._ckpt._save(
+                writer.step, described, metrics=writer._metrics, tags=writer._tags
+            )
+        except Exception as error:
+            if not self._ckpt._session.ranks.many:
+                raise
+            begun = error  # the other ranks wait for this one where DCP plans: it is raised there, on all
+        return Staged(begun, tensors)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _leaf(name: str, value: Any, memory: frozenset[tuple[int, int]]) -> object:
+    if not isinstance(value, torch.Tensor):
+        return planning.value_of(name, value)
+    return item(value, changes="on_step" if place_of(value) in memory else "anytime")
+
+
+def _hollow(value: Any) -> Any:
+    """Return a tensor as DCP plans it, without bytes; a value as it is."""
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            local = torch.empty_like(value.to_local(), device="meta")
+        return DTensor.from_local(
+            local,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="meta", requires_grad=False)
+    return value

@@ -1,0 +1,178 @@
+"""TierWriter: what DCP plans becomes a checkpoint of the run, through arena and tiers like any other.
+
+In the process that trains it hands DCP's plan to the Checkpointer. It pickles to what a process of DCP's own needs to
+write by itself (``direct``).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from tierfall.checkpointer import Checkpointer
+from tierfall.core.errors import ConfigError
+from tierfall.core.handle import SaveHandle
+from tierfall.core.image import describe
+from tierfall.integrations.dcp.direct import DirectWriter, orders_of
+from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
+from tierfall.integrations.dcp.staged import Staged
+
+_unused: weakref.WeakKeyDictionary[Checkpointer, weakref.WeakSet[TierWriter]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The writers that DCP has not begun with: a stager is told no step, and takes it from the writer beside it."""
+
+
+class TierWriter(StorageWriter):
+    """Writes one step through a Checkpointer: ``dcp.save(state, storage_writer=TierWriter(ckpt, step=100))``.
+
+    ``step`` has to follow the run's last one. ``until`` names the tier that the checkpoint must be committed on before
+    DCP's save is done; without it that is once every rank's image lies sealed in host memory (with ``no_dist``, where
+    nobody gathers what the ranks say, once this rank's does). ``metrics`` and ``tags``
+    are as for ``Checkpointer.save``. What goes wrong on any rank is raised by DCP on all, as CheckpointException.
+    """
+
+    def __init__(
+        self,
+        ckpt: Checkpointer,
+        *,
+        step: int,
+        until: str | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        known = [tier.name for tier in ckpt._config.chain]
+        if until is not None and until not in known:
+            raise ConfigError(
+                f"TierWriter: no tier is named {until!r}; there are {', '.join(known)}"
+            )
+        self.step = step
+        self._ckpt = ckpt
+        self._until = until
+        self._metrics = metrics or {}
+        self._tags = tuple(tags)
+        self._staged: Staged | None = None
+        self._used = False
+        _unused.setdefault(ckpt, weakref.WeakSet()).add(self)
+
+    # What DCP calls ----------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse a path: the Checkpointer's configuration says where checkpoints go."""
+        if checkpoint_id is not None:
+            self._take()
+            raise ConfigError(
+                f"dcp.save: checkpoint_id={str(checkpoint_id)!r} beside a TierWriter, whose Checkpointer says where "
+                "checkpoints go: leave it out"
+            )
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Say nothing; DCP has begun with this writer, and no stager is to capture for it any more."""
+        self._take()
+        return None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin: one TierWriter writes one step."""
+        if self._used:
+            raise ConfigError(
+                f"dcp.save: this TierWriter was used for step {self.step}; make another one for each save"
+            )
+        self._used = True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is; one that DCP has cached says nothing here."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are; ConfigError where other ranks save than the Checkpointer was opened by."""
+        there = self._ckpt._session.ranks.shard.world_size
+        if len(plans) not in (1, there):
+            raise ConfigError(
+                f"dcp.save: {len(plans)} ranks save, and the Checkpointer was opened by {there}: give open the same "
+                "process_group"
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part, and wait until all ranks' parts are where ``until`` says."""
+        staged, self._staged = self._staged, None
+        handle = self._save(plan, planner) if staged is None else staged.handle(plan, planner)
+        if self._until is None:
+            handle.captured()
+        else:
+            handle.wait(self._until)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results_of(plan))
+        return done
+
+    def _save(self, plan: SavePlan, planner: SavePlanner) -> SaveHandle:
+        return self._ckpt._save(
+            self.step,
+            lambda recall: describe(planned_state(plan, planner), with_random=False),
+            metrics=self._metrics,
+            tags=self._tags,
+            may_be_lazy=False,
+        )
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Count what was written. The metadata stays as DCP made it: with cached plans all saves share the object."""
+        count_outcomes(metadata, results, self.step)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """No path leads here."""
+        return False
+
+    # What a stager calls -----------------------------------------------------------------------------
+
+    def stage(self, capture: Callable[[TierWriter], Staged]) -> None:
+        """Capture the state now, as this writer's step."""
+        self._take()
+        self._staged = capture(self)
+
+    def _take(self) -> None:
+        _unused.get(self._ckpt, weakref.WeakSet()).discard(self)
+
+    # Into another process ----------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[type[DirectWriter], tuple[Any]]:
+        if self._staged is not None:
+            raise ConfigError(
+                "dcp.async_save: LazyStager needs AsyncCheckpointerType.THREAD: another process cannot wait for what "
+                "is captured in this one"
+            )
+        self._take()
+        orders = orders_of(self._ckpt, self.step, metrics=self._metrics, tags=self._tags)
+        return DirectWriter, (orders,)
+
+
+def next_writer(ckpt: Checkpointer) -> TierWriter:
+    """Return the writer that a state is staged for: the only one that lives and was not used.
+
+    Raises ConfigError where there is none, and where there are several: a state must not be saved as another step's.
+    """
+    unused = _unused.get(ckpt, ())
+    if len(unused) > 1:
+        gc.collect()  # one that nobody can reach any more may still be there
+    found = sorted(unused, key=lambda writer: writer.step)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(
+            "dcp.async_save: a LazyStager captures for a TierWriter of the same Checkpointer: "
+            "storage_writer=TierWriter(ckpt, step=...), a new one for each save"
+        )
+    steps = ", ".join(str(writer.step) for writer in found)
+    raise ConfigError(
+        f"dcp.async_save: a LazyStager cannot know which TierWriter it captures for: those of steps {steps} were made "
+        "and not used. Make each writer in the call of async_save: storage_writer=TierWriter(ckpt, step=...), and let "
+        "go of those that are not to be used"
+    )

@@ -1,0 +1,71 @@
+"""The small documents that a stored tier keeps in its backend: each read whole, and written whole or not at all.
+
+It knows neither their names nor what they say.
+"""
+
+from __future__ import annotations
+
+from tierfall.core.contracts import Backend, Publish
+from tierfall.core.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.errors import (
+    BackendError,
+    IntegrityError,
+    KeyExistsError,
+    KeyNotFoundError,
+    UnreachableError,
+)
+
+
+class Documents:
+    """Documents in a backend; errors name the ``tier``."""
+
+    def __init__(self, tier: str, backend: Backend) -> None:
+        self._tier = tier
+        self._backend = backend
+
+    def what(self, key: str) -> str:
+        """Name a document, as errors do."""
+        return f"{self._tier}: {key}"
+
+    def read(self, key: str) -> bytes:
+        """Read a document; IntegrityError where it is larger than any is."""
+        stored = self._backend.stat(key)
+        if stored.bytes > MAX_DOCUMENT_BYTES:
+            raise IntegrityError(f"{self.what(key)}: {stored.bytes} bytes are too many")
+        data = bytearray(stored.bytes)
+        if data:
+            self._backend.read_into(key, 0, memoryview(data))
+        return bytes(data)
+
+    def create(self, key: str, data: bytes) -> None:
+        """Create what must not be there yet, or raise KeyExistsError.
+
+        On a backend without a conditional create a look comes first: it stops a second try, but not another writer at
+        the same moment.
+        """
+        if self._backend.traits.conditional_create:
+            try:
+                self._write(key, data, Publish.IF_ABSENT)
+            except KeyExistsError:
+                raise
+            except BackendError as error:
+                if isinstance(error.__cause__, UnreachableError):
+                    # Creating it again settles whether it was created: whoever does compares what is there.
+                    raise UnreachableError(f"{self.what(key)}: {error.__cause__}") from error
+                raise
+            return
+        try:
+            self._backend.stat(key)
+        except KeyNotFoundError:
+            self.replace(key, data)
+        else:
+            raise KeyExistsError(f"{self.what(key)}: it is there already")
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Write a document, in the place of one of that name."""
+        self._write(key, data, Publish.REPLACE)
+
+    def _write(self, key: str, data: bytes, publish: Publish) -> None:
+        with self._backend.create(key, length=len(data), publish=publish) as writer:
+            writer.write(0, memoryview(data))
+            writer.publish()
