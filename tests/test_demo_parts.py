@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from tierfall.demo.events import (
     TierNow,
     Totals,
 )
-from tierfall.demo.process import DemoError, Trainer
+from tierfall.demo.process import DemoError, Trainer, none_left
 from tierfall.demo.screen import Screen
 from tierfall.demo.stage import Act, Stage, check_restored
 from tierfall.demo.training import SMALL, Training, train
@@ -282,9 +283,17 @@ def test_an_interrupt_while_a_trainer_is_started_leaves_none_behind(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), none_left():
         Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
     assert started[0].returncode == -signal.SIGKILL
+
+
+def test_a_trainer_that_no_with_holds_yet_is_killed_at_the_end(tmp_path: Path) -> None:
+    """An interrupt may come between a trainer's start and the ``with`` that is to end it."""
+    with none_left():
+        it = Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(it.pid, 0)
 
 
 def test_what_a_killed_trainer_wrote_is_told_to_the_last_line(tmp_path: Path) -> None:

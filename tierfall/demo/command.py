@@ -23,7 +23,7 @@ from tierfall.demo import damage, ending, story
 from tierfall.demo.chain import STORE, TIERS, Bucket, Chain
 from tierfall.demo.drawing import draw_picture, picture_path
 from tierfall.demo.model import Gpt, parameter_count
-from tierfall.demo.process import DemoError
+from tierfall.demo.process import DemoError, none_left
 from tierfall.demo.screen import Screen
 from tierfall.demo.stage import Act, Stage
 from tierfall.demo.timeline import Moment, make_timeline
@@ -79,8 +79,10 @@ def demo(
         image_bytes = BYTES_A_PARAMETER * parameters
         with (
             _folder(folder) as place,
+            none_left(),  # neither the S3 server
             _bucket(place) if s3 else nullcontext() as bucket,
             _chain(place, plan, every, image_bytes, bucket) as chain,
+            none_left(),  # nor a trainer, before shared memory is removed
         ):
             drawn = picture_path(None if folder is None else place, picture)
             stage = Stage(

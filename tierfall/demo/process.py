@@ -12,9 +12,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from tierfall.demo.events import Event, EventReader
 
@@ -26,23 +27,36 @@ class DemoError(Exception):
     """The demo did not show what it was to show; the message says what was expected and what to do."""
 
 
-def _start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a process; an interrupt meanwhile leaves none behind."""
-    process: subprocess.Popen[bytes] | None = None
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that ``none_left`` knows of from its first moment, whenever an interrupt comes.
+
+    It has SIGINT blocked, as this one has until it is known.
+    """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # an interrupt comes here
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options
+        )
+        _started.append(process)
         return process
-    except BaseException:
-        if process is not None:
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # an interrupt comes here
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """Leaving the ``with`` kills each process that was started within it and still lives."""
+    before = len(_started)
+    try:
+        yield
+    finally:
+        for process in _started[before:]:
             process.kill()
             process.wait()
-        raise
+        del _started[before:]
 
 
 class Trainer:
@@ -71,7 +85,7 @@ class Trainer:
         self._read: deque[Event] = deque()
         self.began_s = time.monotonic()
         with self._stderr.open("wb") as stderr:
-            self._process = _start(command, stderr)
+            self._process = start(command, stderr)
 
     @property
     def pid(self) -> int:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import obstore
 from obstore.store import S3Store
 
-from tierfall.demo.process import DemoError
+from tierfall.demo.process import DemoError, start
 
 REGION = "us-east-1"
 HOST = "127.0.0.1"
@@ -78,14 +78,7 @@ class SeaweedFS:
     def start(self) -> None:
         """Start it, and wait until the S3 port answers."""
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command(),
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment(),
-            )
+            self._process = start(self._command(), log, cwd=self._folder, env=self._environment())
         self.wait_until(lambda: self._answers("GET", ""))
 
     def make_bucket(self, name: str) -> None:
