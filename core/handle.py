@@ -92,6 +92,14 @@ class SaveHandle:
                 durable_s=dict(self._durable_s),
             )
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing of this save goes on: every tier that it is flushed to has it, or will not get it."""
+        with self._lock:
+            if self._failure is not None:
+                return True
+            return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
+
     def exception(self) -> BaseException | None:
         """Return why this save was given up, or why a tier did not get it; None while all is well."""
         with self._lock:
