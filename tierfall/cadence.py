@@ -33,7 +33,7 @@ from tierfall.stores import tier_rules
 logger = logging.getLogger("tierfall")
 
 PATIENCE_STEPS = 100
-"""So many steps the second save waits for the first to be through everywhere."""
+"""So many steps a save that is due is put off at most, for those before it to be through."""
 
 
 def rules_of(interval: Interval, tiers: tuple[TierRules, ...]) -> CadenceRules:
@@ -96,6 +96,7 @@ class Cadence:
         self._last_planned: int | None = None
         self._due_s = clock() + (rules.every_s or 0.0)
         self.meter = Meter(clock())
+        self._images_now = 1
         self._choice = choose_interval(rules, self._measured())
 
     # Being told ------------------------------------------------------------------------------------
@@ -177,17 +178,16 @@ class Cadence:
             self.meter.changed = False
             self._choose()
         steps = self._choice.interval_steps
-        if steps is None or (self._choice.bound is Bound.MEASURING and self._is_held_back(step)):
+        if steps is None:
             return
         due = step if self.meter.saves == 0 else (self._last_planned or 0) + steps
-        if soonest >= due:
+        if soonest >= due and not (self._is_held_back() and step < due + PATIENCE_STEPS):
             self._add(max(due, soonest))
 
-    def _is_held_back(self, step: int) -> bool:
-        """While saves are still few, each is seen to its end before the next."""
-        if self._planned:
-            return True
-        return self.meter.is_under_way and step < (self._last_planned or 0) + PATIENCE_STEPS
+    def _is_held_back(self) -> bool:
+        """A save would find no room in memory; while saves are still few, each is seen to its end before the next."""
+        first = self._choice.bound is Bound.MEASURING
+        return self.meter.under_way + len(self._planned) >= (1 if first else self._images_now)
 
     def _add(self, step: int) -> None:
         if self._planned and self._planned[-1] >= step:
@@ -198,7 +198,9 @@ class Cadence:
             self._others.announce(step)
 
     def _choose(self) -> None:
-        before, self._choice = self._choice, choose_interval(self._rules, self._measured())
+        measured = self._measured()
+        self._images_now = measured.images
+        before, self._choice = self._choice, choose_interval(self._rules, measured)
         if before.bound is not self._choice.bound:
             logger.info("interval: %s", self._choice.reason)
 

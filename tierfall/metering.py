@@ -170,9 +170,9 @@ class Meter:
         return statistics.median(self._costs) if self._costs else None
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a save is still on its way to a tier, as the last ``tick`` found it."""
-        return bool(self._under_way)
+    def under_way(self) -> int:
+        """How many saves are still on their way to a tier, as the last ``tick`` found it."""
+        return len(self._under_way)
 
     def ettr(self, now_s: float) -> float | None:
         """Return the share of the time since open in which training made progress that is kept; None before a step.
