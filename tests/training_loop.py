@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -88,4 +89,4 @@ class Loop:
 
 
 def gaps(steps: list[int]) -> list[int]:
-    return [b - a for a, b in zip(steps, steps[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(steps)]

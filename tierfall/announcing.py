@@ -112,7 +112,7 @@ class AnnouncedSteps:
         self._tell(lambda: self._council.tell((TOPIC, line, "missed"), late))
 
     def _announce_earlier(self, late: Any, rank: int) -> None:
-        self._missed_steps += int(late)
+        self._missed_steps += int(late) + 1
         logger.warning(
             "rank %d is ahead of rank 0, and heard of a save %d steps too late: from now on saves are announced %d "
             "steps earlier; ranks that do not wait for each other should save by steps (interval: {every: 100})",
