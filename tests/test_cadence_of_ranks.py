@@ -93,11 +93,14 @@ def test_all_ranks_save_the_steps_that_rank_0_chose(
     assert committed(opener) == [list(mine)] * 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_saves_a_step_of_all(opener: Opener, rank: int) -> None:
+@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
+def test_a_signal_to_any_rank_saves_one_step_of_all(
+    opener: Opener, signalled: tuple[int, ...]
+) -> None:
     both = opener.all_open(interval={"every": 10**6})
     training = Training(both, last=160)
-    training.before_step[rank, 10] = lambda: both[rank]._cadence.ask("SIGTERM")
+    for rank in signalled:
+        training.before_step[rank, 10] = lambda r=rank: both[r]._cadence.ask("SIGTERM")  # type: ignore[misc]
     training.run()
     mine, others = training.saved
     assert len(mine) == 1
@@ -137,6 +140,23 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
         handle.wait("far", timeout=SOON_S)
     close_all(both)
     assert committed(opener) == [[second.step]] * 2
+
+
+def test_a_step_that_a_rank_saved_anyway_is_not_given_up_for_hearing_late(opener: Opener) -> None:
+    both = opener.all_open(interval={"every": 20})
+    heard = both[1]._cadence._others
+    assert heard is not None
+    for step in range(1, 31):
+        both[1].maybe_save(step, state_of(step))
+    both[0].maybe_save(19, state_of(19))
+    both[0]._cadence._add(20)
+    wait_until(lambda: len(heard._heard) > 0, "rank 1 has heard")
+    handle = both[0].maybe_save(20, state_of(20))
+    assert handle is not None
+    both[1].maybe_save(31, state_of(31))
+    handle.wait("far", timeout=SOON_S)
+    close_all(both)
+    assert committed(opener) == [[20]] * 2
 
 
 def test_a_rank_that_never_hears_saves_nothing_alone_and_nobody_hangs(

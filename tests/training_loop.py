@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tierfall.announcing import AnnouncedSteps
@@ -11,7 +10,6 @@ from tierfall.cadence import Cadence
 from tierfall.core.handle import SaveHandle
 from tierfall.core.values import CheckpointId, TierKind, survives
 from tierfall.core.view import TierRules
-from tierfall.metering import durable_times
 from tierfall.policies.cadence import CadenceRules
 
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
@@ -44,13 +42,9 @@ class Loop:
         self.cadence = Cadence(
             self.rules,
             clock=lambda: self.now_s,
-            durable=self._durable,
             images=lambda image_bytes: self.images,
             others=self.others,
         )
-
-    def _durable(self) -> Mapping[str, float]:
-        return durable_times(self.handles)
 
     def run(self, steps: int, *, stride: int = 1) -> list[int]:
         """Train so many steps; return the steps that were saved meanwhile."""

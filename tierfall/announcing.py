@@ -49,8 +49,8 @@ class AnnouncedSteps:
         self._missed_steps = 0
         self.planned: deque[int] = deque()
         """Steps that are still to be saved, in rising order."""
-        self.asked: deque[str] = deque()
-        """Why other ranks ask for a save; for rank 0."""
+        self._saved: deque[int] = deque(maxlen=_RECENT_STEPS)
+        self._asked: deque[tuple[int, str]] = deque()
 
     def ahead_steps(self, pace_s: float) -> int:
         """Say how many steps ahead a save is announced, by what a step takes."""
@@ -62,10 +62,16 @@ class AnnouncedSteps:
         line = self._line
         self._tell(lambda: self._council.announce((TOPIC, line, step), None))
 
-    def ask(self, why: str) -> None:
-        """Ask rank 0 for a save soon."""
+    def ask(self, why: str, step: int) -> None:
+        """Ask rank 0 for a save, of ``step`` or a later one."""
         line = self._line
-        self._tell(lambda: self._council.tell((TOPIC, line, "ask"), why))
+        self._tell(lambda: self._council.tell((TOPIC, line, "ask"), [step, why]))
+
+    def asked_above(self, planned: int | None) -> list[str]:
+        """Say why other ranks ask for a save, where the last that is planned does not do; for rank 0."""
+        found = [why for step, why in self._asked if planned is None or planned < step]
+        self._asked.clear()
+        return found
 
     def hear(self, news: News) -> None:
         self._heard.append(news)
@@ -82,19 +88,25 @@ class AnnouncedSteps:
             if news.topic[1] == self._line:  # else it is of a line that was left
                 self._take(news)
 
+    def saved(self, step: int) -> None:
+        """This rank saves ``step``, for whatever reason."""
+        self._saved.append(step)
+
     def go_back(self) -> None:
         """The line goes on from another step, on all ranks: nothing is planned any more."""
         self._line += 1
         self.planned.clear()
         self._recent.clear()
-        self.asked.clear()
+        self._saved.clear()
+        self._asked.clear()
 
     def _take(self, news: News) -> None:
         match news:
             case Announced(topic=(_, _, int(step))) if not self.decides:
                 self._plan(step)
             case Told(topic=(_, _, "ask")):
-                self.asked.append(f"{news.body}, at rank {news.rank}")
+                step, why = news.body
+                self._asked.append((int(step), f"{why}, at rank {news.rank}"))
             case Told(topic=(_, _, "missed")):
                 self._announce_earlier(news.body, news.rank)
 
@@ -103,6 +115,8 @@ class AnnouncedSteps:
             self.planned.append(step)
             return
         missed = self._recent[bisect_left(self._recent, step)]
+        if missed in self._saved:
+            return
         late = sum(1 for one in self._recent if one >= step)
         error = CaptureError(
             f"save of step {missed}: rank {self._council.topology.rank} heard of it {late} steps too late"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from tierfall.announcing import TOPIC, AnnouncedSteps, LeaveOut
 from tierfall.config import Config, Interval
 from tierfall.core.handle import SaveHandle
 from tierfall.core.values import LossClass
 from tierfall.core.view import TierRules
-from tierfall.metering import Meter, durable_times
+from tierfall.metering import Meter
 from tierfall.policies.cadence import (
     Bound,
     CadenceRules,
@@ -26,7 +26,6 @@ from tierfall.policies.cadence import (
     tier_cadences,
 )
 from tierfall.reports import CadenceReport
-from tierfall.saving import Saver
 from tierfall.session import Session
 from tierfall.stores import tier_rules
 
@@ -54,7 +53,7 @@ def _by_class(*times: float | None) -> dict[LossClass, float]:
     return {loss: s for loss, s in zip(classes, times, strict=True) if s is not None}
 
 
-def cadence_of(config: Config, session: Session, saver: Saver, leave_out: LeaveOut) -> Cadence:
+def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence:
     """Make the cadence of a run that is about to begin; rank 0's announcements are listened to from then on."""
     others = None
     if session.ranks.many:
@@ -63,28 +62,25 @@ def cadence_of(config: Config, session: Session, saver: Saver, leave_out: LeaveO
     return Cadence(
         rules_of(config.interval, tier_rules(config)),
         clock=time.monotonic,
-        durable=lambda: durable_times(saver.counts.handles),
         images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
         others=others,
     )
 
 
 class Cadence:
-    """See the module. ``durable`` gives the seconds until each tier has a save, ``images`` how many images of so many
-    bytes host memory holds; ``others`` is there with several ranks."""
+    """See the module. ``images`` says how many images of so many bytes host memory holds; ``others`` is there with
+    several ranks."""
 
     def __init__(
         self,
         rules: CadenceRules,
         *,
         clock: Callable[[], float],
-        durable: Callable[[], Mapping[str, float]],
         images: Callable[[int], int],
         others: AnnouncedSteps | None = None,
     ) -> None:
         self._rules = rules
         self._clock = clock
-        self._durable = durable
         self._images = images
         self._others = others
         self._decides = others is None or others.decides
@@ -108,6 +104,8 @@ class Cadence:
     def saved(self, handle: SaveHandle) -> None:
         """A save has begun, asked for by the cadence or not."""
         self._last_planned = max(handle.step, self._last_planned or 0)
+        if self._others is not None:
+            self._others.saved(handle.step)
         self.meter.saved(handle)
 
     def go_on_from(self, step: int | None) -> None:
@@ -147,16 +145,15 @@ class Cadence:
         if self._decides:
             self._asked = True
         elif self._others is not None:
-            self._others.ask(str(why))
+            self._others.ask(str(why), step)
 
     def _plan(self, step: int, now_s: float) -> None:
         """Decide whether another step is to be saved: as far ahead as the other ranks need to hear of it."""
         steps = 0
         if self._others is not None:
             steps = self._others.ahead_steps(self.meter.pace_s)
-            if self._others.asked:
-                logger.info("a save is asked for: %s", "; ".join(self._others.asked))
-                self._others.asked.clear()
+            if why := self._others.asked_above(self._last_planned):
+                logger.info("a save is asked for: %s", "; ".join(why))
                 self._asked = True
         soonest = step + steps * self._stride
         if self._asked:
@@ -210,7 +207,7 @@ class Cadence:
             step_s=meter.step_s,
             cost_s=meter.cost_s,
             foreground_s=meter.foreground_s,
-            durable_s=self._durable(),
+            durable_s=meter.durable_s,
             saved=meter.saves > 0,
             images=max(1, self._images(meter.image_bytes)) if meter.image_bytes else 1,
         )

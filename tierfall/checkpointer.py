@@ -104,7 +104,7 @@ class Checkpointer:
                     self._line,
                     check=self._check_saving,
                 )
-            self._cadence = cadence_of(config, self._session, self._saver, self._leave_out)
+            self._cadence = cadence_of(config, self._session, self._leave_out)
             self._restorer.has_gone_on = self._cadence.go_on_from
             self._signals = SignalWatch(config.interval.on_signal, self._cadence.ask)
             undo.callback(self._signals.close)

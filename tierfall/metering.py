@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tierfall.core.handle import SaveHandle
@@ -20,6 +19,7 @@ SKIPPED = 2
 REMEMBERED_STEPS = 64
 REMEMBERED_SAVES = 3
 """A cost is the median of so many saves: one odd save changes nothing, a change shows after two."""
+REMEMBERED_FLUSHES = 5
 STALE_STEPS = 256
 """After so many affected steps in a row what a clean one takes is not known any better than by these."""
 _MARKS = 1000
@@ -67,6 +67,7 @@ class Meter:
         self._window: _Window | None = None
         self._under_way: list[SaveHandle] = []
         self._costs: deque[float] = deque(maxlen=REMEMBERED_SAVES)
+        self._durable: dict[str, deque[float]] = {}
         self._progress = _Progress()
         self.saves = 0
         self.foreground_s = 0.0
@@ -93,9 +94,7 @@ class Meter:
             return
         window.steps += steps
         window.seconds += seconds
-        if (
-            window.steps > steps
-        ):  # the step that the save itself was called in tells nothing of others
+        if window.steps > steps:  # the first has the call of save in it
             self._affected.append(self.pace_s)
         self._since_clean += steps
         if self._settled():
@@ -130,7 +129,10 @@ class Meter:
     # The window of a save --------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        self._under_way = [handle for handle in self._under_way if not handle.settled]
+        for handle in [handle for handle in self._under_way if handle.settled]:
+            self._under_way.remove(handle)
+            for tier, seconds in handle.stats.durable_s.items():
+                self._durable.setdefault(tier, deque(maxlen=REMEMBERED_FLUSHES)).append(seconds)
         return not self._under_way
 
     def _close(self) -> None:
@@ -170,6 +172,11 @@ class Meter:
         return statistics.median(self._costs) if self._costs else None
 
     @property
+    def durable_s(self) -> dict[str, float]:
+        """Seconds from a save until a tier has it, per tier: the median of the last saves that were seen to the end."""
+        return {tier: statistics.median(times) for tier, times in self._durable.items()}
+
+    @property
     def under_way(self) -> int:
         """How many saves are still on their way to a tier, as the last ``tick`` found it."""
         return len(self._under_way)
@@ -185,12 +192,3 @@ class Meter:
             return None
         unseen_s = self._progress.unseen * (self.step_s or 0.0)
         return min(1.0, (self._progress.seconds + unseen_s) / wall_s)
-
-
-def durable_times(handles: Iterable[SaveHandle], *, last: int = 5) -> dict[str, float]:
-    """Return the seconds from a save until a tier has it: per tier, the median of the last saves that it has."""
-    found: dict[str, list[float]] = {}
-    for handle in handles:
-        for tier, seconds in handle.stats.durable_s.items():
-            found.setdefault(tier, []).append(seconds)
-    return {tier: statistics.median(times[-last:]) for tier, times in found.items()}
