@@ -92,14 +92,6 @@ class SaveHandle:
                 durable_s=dict(self._durable_s),
             )
 
-    @property
-    def settled(self) -> bool:
-        """Whether nothing of this save goes on: every tier that it is flushed to has it, or will not get it."""
-        with self._lock:
-            if self._failure is not None:
-                return True
-            return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
-
     def exception(self) -> BaseException | None:
         """Return why this save was given up, or why a tier did not get it; None while all is well."""
         with self._lock:
@@ -192,6 +184,13 @@ class SaveHandle:
             if self._tiers and tier == self._tiers[-1]:
                 self._outcome = SaveOutcome.FAILED
             self._ring()
+
+    def tell_settled(self) -> bool:
+        """Say whether nothing of this save goes on: every tier that it is flushed to has it, or does not take it."""
+        with self._lock:
+            if self._failure is not None:
+                return True
+            return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
 
     def tell_stopped(self, error: BaseException) -> None:
         """Nobody goes on with what is still missing; what has failed before stays the reason."""

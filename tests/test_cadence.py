@@ -75,7 +75,7 @@ def test_an_interval_follows_steps_that_take_longer_and_come_back() -> None:
 def test_steps_that_get_faster_are_seen_although_a_save_is_always_under_way() -> None:
     loop = Loop(CadenceRules(overhead=0.5, tiers=TIERS), durable_s=9.9, blocked_s=0.5)
     loop.run(600)
-    assert all(not handle.settled for handle in loop.handles[-1:])
+    assert all(not handle.tell_settled() for handle in loop.handles[-1:])
     loop.step_s = 0.25
     loop.run(1200)
     step_s = loop.cadence.report().step_s

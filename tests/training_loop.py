@@ -57,7 +57,7 @@ class Loop:
 
     def _train(self, stride: int) -> None:
         for _ in range(stride):
-            under_way = any(not handle.settled for handle in self.handles)
+            under_way = any(not handle.tell_settled() for handle in self.handles)
             self.now_s += self.step_s + (self.slower_s if under_way else 0.0)
         self.step += stride
         for handle in self.handles:
@@ -77,7 +77,7 @@ class Loop:
         self.handles.append(handle)
         self.saved.append(self.step)
         self.times.append(self.now_s)
-        under_way = sum(not handle.settled for handle in self.handles)
+        under_way = sum(not handle.tell_settled() for handle in self.handles)
         self.most_under_way = max(self.most_under_way, under_way)
         self.cadence.saved(handle)
 

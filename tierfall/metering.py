@@ -129,7 +129,7 @@ class Meter:
     # The window of a save --------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        for handle in [handle for handle in self._under_way if handle.settled]:
+        for handle in [handle for handle in self._under_way if handle.tell_settled()]:
             self._under_way.remove(handle)
             for tier, seconds in handle.stats.durable_s.items():
                 self._durable.setdefault(tier, deque(maxlen=REMEMBERED_FLUSHES)).append(seconds)
