@@ -136,7 +136,11 @@ def test_signals_are_the_main_threads(
 CHILD = """
 import os, signal, sys, time, tierfall
 ready, tell = os.pipe()
-with tierfall.open({"run": "x", "tiers": sys.argv[1], "interval": {"on_signal": ["SIGTERM"]}}) as ckpt:
+tiers = [
+    {"name": "host", "kind": "host", "folder": sys.argv[1] + "/memory"},
+    {"name": "disk", "kind": "file", "path": sys.argv[1] + "/disk"},
+]
+with tierfall.open({"run": "x", "tiers": tiers, "interval": {"on_signal": ["SIGTERM"]}}) as ckpt:
     child = os.fork()
     if child == 0:
         os.write(tell, b".")
