@@ -15,9 +15,11 @@ from tests.steps import state_of, wait_until
 from tierfall import announcing
 from tierfall.announcing import AnnouncedSteps
 from tierfall.checkpointer import Checkpointer
+from tierfall.core.errors import ConfigError, RanksError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.values import CopyState, SaveOutcome
+from tierfall.signals import SignalWatch
 
 STEP_S = 0.004
 
@@ -212,6 +214,20 @@ def test_what_was_announced_before_a_restore_is_not_saved_after_it(
         for ckpt in both:
             assert ckpt.maybe_save(step, state_of(step)) is None
     close_all(both)
+
+
+def test_a_rank_that_may_not_set_signals_keeps_all_from_opening(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SignalWatch.__init__
+
+    def watch(self: SignalWatch, names: Any, asked: Any) -> None:
+        real(self, ["SIGUSR1"] if asked.__self__._others.decides else [], asked)
+
+    monkeypatch.setattr(SignalWatch, "__init__", watch)  # rank 0 alone, and in no main thread
+    found = opener.all_open()
+    assert [type(one) for one in found] == [ConfigError, RanksError]
+    assert all("only the main thread" in str(one) for one in found)
 
 
 # The last step -----------------------------------------------------------------------------------

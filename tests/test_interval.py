@@ -257,6 +257,32 @@ def test_a_state_that_was_trained_on_is_no_last_step(
     assert "step 1: the state was changed since" in caplog.text
 
 
+def test_after_a_failure_a_step_that_was_saved_goes_where_it_was_to_go(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        with tierfall.open(at_end(make_config)) as ckpt:
+            ckpt.maybe_save(4, state_of(4))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert steps_on(tmp_path / "near") == [4]
+    assert steps_on(tmp_path / "far") == []
+    assert "not saved" not in caplog.text
+
+
+def test_a_state_that_was_restored_since_is_no_last_step(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.save(4, state_of(4), block=True)
+        state = state_of(6)
+        ckpt.maybe_save(6, state)
+        ckpt.restore(state)
+    assert steps_on(tmp_path / "near") == [4]
+
+
 def test_a_last_step_that_cannot_be_saved_is_raised_once_all_is_closed(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -104,10 +104,10 @@ class Checkpointer:
                     self._line,
                     check=self._check_saving,
                 )
-            self._cadence = cadence_of(config, self._session, self._leave_out)
-            self._restorer.has_gone_on = self._cadence.go_on_from
-            self._signals = SignalWatch(config.interval.on_signal, self._cadence.ask)
-            undo.callback(self._signals.close)
+                self._cadence = cadence_of(config, self._session, self._leave_out)
+                self._restorer.has_gone_on = self._goes_on_from
+                self._signals = SignalWatch(config.interval.on_signal, self._cadence.ask)
+                undo.callback(self._signals.close)
             if fresh:
                 say_left_behind(run, self._session.known(), None)
             self._session.start()
@@ -231,6 +231,10 @@ class Checkpointer:
         with self._saver.lock:
             self._saver.tell_others(self._line, step, error)
 
+    def _goes_on_from(self, step: int) -> None:
+        self._last = None
+        self._cadence.go_on_from(step)
+
     # The barrier -------------------------------------------------------------------------------------
 
     def wait_captured(self, timeout: float | None = None) -> None:
@@ -290,6 +294,7 @@ class Checkpointer:
             self._session.check_newest()
         self._finish_capture()
         self._wait_sealed()
+        self._last = None  # the state is not that step's any more
         with self._restorer.nothing_dropped():
             restored = self._restorer.fill(
                 request,
@@ -413,12 +418,10 @@ class Checkpointer:
         handled, and raises what keeps it from that. What is still owed in the end stays in host memory: the next start,
         or ``tierfall drain``, finishes it. Raises, under ``on_error: raise``, what failed.
         """
-        self._close(
-            "it ended by an exception" if sys.exc_info()[0] is not None else "",
-        )
+        self._close("" if sys.exc_info()[0] is None else "it ended by an exception")
 
-    def _close(self, why_not: str) -> None:
-        """``why_not`` says what keeps the last step from being saved."""
+    def _close(self, failed: str) -> None:
+        """``failed`` says how the training ended, where it did not come to its end."""
         if self._closed:
             return
         self._check_process()
@@ -431,7 +434,7 @@ class Checkpointer:
 
         try:
             try:
-                failure = self._save_last(why_not, left_s())
+                failure = self._save_last(failed, left_s() / 2)
                 self._by_path.close(left_s())
                 self._finish_capture(left_s())
                 self._capturer.close(left_s())
@@ -460,18 +463,19 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
-    def _save_last(self, why_not: str, timeout_s: float) -> Exception | None:
+    def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
         """Save the last step where ``at_end`` asks for it, or have it flushed to all tiers; return why that failed."""
         self._cadence.end()
         if not self._config.interval.at_end:
             return None
         last = self._last
-        updates = self._capturer.barrier.updates
-        if not why_not and last is not None and last.updates != updates:
-            why_not = "the state was changed since"
-        saved = last is not None and self._has_saved(last.step)
         ending = agree_on_end(
-            self._session.ranks, last, saved=saved, why_not=why_not, timeout_s=timeout_s
+            self._session.ranks,
+            last,
+            saved=last is not None and self._has_saved(last.step),
+            changed=last is not None and last.updates != self._capturer.barrier.updates,
+            failed=failed,
+            timeout_s=timeout_s,
         )
         if last is None or ending is Ending.NOTHING:
             return None

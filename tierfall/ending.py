@@ -39,13 +39,21 @@ class Ending(StrEnum):
 
 
 def agree_on_end(
-    ranks: Ranks, last: LastStep | None, *, saved: bool, why_not: str, timeout_s: float
+    ranks: Ranks,
+    last: LastStep | None,
+    *,
+    saved: bool,
+    changed: bool,
+    failed: str,
+    timeout_s: float,
 ) -> Ending:
     """Say what is to be done about the last step, the same on all ranks; what keeps it from being saved is logged.
 
-    ``why_not`` says what keeps this rank from saving it, if anything does.
+    ``saved`` says that this rank has saved it, ``changed`` that the state is not that step's any more, and ``failed``,
+    if it is not empty, how the training ended where it did not come to its end.
     """
-    mine = {"step": None if last is None else last.step, "saved": saved, "why_not": why_not}
+    step = None if last is None else last.step
+    mine = {"step": step, "saved": saved, "changed": changed, "failed": failed}
     try:
         if ranks.many:
             ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
@@ -62,21 +70,29 @@ def decide(bodies: Bodies) -> list[str]:
     """Say what follows from what all ranks know, and why it is nothing."""
     steps = {rank: body["step"] for rank, body in bodies.items()}
     step = steps[0]
+    unsaved = [rank for rank, body in bodies.items() if not body["saved"]]
     if all(found is None for found in steps.values()):
         return [Ending.NOTHING, ""]
-    unsaved = [rank for rank, body in bodies.items() if not body["saved"]]
+    for rank, body in bodies.items():
+        if body["failed"]:
+            why = f"step {step}: {_who(rank, bodies)}{body['failed']}"
+            return [Ending.NOTHING, why if unsaved else ""]
     if any(found != step for found in steps.values()):
         other = next(rank for rank, found in steps.items() if found != step)
         return [Ending.NOTHING, f"rank {other} ended at {_at(steps[other])}, rank 0 at {_at(step)}"]
     if not unsaved:
         return [Ending.FLUSH, ""]
     for rank, body in bodies.items():
-        if body["why_not"]:
-            who = f"rank {rank}: " if len(bodies) > 1 else ""
-            return [Ending.NOTHING, f"step {step}: {who}{body['why_not']}"]
+        if body["changed"]:
+            why = f"step {step}: {_who(rank, bodies)}the state was changed since"
+            return [Ending.NOTHING, why]
     if len(unsaved) < len(bodies):
         return [Ending.NOTHING, f"step {step}: {ranks_named(unsaved)} left it out, others saved it"]
     return [Ending.SAVE, ""]
+
+
+def _who(rank: int, bodies: Bodies) -> str:
+    return f"rank {rank}: " if len(bodies) > 1 else ""
 
 
 def _at(step: int | None) -> str:

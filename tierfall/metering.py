@@ -16,6 +16,7 @@ from tierfall.policies.cadence import PROFILE_STEPS, mean_within
 
 SKIPPED = 2
 """So many steps after a start are not counted: they compile, allocate and fill caches."""
+FEW_STEPS = 8
 REMEMBERED_STEPS = 64
 REMEMBERED_SAVES = 3
 """A cost is the median of so many saves: one odd save changes nothing, a change shows after two."""
@@ -73,8 +74,7 @@ class Meter:
         self.foreground_s = 0.0
         """What the training thread has waited for the last save that was seen to its end."""
         self.image_bytes = 0
-        self.pace_s = 0.0
-        """What a step took last, whatever happened meanwhile."""
+        self._paces: deque[float] = deque(maxlen=FEW_STEPS)
         self.changed = False
 
     # Being told ------------------------------------------------------------------------------------
@@ -82,29 +82,31 @@ class Meter:
     def tick(self, step: int, now_s: float) -> None:
         """The loop has come to the end of ``step``."""
         last, self._last = self._last, (step, now_s)
-        if last is None or step <= last[0]:
+        if last is None or step < last[0]:
             self._progress.unseen += 1  # what this step took began before anybody looked
             return
+        if step == last[0]:
+            return
         steps, seconds = step - last[0], now_s - last[1]
-        self.pace_s = seconds / steps
+        self._paces.append(seconds / steps)
         self._progress.seconds += seconds
         window = self._window
         if window is None:
-            self._count_clean(steps)
+            self._count_clean()
             return
         window.steps += steps
         window.seconds += seconds
         if window.steps > steps:  # the first has the call of save in it
-            self._affected.append(self.pace_s)
+            self._affected.append(self._paces[-1])
         self._since_clean += steps
         if self._settled():
             self._close()
 
-    def _count_clean(self, steps: int) -> None:
+    def _count_clean(self) -> None:
         if self._skip > 0:
             self._skip -= 1
             return
-        self._clean.append(self.pace_s)
+        self._clean.append(self._paces[-1])
         self._since_clean = 0
         if self.saves == 0 and len(self._clean) == PROFILE_STEPS:
             self.changed = True
@@ -165,6 +167,11 @@ class Meter:
         if self._since_clean > STALE_STEPS and self._affected:
             return min(clean_s, mean_within(self._affected))
         return clean_s
+
+    @property
+    def pace_s(self) -> float:
+        """The least that one of the last few steps took, whatever happened meanwhile; 0 before any."""
+        return min(self._paces, default=0.0)
 
     @property
     def cost_s(self) -> float | None:
