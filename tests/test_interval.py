@@ -272,14 +272,15 @@ def test_after_a_failure_a_step_that_was_saved_goes_where_it_was_to_go(
     assert "not saved" not in caplog.text
 
 
+@pytest.mark.parametrize("only", [None, ["w"]])
 def test_a_state_that_was_restored_since_is_no_last_step(
-    make_config: MakeConfig, tmp_path: Path
+    only: list[str] | None, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     with tierfall.open(at_end(make_config)) as ckpt:
         ckpt.save(4, state_of(4), block=True)
         state = state_of(6)
         ckpt.maybe_save(6, state)
-        ckpt.restore(state)
+        assert ckpt.restore(state, only=only) is not None
     assert steps_on(tmp_path / "near") == [4]
 
 
