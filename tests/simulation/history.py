@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.world import CHUNK, IMAGE, SHARD, World, file_rules, marks_in, read_image
+from tests.simulation.world import (
+    CHUNK,
+    IMAGE,
+    SHARD,
+    CommitReader,
+    World,
+    file_rules,
+    marks_in,
+    read_image,
+)
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -21,7 +30,7 @@ from tierfall.core.contracts import Backend
 from tierfall.core.documents import sha256
 from tierfall.core.errors import CapacityError, CaptureError, TierfallError
 from tierfall.core.packing.files import image_file
-from tierfall.core.records import Commit, Mark, read_commit
+from tierfall.core.records import Commit, Mark
 from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
 from tierfall.core.snapshot import Snapshot
 from tierfall.core.values import (
@@ -136,8 +145,8 @@ class History:
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self.superseded: set[CheckpointId] = set()
-        self._cache: dict[int, tuple[object, Commit]] = {}
-        self._judged: set[int] = set()
+        self._read = CommitReader().read
+        self._judged: dict[int, object] = {}
         self.before = self.look()
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
@@ -383,12 +392,6 @@ class History:
                 held.marks.setdefault(id, set()).add(rest.partition("/")[2])
         return held
 
-    def _read(self, data: Any) -> Commit:
-        """Read a commit record once: a published object never changes."""
-        if id(data) not in self._cache:
-            self._cache[id(data)] = (data, read_commit(bytes(data), what="a commit record"))
-        return self._cache[id(data)][1]
-
     def _known(self, now: dict[str, Held]) -> dict[CheckpointId, Commit]:
         return {id: commit for held in now.values() for id, commit in held.commits.items()}
 
@@ -454,8 +457,7 @@ class History:
                 assert named is not None
                 assert named.digest == sha256(bytes(manifest))
                 assert commit.line.checkpoint == checkpoint
-                self._judged.add(id(image))
-                self._cache[id(image)] = (image, commit)  # keeps the object, and so its id
+                self._judged[id(image)] = image  # keeps the object, and so its id
         for region in self.world.memory.regions:
             if region.sealed:
                 sealed = self._read(region.commit()).line.checkpoint

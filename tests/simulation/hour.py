@@ -1,4 +1,4 @@
-"""An hour of training on a clock: saves as often as the loop asks, tiers that take their time, and what goes wrong meanwhile.
+"""An hour of training on a clock: saves as often as the loop asks, tiers that take their time, and what goes wrong.
 
 The promises, and how they are looked after, are those of a ``History``; here things happen when it is their time, as
 long as they last. A task of the coordinator's takes effect at its end.
@@ -6,25 +6,22 @@ long as they last. A task of the coordinator's takes effect at its end.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.history import (
-    MAX_WAIT_S,
     RANK,
     History,
     Weather,
     check_restorable,
     live,
 )
-from tests.simulation.world import IMAGE
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import TierfallError
-from tierfall.core.scheduler.tasks import CopyRun, Task
-from tierfall.core.values import CheckpointId, LossClass
+from tierfall.core.scheduler.tasks import Task
+from tierfall.core.values import LossClass
 
 HOUR_S = 3600.0
 CAPTURE_PARTS = 2
@@ -51,17 +48,16 @@ class Hour(History):
         self.hurry = 0
         self.save_every_s = draw.choice((90.0, 180.0, 360.0, 600.0))
         self.capture_s = draw.choice((0.5, 5.0, 20.0))
-        self.latency_s = {tier: draw.choice((0.001, 0.05, 0.5)) for tier in self.world.disks}
-        self.image_s = {
-            tier: self.save_every_s * draw.choice((0.02, 0.3, 0.9, 1.5))
+        self.media = {
+            tier: Medium(
+                image_s=self.save_every_s * draw.choice((0.02, 0.3, 0.9, 1.5)),
+                latency_s=draw.choice((0.001, 0.05, 0.5)),
+            )
             for tier in self.world.disks
         }
-        self.blocked_s = 0.0
+        self.clock = Clock(draw)
         self.lost: dict[LossClass, int] = {}
-        self._free_at_s = dict.fromkeys(self.world.disks, 0.0)
-        self._coming: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-        self._scheduled: dict[int, Task] = {}
+        self._under_way: dict[int, Task] = {}
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
         weather = super()._wrap(name, inner)
@@ -79,80 +75,50 @@ class Hour(History):
 
     def go_for(self, seconds: float) -> None:
         """Let so much time pass, with all that happens in it."""
-        end_s = self.world.now_s + seconds
-        self._later(self.save_every_s, self._want_save)
-        for what, every_s in (
-            (self._trouble, 0.5 * seconds),
-            (self._outage, 0.4 * seconds),
-            (self._person, 0.25 * seconds),
-        ):
-            self._later(self.draw.expovariate(1 / every_s), self._again(what, every_s))
+        clock, end_s = self.clock, self.clock.now_s + seconds
+        clock.after(self.save_every_s, self._want_save)
+        clock.now_and_then(self._trouble, 0.5 * seconds)
+        clock.now_and_then(self._outage, 0.4 * seconds)
+        clock.now_and_then(self._person, 0.25 * seconds)
         while True:
             wake_s = self.world.step()
             self._schedule()
-            at_s = min(self._coming[0][0], end_s)
-            if wake_s is not None and wake_s <= at_s:
-                self._pass_to(wake_s)
+            if wake_s is not None and wake_s <= min(clock.next_s, end_s):
+                clock.now_s = self.world.now_s = max(wake_s, clock.now_s)
                 self.world.step()
-            elif at_s >= end_s:
-                self._pass_to(end_s)
-                self._coming.clear()
-                self._scheduled.clear()
-                return
+            elif clock.next_s < end_s:
+                act = clock.take()
+                self.world.now_s = clock.now_s
+                act()
             else:
-                _, _, what = heapq.heappop(self._coming)
-                self._pass_to(at_s)
-                what()
-            self._look_after()
-
-    def _pass_to(self, at_s: float) -> None:
-        if self.asked:
-            self.blocked_s += max(0.0, at_s - self.world.now_s)
-        self.world.now_s = max(self.world.now_s, at_s)
-
-    def _look_after(self) -> None:
-        self.take_answers()
-        self.check()
-
-    def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._coming, (self.world.now_s + seconds, next(self._count), what))
-
-    def _again(self, what: Callable[[], None], every_s: float) -> Callable[[], None]:
-        def act() -> None:
-            what()
-            self._later(self.draw.expovariate(1 / every_s), act)
-
-        return act
+                self.world.now_s = clock.now_s = end_s
+                clock.clear()
+                return
+            self.take_answers()
+            self.check()
 
     def _schedule(self) -> None:
-        """Give each new task the time at which it is done: what a tier carries goes one after the other."""
+        """Give each new task the time at which it is done."""
         for task in self.world.tasks:
-            if id(task) in self._scheduled:
-                continue
-            self._scheduled[id(task)] = task
-            start_s = self.world.now_s
-            if isinstance(task, CopyRun):
-                start_s = max(start_s, self._free_at_s[task.tier])
-                start_s += self.image_s[task.tier] * (task.end - task.start) / IMAGE
-                self._free_at_s[task.tier] = start_s
-            done_s = start_s + self.latency_s.get(task.tier, 0.0)
-            self._later(done_s - self.world.now_s, lambda task=task: self._done(task))  # type: ignore[misc]
+            if id(task) not in self._under_way:
+                self._under_way[id(task)] = task
+                seconds = self.media.get(task.tier, INSTANT).done_after_s(task, self.clock.now_s)
+                self.clock.after(seconds, partial(self._done, task))
 
     def _done(self, task: Task) -> None:
-        if self._scheduled.pop(id(task), None) is None:
-            return  # the process that had it is dead
-        self.world.run(task)
+        if self._under_way.pop(id(task), None) is not None:  # else the process that had it is dead
+            self.world.run(task)
 
     # The training ------------------------------------------------------------------------------------
 
     def _want_save(self) -> None:
         """Save, or wait as the loop does that is blocked in the save before."""
         if self.asked or self.captures:
-            self._later(1.0, self._want_save)
+            self.clock.after(1.0, self._want_save)
             return
         self.ask()
-        self._later(self.capture_s, self._capture)
-        self._later(self.save_every_s, self._want_save)
+        self.clock.after(self.capture_s, self._capture)
+        self.clock.after(self.save_every_s, self._want_save)
 
     def _capture(self) -> None:
         self.take_answers()
@@ -160,7 +126,7 @@ class Hour(History):
             self.fail_capture()
         self.capture_on()
         if self.captures or self.asked:
-            self._later(self.capture_s / CAPTURE_PARTS, self._capture)
+            self.clock.after(self.capture_s / CAPTURE_PARTS, self._capture)
 
     # What goes wrong ---------------------------------------------------------------------------------
 
@@ -191,8 +157,12 @@ class Hour(History):
 
     def _start_again(self, lost: LossClass) -> None:
         known = self._known(self.before)
-        safe = self._durable(self.before, lost) - self._abandoned(known) - self._tombstoned(self.before)
-        self._scheduled.clear()
+        safe = (
+            self._durable(self.before, lost)
+            - self._abandoned(known)
+            - self._tombstoned(self.before)
+        )
+        self._under_way.clear()
         self.before = self.look()
         self.begin_anew(calm=True)
         there = set(self._known(self.look()))
@@ -220,7 +190,7 @@ class Hour(History):
         assert isinstance(weather, Outage)
         how = self.draw.choice(("down", "bad"))
         setattr(weather, how, True)
-        self._later(self.draw.uniform(10.0, 600.0), lambda: setattr(weather, how, False))
+        self.clock.after(self.draw.uniform(10.0, 600.0), lambda: setattr(weather, how, False))
 
     def _person(self) -> None:
         self.draw.choices(
@@ -247,6 +217,7 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, hour.world.rules))
         raise AssertionError(
-            f"seed {seed}: {error!r} (again: python -m tests.simulation --first {seed} --seeds 1)\n{rules}\n{live(hour)}"
+            f"seed {seed}: {error!r} (again: python -m tests.simulation --first {seed} --seeds 1)\n"
+            f"{rules}\n{live(hour)}"
         ) from error
     return hour

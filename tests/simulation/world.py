@@ -89,6 +89,18 @@ def _image(id: str) -> bytes:
     return random.Random(id).randbytes(IMAGE)
 
 
+class CommitReader:
+    """Reads each commit record once: a published object never changes."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[object, Commit]] = {}
+
+    def read(self, data: Any) -> Commit:
+        if id(data) not in self._read:
+            self._read[id(data)] = (data, read_commit(bytes(data), what="a commit record"))
+        return self._read[id(data)][1]
+
+
 class FakeRegion:
     """Host memory for one image, without a file behind it."""
 
