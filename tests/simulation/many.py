@@ -461,7 +461,7 @@ class Many:
         self.trace.append(f"attempt {self.attempt.number} goes on from {self.started_from}")
         host = SimpleNamespace(host=SimpleNamespace(name="host"))
         for rank in self.ranks:
-            session = SimpleNamespace(config=host, listings=listings[rank])
+            session = SimpleNamespace(config=host, listings=listings[rank], ranks=rank)
             rank.ordinal = commit.line.ordinal if commit else 0
             rank.start(start, listings[rank], held_by_all(cast(Any, session), start))
         for rank in self.ranks:
@@ -514,7 +514,7 @@ class Many:
     def deliver(self, limit: int | None = None) -> None:
         self.network.deliver(limit)
 
-    def settle(self, *, limit_s: float = 300.0, after_each: Callable[[], None] = int) -> None:
+    def settle(self, *, limit_s: float = 3000.0, after_each: Callable[[], None] = int) -> None:
         """Carry out everything, letting time pass where a coordinator waits for it."""
         until = self.now_s + limit_s
         for _ in range(ROUNDS_MAX):

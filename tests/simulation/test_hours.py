@@ -1,4 +1,6 @@
-"""Hundreds of hours of training, each drawn by a seed: nothing that was promised is broken. ``make simulate`` has more."""
+"""Hundreds of hours of training, each drawn by a seed: nothing that was promised is broken. There is more of it in
+``make simulate``.
+"""
 
 from __future__ import annotations
 
