@@ -495,9 +495,13 @@ class History:
         }
 
     def _check_drops(self, now: dict[str, Held]) -> None:
-        """A line that was left behind goes by retention only once the new one is as safe."""
+        """A line that was left behind goes by retention only once the new one is as safe; the live one keeps as many as
+        were promised, but where room was short."""
         known = self._known(now)
         left = self._abandoned(known)
+        for task in self.world.tasks:
+            if isinstance(task, DropCopy) and not task.unfinished:
+                self._check_last(task, now, left | self._tombstoned(now))
         for task in self.world.tasks:
             if not isinstance(task, DropCopy) or "left behind" not in task.reason:
                 continue
@@ -508,6 +512,15 @@ class History:
                 if RANK[rules.survives] >= need
                 for id in now[rules.name].commits
             ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
+
+    def _check_last(self, task: DropCopy, now: dict[str, Held], gone: set[CheckpointId]) -> None:
+        rules = next(rules for rules in self.world.rules if rules.name == task.tier)
+        if rules.retain_last is None or rules.capacity_bytes is not None or task.id in gone:
+            return
+        newer = [id for id in now[task.tier].commits if id > task.id and id not in gone]
+        assert len(newer) >= rules.retain_last, (
+            f"{task.id} leaves {task.tier}, which is to keep {rules.retain_last}, and has {newer} besides"
+        )
 
     def _check_handles(self, now: dict[str, Held]) -> None:
         for id, handle in self.world.handles.items():

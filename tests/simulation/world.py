@@ -79,7 +79,7 @@ def read_image(store: StoredTier, commit: Commit, shard: Shard = SHARD) -> bytes
     data = bytearray()
     for index in range(manifest.chunk_count):
         view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(IMAGE))))
-        assert chunk_digest(view) == manifest.digests[index]
+        assert chunk_digest(view) == manifest.digests[index], f"wrong bytes on {store.name}"
         data += view
     return bytes(data)
 
