@@ -500,14 +500,14 @@ class History:
         were promised, but where room was short."""
         known = self._known(now)
         left = self._abandoned(known)
-        drops = [task for task in self.world.tasks if isinstance(task, DropCopy)]
-        for task in drops:
-            new = not any(task is other for other in self._drops)
-            if new and not task.unfinished and task.id not in left | self._tombstoned(now):
-                self._check_last(task, now, left)
+        drops, before = [t for t in self.world.tasks if isinstance(t, DropCopy)], self._drops
         self._drops = drops
-        for task in self.world.tasks:
-            if not isinstance(task, DropCopy) or "left behind" not in task.reason:
+        for task in drops:
+            if any(task is other for other in before):
+                continue  # a person may have deleted since what it was judged by
+            if not task.unfinished and task.id not in left | self._tombstoned(now):
+                self._check_last(task, now, left)
+            if "left behind" not in task.reason:
                 continue
             need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
             assert any(
