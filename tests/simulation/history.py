@@ -145,7 +145,7 @@ class History:
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self.superseded: set[CheckpointId] = set()
-        self._drops: list[DropCopy] = []
+        self._drops: dict[int, DropCopy] = {}
         self._read = CommitReader().read
         self._judged: dict[int, object] = {}
         self.before = self.look()
@@ -500,11 +500,10 @@ class History:
         were promised, but where room was short."""
         known = self._known(now)
         left = self._abandoned(known)
-        drops, before = [t for t in self.world.tasks if isinstance(t, DropCopy)], self._drops
-        self._drops = drops
-        for task in drops:
-            if any(task is other for other in before):
+        for task in self.world.tasks:
+            if not isinstance(task, DropCopy) or id(task) in self._drops:
                 continue  # a person may have deleted since what it was judged by
+            self._drops[id(task)] = task
             if not task.unfinished and task.id not in left | self._tombstoned(now):
                 self._check_last(task, now, left)
             if "left behind" not in task.reason:
