@@ -46,7 +46,10 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 survives=_survives(tier),
                 capacity_bytes=tier.capacity_bytes,
                 flush_every=stored.flush.every if stored else 1,
-                retain_last=stored.retain.last if stored else None,
+                retain=stored.retain.rules() if stored else (),
+                evict_high=stored.evict.high if stored else None,
+                evict_low=stored.evict.low if stored else None,
+                evict=stored.evict.rule() if stored else None,
                 within_s=stored.flush.within_s if stored else None,
             )
         )

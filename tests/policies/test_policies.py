@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.pictures import COPY_BYTES, by_bytes, survivors, without
+from tests.rules import retained
 from tierfall.core.lines import abandoned
 from tierfall.core.values import (
     LOSS_CLASSES,
@@ -48,7 +49,7 @@ def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
             kind=kind,
             survives=survives(kind, shared=shared),
             flush_every=draw(st.sampled_from([1, 1, 2, 3])),
-            retain_last=draw(st.sampled_from([None, 1, 2])),
+            retain=retained(draw(st.sampled_from([None, 1, 2]))),
         )
         for number, (kind, shared) in enumerate(kinds)
     ]

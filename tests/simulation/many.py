@@ -157,6 +157,7 @@ class Rank:
             store.take_attempt(self.world.attempt)
         ledger = Ledger(self.world.rules, "host", shard=self.shard)
         ledger.load(merge(held), held)
+        ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.world.now_s)
         ledger.scattered = start.scattered
         ledger.deleted = start.deleted
         ledger.note_partial(x for x in listings if x.tier in start.seen)

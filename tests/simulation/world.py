@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.rules import retained
 from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -163,7 +164,10 @@ def host_rules(name: str = "host") -> TierRules:
     return TierRules(name=name, kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
 
 
-def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
+def file_rules(
+    name: str, *, shared: bool = False, retain_last: int | None = None, **members: Any
+) -> TierRules:
+    members.setdefault("retain", retained(retain_last))
     return TierRules(
         name=name,
         kind=TierKind.FILE,
@@ -265,6 +269,7 @@ class World:
                 store.take_attempt(self.attempt)
                 store.discard_unfinished()
         ledger = Ledger(self.rules, "host")
+        ledger.set_clock(now_s=self.now_s, wall_time_s=self.now_s)
         in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
         ledger.load(merge(everything), everything)
