@@ -5,7 +5,7 @@ tier. Which policies there are stands in ``policies.registry``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -31,10 +31,10 @@ class Policy:
 
     kind: PolicyKind
     name: str
-    decide: Callable[..., Any]
-    rules: Any = None
-    due: Callable[..., float | None] | None = None
-    words: Callable[[Any], str] | None = None
+    decide: Callable[..., Any] = field(repr=False)
+    rules: Any = field(default=None, repr=False)
+    due: Callable[..., float | None] | None = field(default=None, repr=False)
+    words: Callable[[Any], str] | None = field(default=None, repr=False)
     alike: bool = False
 
 

@@ -54,7 +54,7 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
 
 def _said(checkpoint: CheckpointView, elsewhere: TierRules | None) -> str:
     if not checkpoint.live:
-        return "its line was left behind" if checkpoint.abandoned else "deleted by a person"
+        return "it is of an abandoned line" if checkpoint.abandoned else "deleted by a person"
     if elsewhere is not None:
         return f"{elsewhere.name} holds it as safely"
     return "it is the oldest that may go"

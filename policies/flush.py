@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from tierfall.core.values import CheckpointId, CopyState, TierKind
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+from tierfall.policies.guard import beginning_of_the_line, newest_of
 from tierfall.policies.retention import wanted_of
 
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
@@ -24,7 +25,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Name the tiers that a checkpoint found at a start is still owed to.
 
     Not where it is, nor where a newer checkpoint of the line was committed: copies arrive in order, so that tier had
-    it once, or gave it up. Nor where no rule of retention would keep it beside those that are to come.
+    it once, or gave it up. Nor where it would be dropped at once beside those that are to come.
     """
     if not checkpoint.live:
         return ()
@@ -38,7 +39,8 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 
 
 def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
-    """Say whether no rule of the tier would keep it beside what lies there and what is to come.
+    """Say whether the tier would drop it at once: neither a rule nor the guard would keep it beside what lies there and
+    what is to come.
 
     Ranks must not come to different answers, or some would wait for the others' parts for ever: where there are
     several, a rule that goes by more than steps and attempts counts as one that wants it.
@@ -48,12 +50,16 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
     if view.many_ranks and not all(rule.policy.alike for rule in tier.retain):
         return False
     newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
-    expected = [
-        _as_if_there(c, tier)
+    expected = {
+        c.id: _as_if_there(c, tier)
         for c in view.checkpoints
         if c.id == checkpoint.id or c.readable_on(tier.name) or _is_to_come(c, tier, newest)
-    ]
-    return checkpoint.id not in wanted_of(view, tier, expected)
+    }
+    if checkpoint.id in wanted_of(view, tier, expected.values()):
+        return False
+    then = replace(view, checkpoints=tuple(expected.get(c.id, c) for c in view.checkpoints))
+    kept = newest_of(then, expected[checkpoint.id], tier, frozenset())
+    return kept is None and beginning_of_the_line(then, checkpoint) is None
 
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.rules import retained
+from tests.simulation.wants import metrics_of, tags_of
 from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -248,6 +249,7 @@ class World:
         self.started_from: CheckpointId | None = None
         self.ordinal = 0
         self.trace: list[str] = []
+        self.sees: Callable[[Task], None] = lambda task: None
         self.start()
 
     # Starts ------------------------------------------------------------------------------------------
@@ -285,12 +287,16 @@ class World:
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
             policies=bundle,
-            submit=self.tasks.append,
+            submit=self._take,
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
         )
         self.coordinator.start()
+
+    def _take(self, task: Task) -> None:
+        self.tasks.append(task)
+        self.sees(task)
 
     def _limits(self, store: StoredTier) -> LaneLimits:
         return LaneLimits(
@@ -400,6 +406,8 @@ class World:
             ),
             nodes=("n",),
             wall_time_s=snapshot.wall_time_s,
+            metrics=metrics_of(snapshot.id),
+            tags=tags_of(snapshot.id),
         )
         snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
         snapshot.handle.tell_captured()
