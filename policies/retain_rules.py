@@ -121,11 +121,13 @@ def _when_too_old(tier: TierView, seconds: float, now_s: float) -> float | None:
 )
 def keep_for(tier: TierView, seconds: float, now_s: float) -> Kept:
     """Keep what was saved less than ``seconds`` ago; what does not say when it was saved stays."""
-    return {
-        c.id: f"younger than {format_period(seconds)}"
-        for c in tier.checkpoints
-        if c.wall_time_s is None or now_s < c.wall_time_s + seconds
-    }
+    kept = {}
+    for checkpoint in tier.checkpoints:
+        if checkpoint.wall_time_s is None:
+            kept[checkpoint.id] = "it does not say when it was saved"
+        elif now_s < checkpoint.wall_time_s + seconds:
+            kept[checkpoint.id] = f"younger than {format_period(seconds)}"
+    return kept
 
 
 @register("retain", "tags", rules=Tags, words=str)
