@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -24,7 +24,7 @@ from tierfall.policies import registry
 logger = logging.getLogger("tierfall")
 
 GROUP = "tierfall.policies"
-_OURS = "tierfall."
+_NOTHING: TypeAdapter[bool] = TypeAdapter(Literal[True])
 
 
 def find(kind: PolicyKind, name: str) -> Policy | None:
@@ -54,10 +54,11 @@ def names_of(kind: PolicyKind) -> tuple[str, ...]:
 
 
 def read_rules(policy: Policy, value: object) -> Any:
-    """Read what stands behind a policy's name in YAML by its own model. Raises pydantic's ValidationError."""
+    """Read what stands behind a policy's name in YAML by its own model; true means that nothing does. Raises pydantic's
+    ValidationError."""
     if policy.rules is None:
-        return TypeAdapter(None).validate_python(None if value in ({}, True) else value)
-    return TypeAdapter(policy.rules).validate_python({} if value is None else value)
+        return _NOTHING.validate_python(value in (None, True, "true") or value == {} or value)
+    return TypeAdapter(policy.rules).validate_python({} if value in (None, True) else value)
 
 
 def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
@@ -67,7 +68,7 @@ def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
         raise ConfigError(f"{kind} policy {name}: it is not registered in this process")
     if not _is_ours(policy):
         policy = _careful(policy)
-    return Rule(policy=policy, rules=rules)
+    return Rule(policy=policy, rules=None if policy.rules is None else rules)
 
 
 def _entry_points(kind: PolicyKind, name: str | None = None) -> Sequence[EntryPoint]:
@@ -95,7 +96,7 @@ def _said(point: EntryPoint) -> str:
 
 
 def _is_ours(policy: Policy) -> bool:
-    return str(getattr(policy.decide, "__module__", "")).startswith(f"{_OURS}policies.")
+    return str(getattr(policy.decide, "__module__", "")).startswith("tierfall.policies.")
 
 
 def _careful(policy: Policy) -> Policy:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, ValidationError
 
 from tierfall import plugins
@@ -92,6 +99,9 @@ TagsKept = Annotated[
 ]
 
 
+Watermark = Annotated[Share, PlainSerializer(lambda share: f"{share * 100:.12g}%")]
+
+
 class Best(Section):
     """The best checkpoints by a metric."""
 
@@ -145,10 +155,11 @@ class Retain(Section):
     def _read_registered(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        own = {field.alias or name for name, field in cls.model_fields.items()}
+        own = [field.alias or name for name, field in cls.model_fields.items()]
         return {
             key: inner if key in own else _registered(PolicyKind.RETAIN, key, inner, own)
             for key, inner in value.items()
+            if inner is not None
         }
 
     def rules(self) -> tuple[Rule, ...]:
@@ -198,12 +209,12 @@ def _order(value: object) -> dict[str, Any]:
 class Evict(Section):
     """What a tier gives up where its capacity is short: first what no rule of retain wants to keep."""
 
-    high: Share | None = Field(
+    high: Watermark | None = Field(
         default=None,
         description="The share of the capacity above which copies are given up; absent: only where there is no room.",
         examples=["90%"],
     )
-    low: Share | None = Field(
+    low: Watermark | None = Field(
         default=None,
         description="The share of the capacity down to which they are given up then; absent: as high.",
         examples=["80%"],
