@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierfall.backends.opening import REMOTE, open_backend
+from tierfall.backends.opening import is_remote, open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
 from tierfall.config import Config, FileTier, ObjectTier, Tier
@@ -66,7 +66,7 @@ def _survives(tier: Tier) -> LossClass:
         scheme = tier.url.partition("://")[0]
         if scheme == "memory":
             return LossClass.NONE
-        kind = kind if scheme in REMOTE else TierKind.FILE
+        kind = kind if is_remote(tier.url) else TierKind.FILE
     return survives(kind, shared=bool(tier.shared))
 
 
