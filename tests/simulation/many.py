@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.core.ranks.network import Network
+from tests.simulation.wants import metrics_of, tags_of
 from tests.simulation.world import (
     CHUNK,
     DATA_START,
@@ -304,7 +305,8 @@ class Rank:
         )
         data = snapshot.manifest.encode()
         manifest = names.manifest_name(self.shard)
-        snapshot.commit = Commit(
+        own = CheckpointId(10 * snapshot.id.step + self.number, snapshot.id.attempt)
+        snapshot.commit = Commit(  # each rank measures something else; rank 0's counts
             line=snapshot.line,
             world_size=self.shard.world_size,
             files=(
@@ -313,6 +315,8 @@ class Rank:
             ),
             nodes=(str(self.node),),
             wall_time_s=snapshot.wall_time_s,
+            metrics=metrics_of(own),
+            tags=tags_of(own),
         )
         snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
         snapshot.handle.tell_captured()
