@@ -509,13 +509,9 @@ class History:
         }
 
     def _check_drops(self, now: dict[str, Held]) -> None:
-        """A line that was left behind goes by retention only once the new one is as safe; the live one keeps as many as
-        were promised, but where room was short."""
+        """A line that was left behind goes by retention only once the new one is as safe."""
         known = self._known(now)
         left = self._abandoned(known)
-        for task in self.world.tasks:
-            if isinstance(task, DropCopy) and not task.unfinished:
-                self._check_last(task, now, left | self._tombstoned(now))
         for task in self.world.tasks:
             if not isinstance(task, DropCopy) or "left behind" not in task.reason:
                 continue
@@ -528,7 +524,8 @@ class History:
             ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
 
     def _check_retained(self, task: Task) -> None:
-        """What no rule is said to keep, none wants, among all that lies there and was not left behind."""
+        """What no rule is said to keep, none wants, among all that lies there and was neither left behind nor deleted:
+        asked as the drop is decided, since a person may delete another one a moment later."""
         if not isinstance(task, DropCopy) or not task.reason.startswith("no rule keeps it"):
             return
         again = any(task is seen for seen in self.seen_drops)
@@ -537,19 +534,11 @@ class History:
         self.seen_drops.append(task)
         now = self.look()
         left = self._abandoned(self._known(now))
-        held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
+        there = now[task.tier]
+        left |= {id for id, marks in there.marks.items() if names.TOMBSTONE_MARK in marks}
+        held = {id: c for id, c in there.commits.items() if id not in left}
         wanted = self.wants[task.tier].wanted(held, self.world.now_s)
         assert task.id not in wanted, f"{task.id} is to stay on {task.tier}: {task.reason}"
-
-    def _check_last(self, task: DropCopy, now: dict[str, Held], gone: set[CheckpointId]) -> None:
-        rules = next(rules for rules in self.world.rules if rules.name == task.tier)
-        last = self.wants[task.tier].last
-        if last is None or rules.capacity_bytes is not None or task.id in gone:
-            return
-        newer = [id for id in now[task.tier].commits if id > task.id and id not in gone]
-        assert len(newer) >= last, (
-            f"{task.id} leaves {task.tier}, which is to keep {last}, and has {newer} besides"
-        )
 
     def _check_handles(self, now: dict[str, Held]) -> None:
         for id, handle in self.world.handles.items():

@@ -98,7 +98,7 @@ def test_while_a_restore_reads_nothing_goes_and_after_it_it_does() -> None:
 
 def test_marks_that_could_not_be_read_are_read_again_without_a_commit() -> None:
     world = aged()
-    world.now_s = HOUR_S + 1
+    world.now_s = HOUR_S + 100  # nothing more comes to be too old after that
     unreachable = UnreachableError("on purpose")
     with mock.patch.object(StoredTier, "marks", side_effect=unreachable) as marks:
         world.step()
