@@ -314,6 +314,9 @@ def test_a_rule_says_when_its_answer_changes_by_time_and_a_broken_one_is_not_wai
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     register("retain", "mine", due=lambda tier, rules, now_s: now_s + 60)(keep_nothing)
+    register("retain", "hasty", due=lambda tier, rules, now_s: now_s)(keep_nothing)
+    hasty = replace(three(config_of(retain={"hasty": True})), wall_time_s=1000.0)
+    assert next_due_s(hasty, "disk") == 1001.0
     register("retain", "broken", due=fails)(keep_nothing)
     view = replace(three(config_of(retain={"mine": True})), wall_time_s=1000.0)
     assert next_due_s(view, "disk") == 1060.0

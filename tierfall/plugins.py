@@ -24,6 +24,8 @@ from tierfall.policies import registry
 logger = logging.getLogger("tierfall")
 
 GROUP = "tierfall.policies"
+LEAST_S = 1.0
+"""A policy of somebody else's is asked again by time alone no sooner than after so many seconds."""
 _NOTHING: TypeAdapter[bool] = TypeAdapter(Literal[True])
 
 
@@ -125,7 +127,7 @@ def _careful(policy: Policy) -> Policy:
         assert policy.due is not None
         try:
             when = policy.due(tier, rules, now_s)
-            return None if when is None else float(when)
+            return None if when is None else max(float(when), now_s + LEAST_S)
         except Exception as error:  # noqa: BLE001 - as above
             failed(error)
             return None

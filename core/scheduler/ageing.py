@@ -28,9 +28,9 @@ class Ageing:
         """Work out when to look at a tier next, from what is there now."""
         self._look_s.pop(tier, None)
         due = self._due_s(view, tier)
-        if due is not None:
-            left_s = max(0.0, due - view.wall_time_s) + LATE_S
-            self._look_s[tier] = self._ledger.now_s + min(left_s, LOOK_AGAIN_S)
+        if due is not None and due > view.wall_time_s:
+            left_s = min(due - view.wall_time_s + LATE_S, LOOK_AGAIN_S)
+            self._look_s[tier] = self._ledger.now_s + left_s
 
     def look_in(self, tier: str, seconds: float) -> None:
         """Look at a tier so much later, at the latest."""

@@ -116,7 +116,7 @@ class Entry:
     def tags(self) -> frozenset[str]:
         given = self.commit.tags if self.commit else ()
         marks = {mark for marks in self.marks.values() for mark in marks}
-        return names.tags_of(given, marks)
+        return names.tags_of(given, marks) if marks else frozenset(given)
 
     def set_mark(self, tier: str, name: str, *, there: bool) -> None:
         old = self.marks.get(tier, frozenset())
