@@ -16,12 +16,13 @@ from tierfall.config.model import (
     StoredTier,
     Tier,
 )
+from tierfall.config.retaining import Best, Evict, Retain
 from tierfall.config.sections import (
-    Best,
     Capture,
     Compress,
     Flush,
     FlushOrder,
+    Interval,
     Retain,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "Compress",
     "Config",
     "DeviceTier",
+    "Evict",
     "FileTier",
     "Flush",
     "FlushOrder",
