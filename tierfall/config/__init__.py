@@ -22,8 +22,6 @@ from tierfall.config.sections import (
     Compress,
     Flush,
     FlushOrder,
-    Interval,
-    Retain,
 )
 
 __all__ = [
