@@ -158,6 +158,7 @@ class History:
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self.superseded: set[CheckpointId] = set()
+        self._drops: dict[int, DropCopy] = {}
         self._read = CommitReader().read
         self._judged: dict[int, object] = {}
         self.seen_drops: list[DropCopy] = []
@@ -513,7 +514,10 @@ class History:
         known = self._known(now)
         left = self._abandoned(known)
         for task in self.world.tasks:
-            if not isinstance(task, DropCopy) or "left behind" not in task.reason:
+            if not isinstance(task, DropCopy) or id(task) in self._drops:
+                continue  # a person may have deleted since what it was judged by
+            self._drops[id(task)] = task
+            if "left behind" not in task.reason:
                 continue
             need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
             assert any(
@@ -524,8 +528,8 @@ class History:
             ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
 
     def _check_retained(self, task: Task) -> None:
-        """What no rule is said to keep, none wants, among all that lies there and was neither left behind nor deleted:
-        asked as the drop is decided, since a person may delete another one a moment later."""
+        """What no rule is said to keep, none wants, among all that lies there and was not left behind: asked as the
+        drop is decided, since a person may delete another one a moment later."""
         if not isinstance(task, DropCopy) or not task.reason.startswith("no rule keeps it"):
             return
         again = any(task is seen for seen in self.seen_drops)
@@ -534,9 +538,8 @@ class History:
         self.seen_drops.append(task)
         now = self.look()
         left = self._abandoned(self._known(now))
-        there = now[task.tier]
-        left |= {id for id, marks in there.marks.items() if names.TOMBSTONE_MARK in marks}
-        held = {id: c for id, c in there.commits.items() if id not in left}
+        # a mark from outside may not have been read yet: what bears one counts
+        held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
         wanted = self.wants[task.tier].wanted(held, self.world.now_s)
         assert task.id not in wanted, f"{task.id} is to stay on {task.tier}: {task.reason}"
 
