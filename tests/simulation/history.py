@@ -528,8 +528,8 @@ class History:
             ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
 
     def _check_retained(self, task: Task) -> None:
-        """What no rule is said to keep, none wants, among all that lies there and was neither left behind nor deleted:
-        asked as the drop is decided, since a person may delete another one a moment later."""
+        """What no rule is said to keep, none wants, among all that lies there and was not left behind: asked as the
+        drop is decided, since a person may delete another one a moment later."""
         if not isinstance(task, DropCopy) or not task.reason.startswith("no rule keeps it"):
             return
         again = any(task is seen for seen in self.seen_drops)
@@ -538,9 +538,8 @@ class History:
         self.seen_drops.append(task)
         now = self.look()
         left = self._abandoned(self._known(now))
-        there = now[task.tier]
-        left |= {id for id, marks in there.marks.items() if names.TOMBSTONE_MARK in marks}
-        held = {id: c for id, c in there.commits.items() if id not in left}
+        # a mark from outside may not have been read yet: what bears one counts
+        held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
         wanted = self.wants[task.tier].wanted(held, self.world.now_s)
         assert task.id not in wanted, f"{task.id} is to stay on {task.tier}: {task.reason}"
 

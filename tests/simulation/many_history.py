@@ -89,7 +89,7 @@ class ManyHistory:
         ]
         retain = random.Random(f"retain many {seed}")
         for place, rule in enumerate(rules):
-            if retain.random() < 0.5:
+            if retain.random() < 0.25:
                 rules[place] = replace(rule, retain=draw_wants(retain).rules())
         if draw.random() < 0.15:
             rules.pop(0)
