@@ -54,7 +54,7 @@ class CopyView:
 class CheckpointView:
     """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one; ``settling`` says
     that a commit of it, or a person's order about it, is under way; ``at_end`` that every tier is to get it.
-    ``metrics`` and ``tags`` are those that it was saved with, and tags since; ``wall_time_s`` is when it was saved, None
+    ``metrics`` and ``tags`` are those that it was saved with, and tags since; ``wall_time_s`` is when that was, None
     where that is not known."""
 
     id: CheckpointId
