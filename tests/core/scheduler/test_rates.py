@@ -154,7 +154,7 @@ def test_statistics_say_how_fast_tiers_were_written_and_read(tmp_path: Path) -> 
             {"name": "nvme", "kind": "file", "path": str(tmp_path / "nvme"), "bandwidth": "20MB/s"},
         ],
     }
-    state = {"w": torch.arange(250_000, dtype=torch.float32)}
+    state = {"w": torch.arange(2_500_000, dtype=torch.float32)}
     with tierfall.open(config) as ckpt:
         assert ckpt.statistics().write_bytes_per_s == {}
         ckpt.save(1, state, block=True)
