@@ -5,6 +5,7 @@ from __future__ import annotations
 from tierfall.policies.capture_mode import Trial, choose_lazy
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.superseding import plan_superseding
 
@@ -13,6 +14,7 @@ __all__ = [
     "choose_lazy",
     "plan_eviction",
     "plan_flush",
+    "plan_relief",
     "plan_retention",
     "plan_superseding",
     "still_owed",

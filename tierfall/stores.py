@@ -49,6 +49,8 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 retain_last=stored.retain.last if stored else None,
                 within_s=stored.flush.within_s if stored else None,
                 flush_order=stored.flush.order if stored else FlushOrder.IN_ORDER,
+                when_full=tier.when_full,
+                max_wait_s=stored.max_wait_s if stored else None,
             )
         )
     return tuple(rules)

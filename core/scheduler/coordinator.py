@@ -79,6 +79,10 @@ class Policies(Protocol):
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
 
+    def plan_relief(
+        self, view: View, tier_name: str, *, missing_bytes: int
+    ) -> tuple[Decision, ...]: ...
+
     def plan_superseding(
         self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
     ) -> tuple[Decision, ...]: ...
@@ -146,6 +150,7 @@ class Coordinator:
             dropper=self.dropper,
             turns=self.turns,
             plan_eviction=policies.plan_eviction,
+            plan_relief=policies.plan_relief,
             max_wait_s=max_wait_s,
         )
         self.superseder = Superseder(
