@@ -5,13 +5,17 @@ from __future__ import annotations
 from tierfall.policies.capture_mode import Trial, choose_lazy
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.forecast import forecast
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
+from tierfall.policies.staleness import lateness
 from tierfall.policies.superseding import plan_superseding
 
 __all__ = [
     "Trial",
     "choose_lazy",
+    "forecast",
+    "lateness",
     "plan_eviction",
     "plan_flush",
     "plan_relief",

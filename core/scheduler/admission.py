@@ -32,7 +32,7 @@ class PlanEviction(Protocol):
 
 class Admissions:
     """Saves that wait for a region, first come, first served. ``last_resort`` lets go of memory that no policy knows
-    of, and says whether there was any."""
+    of, and says whether there was any; ``answered`` hears when a save goes on."""
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class Admissions:
             if r.name != ledger.host
         )
         self.last_resort: Callable[[], bool] = lambda: False
+        self.answered: Callable[[float], None] = lambda now_s: None
         self._waiting: deque[Admission] = deque()
         self._found_no_room = False
         self._said: set[str] = set()
@@ -114,6 +115,7 @@ class Admissions:
                     error = self._no_room(request)
             self._waiting.popleft()
             request.answer(region, error)
+            self.answered(now_s)
 
     def _allocate(self, request: Admission) -> HostRegion | None:
         """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""

@@ -31,6 +31,7 @@ from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.pressure import Foreseen, Pressure
 from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
@@ -51,6 +52,7 @@ from tierfall.core.scheduler.tasks import (
     OpenShard,
     Order,
     Outcome,
+    PersonsOrder,
     ReadCommit,
     ReadMarks,
     SaveGivenUp,
@@ -72,6 +74,20 @@ class Policies(Protocol):
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
 
     def plan_flush(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
+
+    def forecast(
+        self,
+        tier: TierRules,
+        *,
+        saves: int,
+        every_s: float,
+        bytes: int,
+        bytes_per_s: float | None,
+        stretches: int,
+        waiting: int,
+    ) -> Foreseen: ...
+
+    def lateness(self, tier: TierRules, behind_s: float) -> str | None: ...
 
     def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
@@ -159,6 +175,9 @@ class Coordinator:
             dropper=self.dropper,
             plan_superseding=policies.plan_superseding,
         )
+        self.pressure = Pressure(
+            ledger=ledger, rates=self.rates, foresee=policies.forecast, lateness=policies.lateness
+        )
         self._admissions = Admissions(
             ledger=ledger,
             host=host,
@@ -179,6 +198,8 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
+        self._admissions.answered = self.pressure.answered
+        self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.errors = self._flusher.errors
@@ -209,7 +230,7 @@ class Coordinator:
             dispatch=self._dispatch,
             max_wait_s=self._max_wait_s,
         )
-        for part in (self._flusher, self.turns, self._saves, self.superseder):
+        for part in (self._flusher, self.turns, self._saves, self.superseder, self.pressure):
             part.others = self.commits
         for lane in self.lanes.values():
             lane.land_only = True
@@ -341,6 +362,7 @@ class Coordinator:
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
+                self.pressure.found(entry.id, tuple(entry.owed))
 
     def _has_found(self, entry: Entry, tier: str) -> None:
         """A checkpoint is there that another process wrote."""
@@ -363,6 +385,7 @@ class Coordinator:
             self._admissions.admit(now_s, self.fenced)
         for lane in self.lanes.values():  # what was given up for a save just now is aborted now
             self._flusher.drive(lane, now_s, begin=False)
+        self.pressure.tick(now_s)
         if self.commits is not None:
             self.commits.tick(now_s)
         if self.fenced is None:
@@ -387,6 +410,7 @@ class Coordinator:
     def _take(self, event: Event, now_s: float) -> None:
         match event:
             case Admission():
+                self.pressure.asked(event.image_bytes, now_s)
                 self._admissions.ask(event)
             case (
                 CaptureBegun()
@@ -396,7 +420,10 @@ class Coordinator:
                 | SaveGivenUp()
             ):
                 self._saves.take(event)
+                self._note_save(event, now_s)
             case Order():
+                if event.kind is PersonsOrder.DELETE:
+                    self.pressure.gone(event.id)
                 self._orders.give(event)
             case Gathered() | Announced() | Told():
                 self._hear(event)
@@ -409,6 +436,13 @@ class Coordinator:
                 self._tasks_out -= 1
                 self.rates.ended(event, now_s)
                 self._took(event, now_s)
+
+    def _note_save(self, event: Event, now_s: float) -> None:
+        match event:
+            case CaptureBegun():
+                self.pressure.saved(event.snapshot.id, event.tiers, now_s)
+            case CaptureFailed():
+                self.pressure.gone(event.id)
 
     def _hear(self, news: News) -> None:
         """Other ranks have said something."""
@@ -490,7 +524,7 @@ class Coordinator:
     def _next_s(self, now_s: float) -> float | None:
         waits = self._admissions.deadlines_s()
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
-        retries = [self.dropper.next_s(), self._orders.next_s()]
+        retries = [self.dropper.next_s(), self._orders.next_s(), self.pressure.next_s(now_s)]
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)

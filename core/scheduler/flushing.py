@@ -76,6 +76,7 @@ class Flusher:
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
+        self.has_arrived: Callable[[str, CheckpointId], None] = lambda tier, id: None
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
         self.counters = Counters()
@@ -253,6 +254,7 @@ class Flusher:
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
         self._dropper.survey(lane.tier)
+        self.has_arrived(lane.tier, id)
         if entry.handle is not None:
             entry.handle.tell_committed(lane.tier)
         self.has_committed(lane.tier, entry)

@@ -10,7 +10,8 @@
         TIER=STATE[:leased] ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
-        | in-time STEP@ATTEMPT | save STEP every=N
+        | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     -> an answer, one line each, with its reason
 
 Every copy has 100 bytes. A host tier supersedes, where nothing else is said.
@@ -34,10 +35,11 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
-from tierfall.policies.staleness import owed_in_time
+from tierfall.policies.staleness import lateness, owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
 
 COPY_BYTES = 100
@@ -118,6 +120,10 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
     match what:
         case "retention" | "flush" | "eviction" | "superseding" | "relief":
             return _plan(view, what, words[0], options)
+        case "forecast":
+            return _forecast(view.tier(words[0]), options)
+        case "late":
+            return [lateness(view.tier(words[0]), float(options["behind"])) or "in time"]
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -150,6 +156,19 @@ def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str
     return [
         f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan_superseding(view, tier, fits=fits)
     ]
+
+
+def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
+    told = forecast(
+        tier,
+        saves=int(options["saves"]),
+        every_s=float(options["every"]),
+        bytes=int(options["bytes"]),
+        bytes_per_s=float(options["rate"]) if "rate" in options else None,
+        stretches=int(options["stretches"]),
+        waiting=int(options["waiting"]),
+    )
+    return [f"{told.behind:.2f} behind in an hour", *([told.warning] if told.warning else [])]
 
 
 def _tier(words: list[str]) -> TierRules:

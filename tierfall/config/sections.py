@@ -19,6 +19,7 @@ from tierfall.config.fields import (
     Rate,
     Share,
     Steps,
+    Wait,
     any_word,
     choice,
     not_yet,
@@ -136,10 +137,12 @@ class Flush(Section):
         "that the tier's retention would drop at once are given up. A copy that was begun is finished first.",
         examples=["newest_first"],
     )
-    within_s: Annotated[Duration | None, not_yet("a deadline for a flush is")] = Field(
+    within_s: Wait | None = Field(
         default=None,
         alias="within",
-        description="How soon a checkpoint must have arrived. Not supported yet.",
+        description="How far behind the tier may be: how long ago the oldest checkpoint may have been saved that is "
+        "newer than all that it has. Where it is further behind, that is said once, and counted. What it is owed is "
+        "not superseded.",
         examples=["10m"],
     )
 
