@@ -10,17 +10,20 @@ from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.staleness import lateness
 from tierfall.policies.superseding import plan_superseding
+from tierfall.policies.yielding import least_share, plan_yield
 
 __all__ = [
     "Trial",
     "choose_lazy",
     "forecast",
     "lateness",
+    "least_share",
     "plan_eviction",
     "plan_flush",
     "plan_relief",
     "plan_retention",
     "plan_superseding",
+    "plan_yield",
     "still_owed",
     "tiers_owed",
 ]

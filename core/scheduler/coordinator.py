@@ -31,6 +31,7 @@ from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.pacing import LeastShare, Pacing, PlanYield
 from tierfall.core.scheduler.pressure import Foreseen, Pressure
 from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
@@ -68,6 +69,12 @@ logger = logging.getLogger("tierfall")
 
 class Policies(Protocol):
     """The decisions that the coordinator asks for: pure functions, handed in."""
+
+    @property
+    def plan_yield(self) -> PlanYield: ...
+
+    @property
+    def least_share(self) -> LeastShare: ...
 
     def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
 
@@ -128,9 +135,11 @@ class Coordinator:
         unread: Collection[str] = (),
         council: Council | None = None,
         shared: Mapping[str, bool] | None = None,
+        set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
-        reached by ``council``, and ``shared`` says of each tier whether all of them see it."""
+        reached by ``council``, and ``shared`` says of each tier whether all of them see it. ``set_pace`` has
+        a tier be written at so many bytes per second from now on (None: at any)."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -178,6 +187,14 @@ class Coordinator:
         self.pressure = Pressure(
             ledger=ledger, rates=self.rates, foresee=policies.forecast, lateness=policies.lateness
         )
+        self.pacing = Pacing(
+            rules=ledger.rules,
+            rates=self.rates,
+            pressure=self.pressure,
+            plan_yield=policies.plan_yield,
+            least_share=policies.least_share,
+            set_pace=set_pace,
+        )
         self._admissions = Admissions(
             ledger=ledger,
             host=host,
@@ -198,6 +215,7 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
+        self.pacing.hurries = self._admissions.is_short
         self._admissions.answered = self.pressure.answered
         self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
@@ -386,6 +404,7 @@ class Coordinator:
         for lane in self.lanes.values():  # what was given up for a save just now is aborted now
             self._flusher.drive(lane, now_s, begin=False)
         self.pressure.tick(now_s)
+        self.pacing.adjust(now_s)
         if self.commits is not None:
             self.commits.tick(now_s)
         if self.fenced is None:
@@ -525,6 +544,7 @@ class Coordinator:
         waits = self._admissions.deadlines_s()
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
         retries = [self.dropper.next_s(), self._orders.next_s(), self.pressure.next_s(now_s)]
+        retries.append(self.pacing.next_s(now_s))
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)

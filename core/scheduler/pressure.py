@@ -78,6 +78,7 @@ class Pressure:
         self.late: dict[str, int] = {}
         self._saves = 0
         self._trained_since_s: float | None = None
+        self._first_s: list[float] = []
         self._gaps_s: deque[float] = deque(maxlen=GAPS_REMEMBERED)
         self._bytes = 0
         self._warned: set[str] = set()
@@ -94,6 +95,13 @@ class Pressure:
         return max(statistics.fmean(self._gaps_s), statistics.median(self._gaps_s))
 
     @property
+    def likely_every_s(self) -> float | None:
+        """The same, or, before that can be told, what the first few saves let expect; None before the second."""
+        if self._gaps_s or not self._first_s:
+            return self.save_every_s
+        return statistics.fmean(self._first_s)
+
+    @property
     def image_bytes(self) -> int:
         """Bytes of the last image."""
         return self._bytes
@@ -108,8 +116,9 @@ class Pressure:
         """A save asks for room: what it waits for that is not training's time."""
         self._saves += 1
         self._bytes = image_bytes
-        if self._trained_since_s is not None and self._saves > FIRST_SAVES:
-            self._gaps_s.append(max(0.0, now_s - self._trained_since_s))
+        if self._trained_since_s is not None:
+            gaps = self._gaps_s if self._saves > FIRST_SAVES else self._first_s
+            gaps.append(max(0.0, now_s - self._trained_since_s))
         self._trained_since_s = now_s
         for tier in self._stored:
             self._look_ahead(tier)

@@ -11,6 +11,7 @@
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
         | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     -> an answer, one line each, with its reason
 
@@ -41,6 +42,7 @@ from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.staleness import lateness, owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
+from tierfall.policies.yielding import plan_yield
 
 COPY_BYTES = 100
 
@@ -120,6 +122,8 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
     match what:
         case "retention" | "flush" | "eviction" | "superseding" | "relief":
             return _plan(view, what, words[0], options)
+        case "yield":
+            return _yield(options)
         case "forecast":
             return _forecast(view.tier(words[0]), options)
         case "late":
@@ -156,6 +160,13 @@ def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str
     return [
         f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan_superseding(view, tier, fits=fits)
     ]
+
+
+def _yield(options: dict[str, str]) -> list[str]:
+    idle, busy = ([float(each) for each in options[kind].split(",")] for kind in ("idle", "busy"))
+    share, least = float(options["share"]), float(options["least"])
+    told = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
+    return [f"{told.share:g}: {told.reason}"]
 
 
 def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:

@@ -289,8 +289,12 @@ class World:
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
+            set_pace=self.set_pace,
         )
         self.coordinator.start()
+
+    def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
+        """Nothing here takes time."""
 
     def _limits(self, store: StoredTier) -> LaneLimits:
         return LaneLimits(

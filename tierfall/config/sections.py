@@ -146,6 +146,14 @@ class Flush(Section):
         examples=["10m"],
     )
 
+    yields: Flag = Field(
+        default=True,
+        alias="yield",
+        description="Whether the tier is written slower while training's steps take longer beside that: down to what "
+        "keeps up with the saves and with within, and to a tenth of its rate at least.",
+        examples=[False],
+    )
+
 
 class Best(Section):
     """The best checkpoints by a metric."""
