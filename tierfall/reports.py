@@ -111,7 +111,8 @@ class Statistics:
 
     ``behind`` is, by tier, by how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
     up), ``behind_s`` how many seconds ago the oldest checkpoint was saved that is newer than all that it has, and
-    ``late`` how often it came to be further behind than ``flush.within``.
+    ``late`` how often it came to be further behind than ``flush.within``. ``flush_shares`` says of each tier that
+    yields to training which share of its rate it is written at now (1: it is not held back).
     """
 
     saves: int
@@ -137,3 +138,4 @@ class Statistics:
     behind: Mapping[str, float] = field(default_factory=dict)
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)
+    flush_shares: Mapping[str, float] = field(default_factory=dict)

@@ -242,6 +242,7 @@ def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
         "read_bytes_per_s": seen(rates.read_bytes_per_s),
         "behind": dict(pressure.behind),
         "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
+        "flush_shares": dict(coordinator.pacing.shares),
         "late": {tier: pressure.late.get(tier, 0) for tier in stored},
     }
 
