@@ -151,12 +151,7 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
-        left = self._ledger.abandoned()
-        newer = [d for d in plan.drops if d.checkpoint > entry.id and d.checkpoint not in left]
-        if (newer or plan.missing_bytes) and self.turns.yields(lane.tier, entry):
-            self.turns.give_up(
-                entry, lane.tier, "newer ones came first, and there is no room beside them"
-            )
+        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan):
             return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
             lane.full = False
@@ -177,11 +172,8 @@ class Flusher:
         view = self._ledger.view(settling=settling, restoring=self._dropper.paused)
         decisions = self._plan_relief(view, lane.tier, missing_bytes=missing_bytes)
         for decision in decisions:
-            logger.warning(
-                "flush of %s to %s is given up (when_full): %s",
-                decision.checkpoint, decision.tier, decision.reason,
-            )  # fmt: skip
-            self.turns.give_up(entries[decision.checkpoint], decision.tier, decision.reason)
+            entry, reason = entries[decision.checkpoint], decision.reason
+            self.turns.give_up(entry, decision.tier, reason, level=logging.WARNING)
         return bool(decisions)
 
     def _room_is_missing(

@@ -117,9 +117,16 @@ class History:
         self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
         order = random.Random(f"order {seed}")
         rules = [
-            replace(rules, flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)))
+            replace(
+                rules,
+                flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)),
+                when_full=order.choice((*WhenFull, None, None, None)),
+            )
             for rules in draw_rules(self.draw)
         ]
+        self.gives_up = self.when_full is WhenFull.SUPERSEDE or any(
+            r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for r in rules
+        )
         self.world = World(
             rules,
             memory_images=self.draw.choice((1, 2, 2, 3, 4)) + memory.choice((0, 0, 1)),
@@ -529,7 +536,7 @@ class History:
             assert not there, f"{id} was superseded, and is on {there}"
         for id in told - self.superseded:
             self.superseded.add(id)
-            assert self.when_full is WhenFull.SUPERSEDE
+            assert self.gives_up, f"{id} is superseded, and no tier asks for that"
             assert id not in self.pinned, f"{id} was pinned, and is superseded"
             handle = self.world.handles[id]
             assert isinstance(handle.exception(), CapacityError)
