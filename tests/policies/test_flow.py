@@ -83,8 +83,14 @@ def test_the_newest_of_a_line_is_owed_after_a_start_whatever_the_order(view: Vie
 
 
 @EXAMPLES
-@given(views(), st.integers(1, 4))
-def test_relief_gives_up_nothing_that_was_promised(view: View, copies: int) -> None:
+@given(
+    views(), st.lists(st.sampled_from([*WhenFull, None]), min_size=4, max_size=4), st.integers(1, 2)
+)
+def test_relief_gives_up_nothing_that_was_promised(
+    view: View, words: list[WhenFull | None], copies: int
+) -> None:
+    rules = zip(view.tiers, words, strict=False)
+    view = replace(view, tiers=tuple(replace(tier, when_full=word) for tier, word in rules))
     for tier in stored(view):
         plan = plan_relief(view, tier.name, missing_bytes=copies * COPY_BYTES)
         assert len({decision.checkpoint for decision in plan}) <= 1
