@@ -129,7 +129,7 @@ class History:
             replace(
                 rules,
                 flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)),
-                when_full=order.choice((*WhenFull, None, None, None)),
+                when_full=order.choice((WhenFull.SKIP, *[WhenFull.SUPERSEDE] * 2, *[None] * 3)),
             )
             for rules in draw_rules(self.draw)
         ]
