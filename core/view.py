@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tierfall.core.policy import Rule
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, WhenFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,11 @@ class TierRules:
     What any rule of ``retain`` wants is kept; without one, all there is room for. Where more than the share
     ``evict_high`` of the capacity would be taken, copies go until it is ``evict_low`` (None: they go only where room is
     short), in the order of ``evict`` (None: the cheapest to lose first).
+
+    ``when_full`` says what becomes of what waits for the tier where that fills those above (None: what the host tier
+    says, and there that it is waited for); ``max_wait_s`` for how long a save waits for it (None: as long as for any).
+    ``yields``: it is written slower where training's steps take longer; ``bandwidth_share`` is the share of its
+    measured rate that it is written at (None: all of it).
     """
 
     name: str
@@ -33,6 +38,11 @@ class TierRules:
     evict_low: float | None = None
     evict: Rule | None = None
     within_s: float | None = None
+    flush_order: FlushOrder = FlushOrder.IN_ORDER
+    when_full: WhenFull | None = None
+    max_wait_s: float | None = None
+    yields: bool = False
+    bandwidth_share: float | None = None
 
     def is_high(self, used_bytes: int) -> bool:
         """Say whether so many bytes on the tier are above its high watermark."""

@@ -1,17 +1,18 @@
-"""Flush: which tiers are owed a copy of a checkpoint.
+"""Flush: which tiers are owed a copy of a checkpoint, and in which order a tier takes what it is owed.
 
-Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with, in
-rising order; what it has moved past is not sent again.
+Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with; in
+rising order, or the newest first. What it has moved past is not sent again, nor is what its retention would drop as
+soon as it came.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tierfall.core.values import CheckpointId, CopyState, TierKind
-from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind
+from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
 from tierfall.policies.guard import beginning_of_the_line, newest_of
-from tierfall.policies.retention import wanted_of
+from tierfall.policies.retention import plan_retention, wanted_of
 
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
 
@@ -27,8 +28,9 @@ def tiers_owed(
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Name the tiers that a checkpoint found at a start is still owed to.
 
-    Not where it is, nor where a newer checkpoint of the line was committed: copies arrive in order, so that tier had
-    it once, or gave it up. Nor where it would be dropped at once beside those that are to come.
+    Not where it is; nor, where copies arrive in order, where a newer checkpoint of the line was committed: that tier
+    had it once, or gave it up. Where the newest comes first that says nothing, and what retention would keep there is
+    still owed. Nor where it would be dropped at once beside those that are to come.
     """
     if not checkpoint.live:
         return ()
@@ -36,21 +38,69 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         name
         for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
         if not checkpoint.readable_on(name)
-        and not any(c.live and c.id > checkpoint.id for c in view.on(name))
+        and _why_not_any_more(view, checkpoint, view.tier(name)) is None
         and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
     )
 
 
+def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
+    """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there, in the order in
+    which the tier takes them; DROP: its copy is given up."""
+    tier = view.tier(tier_name)
+    waiting = [
+        c
+        for c in view.checkpoints
+        if c.live and tier_name in c.owed and c.state(tier_name) is CopyState.ABSENT
+    ]
+    newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
+    decisions: list[Decision] = []
+    for checkpoint in sorted(waiting, key=lambda c: c.id, reverse=newest_first):
+        reason = _why_not_any_more(view, checkpoint, tier) if newest_first else None
+        verdict = Verdict.KEEP if reason is None else Verdict.DROP
+        before = sum(d.verdict is Verdict.KEEP for d in decisions)
+        decisions.append(
+            Decision(
+                checkpoint=checkpoint.id,
+                tier=tier_name,
+                verdict=verdict,
+                reason=reason or _turn(before, newest_first=newest_first),
+                bytes=max((copy.bytes for copy in checkpoint.copies.values()), default=0),
+            )
+        )
+    return tuple(decisions)
+
+
+def _turn(before: int, *, newest_first: bool) -> str:
+    which = "newer" if newest_first else "older"
+    if before == 0:
+        return f"the {'newest' if newest_first else 'oldest'} that waits"
+    return f"after {before} {which} {'one' if before == 1 else 'ones'}"
+
+
+def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Say why a tier that has a newer checkpoint is not to get this one any more; None where it has none, or where it
+    takes the newest first and its retention would keep this one."""
+    if not any(c.live and c.id > checkpoint.id for c in view.on(tier.name)):
+        return None
+    if tier.flush_order is FlushOrder.IN_ORDER:
+        return "it has a newer one, and copies arrive in order"
+    if not _is_alike_everywhere(view, tier):
+        return None
+    arrived = replace(_as_if_there(checkpoint, tier), owed=checkpoint.owed - {tier.name})
+    as_if = replace(
+        view,
+        checkpoints=tuple(arrived if c.id == checkpoint.id else c for c in view.checkpoints),
+    )
+    told = next(d for d in plan_retention(as_if, tier.name) if d.checkpoint == checkpoint.id)
+    if told.verdict is Verdict.KEEP:
+        return None
+    return f"newer ones came first, and retention would drop it at once ({told.reason})"
+
+
 def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
     """Say whether the tier would drop it at once: neither a rule nor the guard would keep it beside what lies there and
-    what is to come.
-
-    Ranks must not come to different answers, or some would wait for the others' parts for ever: where there are
-    several, a rule that goes by more than steps and attempts counts as one that wants it.
-    """
-    if not tier.retain:
-        return False
-    if view.many_ranks and not all(rule.policy.alike for rule in tier.retain):
+    what is to come."""
+    if not tier.retain or not _is_alike_everywhere(view, tier):
         return False
     newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
     expected = {
@@ -65,13 +115,21 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
     return kept is None and beginning_of_the_line(then, checkpoint) is None
 
 
+def _is_alike_everywhere(view: View, tier: TierRules) -> bool:
+    """Say whether all ranks come to the same answer by the rules of retention: else some would wait for the others'
+    parts for ever. Where there are several, a rule that goes by more than steps and attempts counts as one that wants
+    whatever it is asked about."""
+    return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
+
+
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:
     """Say whether the tier, which holds none newer than ``newest``, is to get it."""
+    in_order = tier.flush_order is FlushOrder.IN_ORDER
     return (
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
         and any(checkpoint.readable_on(name) for name in checkpoint.copies)
-        and (newest is None or checkpoint.id > newest)
+        and (newest is None or not in_order or checkpoint.id > newest)
     )
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -51,6 +52,7 @@ from tierfall.saving import Saver
 from tierfall.session import Session
 from tierfall.signals import SignalWatch
 from tierfall.starting import opening, ready_together
+from tierfall.step_clock import StepClock
 
 logger = logging.getLogger("tierfall")
 _open: set[Checkpointer] = set()
@@ -96,6 +98,8 @@ class Checkpointer:
                     post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
                 )
                 undo.callback(self._capturer.close, 1.0)
+                self._steps = StepClock(self._session.coordinator.pacing)
+                self._capturer.barrier.on_step = self._steps.stepped
                 self._saver = Saver(config, self._session, self._capturer)
                 self._by_path = PathSaves(
                     config,
@@ -171,6 +175,7 @@ class Checkpointer:
         """Save what ``described`` walks, as ``save`` does. One thread after the other: torch.distributed.checkpoint
         saves on threads of its own."""
         began = time.monotonic()
+        self._steps.saving()
         self._check_usable()
         self._check_alive()
         many = self._session.ranks.many
@@ -314,7 +319,9 @@ class Checkpointer:
             )
             if only is None:
                 self._restorer.continue_from(restored.checkpoint, any_saved)
-        return telling.restore_report(restored, time.monotonic() - began)
+        report = telling.restore_report(restored, time.monotonic() - began)
+        self._session.tell(partial(telling.note_reads, self._session.coordinator.rates, report))
+        return report
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""

@@ -137,6 +137,13 @@ class Statistics:
     ``maybe_save`` saves. ``ettr`` is the share of the time since open in which training made progress that is kept, by
     the calls of ``maybe_save``: not what saves added, nor restores, nor steps that were gone back over; failures that
     ended an earlier process do not count. None before the first of them.
+
+    ``write_bytes_per_s`` and ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of
+    late, in bytes of images; what was not seen has no entry. ``behind`` is, by tier, by how many more checkpoints it
+    would be behind after an hour of this cadence (0: it keeps up), ``behind_s`` how many seconds ago the oldest
+    checkpoint was saved that is newer than all that it has, and ``late`` how often it came to be further behind than
+    ``flush.within``. ``flush_shares`` says of each tier that yields to training which share of its rate it is written
+    at now (1: it is not held back).
     """
 
     saves: int
@@ -159,3 +166,9 @@ class Statistics:
     capture: str = ""
     cadence: CadenceReport | None = None
     ettr: float | None = None
+    write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    behind: Mapping[str, float] = field(default_factory=dict)
+    behind_s: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, int] = field(default_factory=dict)
+    flush_shares: Mapping[str, float] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from tierfall.core.image import Layout
 from tierfall.core.names import check_name
 from tierfall.core.records import Line, chunk_count
 from tierfall.core.restore.restore import Restored
+from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.rates import Rates
 from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, SaveOutcome
 from tierfall.core.words import with_article
 from tierfall.reports import CheckpointInfo, Compression, RestoreReport, ShardSource, Statistics
@@ -111,6 +114,13 @@ def restore_report(restored: Restored, seconds: float) -> RestoreReport:
     )
 
 
+def note_reads(rates: Rates, report: RestoreReport) -> None:
+    """Note how fast this rank read tiers: no slower than by all of the restore's time."""
+    for source in report.sources:
+        if source.rank is None:
+            rates.was_read(source.tier, source.bytes, report.seconds)
+
+
 def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
     """Tell of every checkpoint that is there or being captured; what is left of a failed capture is none."""
     left = ledger.abandoned()
@@ -174,15 +184,15 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         for tier, seconds in one.durable_s.items():
             durable.setdefault(tier, []).append(seconds)
 
-    def inner() -> tuple[dict[str, int], dict[LossClass, int | None]]:
+    def inner() -> tuple[dict[str, int], dict[LossClass, int | None], dict[str, Any]]:
         edges = {
             f"{source}->{lane.tier}": count
             for lane in coordinator.lanes.values()
             for source, count in lane.edge_bytes.items()
         }
-        return edges, _newest(coordinator.ledger)
+        return edges, _newest(coordinator.ledger), _flow(coordinator, time.monotonic())
 
-    edges, newest = session.ask(inner)
+    edges, newest, flow = session.ask(inner)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -196,7 +206,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         commits=dict(counters.commits),
         edge_bytes=edges,
         flush_failures=counters.flush_failures,
-        given_up_copies=counters.given_up_copies,
+        given_up_copies=counters.given_up_copies + sum(coordinator.turns.given_up.values()),
         dropped_copies=coordinator.dropper.dropped,
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
@@ -209,7 +219,29 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for name, store in session.stores.items()
             if (packed := store.packed) is not None
         },
+        **flow,
     )
+
+
+def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
+    """Say how fast each tier is, and how far behind."""
+    rates, pressure = coordinator.rates, coordinator.pressure
+    stored = [
+        rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
+    ]
+
+    def seen(asked: Callable[[str], float | None]) -> dict[str, float]:
+        tiers = [rules.name for rules in coordinator.ledger.rules]
+        return {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
+
+    return {
+        "write_bytes_per_s": seen(rates.write_bytes_per_s),
+        "read_bytes_per_s": seen(rates.read_bytes_per_s),
+        "behind": dict(pressure.behind),
+        "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
+        "flush_shares": dict(coordinator.pacing.shares),
+        "late": {tier: pressure.late.get(tier, 0) for tier in stored},
+    }
 
 
 def _newest(ledger: Ledger) -> dict[LossClass, int | None]:

@@ -31,6 +31,9 @@ from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.pacing import LeastShare, Pacing, PlanYield
+from tierfall.core.scheduler.pressure import Foreseen, Pressure
+from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import (
@@ -50,11 +53,13 @@ from tierfall.core.scheduler.tasks import (
     OpenShard,
     Order,
     Outcome,
+    PersonsOrder,
     ReadCommit,
     ReadMarks,
     SaveGivenUp,
     Task,
 )
+from tierfall.core.scheduler.turns import Turns
 from tierfall.core.snapshot import HostMemory
 from tierfall.core.values import CheckpointId, SaveOutcome, WhenFull
 from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
@@ -65,9 +70,31 @@ logger = logging.getLogger("tierfall")
 class Policies(Protocol):
     """The decisions that the coordinator asks for: pure functions, handed in."""
 
+    @property
+    def plan_yield(self) -> PlanYield: ...
+
+    @property
+    def least_share(self) -> LeastShare: ...
+
     def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
 
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
+
+    def plan_flush(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
+
+    def forecast(
+        self,
+        tier: TierRules,
+        *,
+        saves: int,
+        every_s: float,
+        bytes: int,
+        bytes_per_s: float | None,
+        stretches: int,
+        waiting: int,
+    ) -> Foreseen: ...
+
+    def lateness(self, tier: TierRules, behind_s: float) -> str | None: ...
 
     def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
@@ -76,6 +103,10 @@ class Policies(Protocol):
     def plan_eviction(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
+
+    def plan_relief(
+        self, view: View, tier_name: str, *, missing_bytes: int
+    ) -> tuple[Decision, ...]: ...
 
     def plan_superseding(
         self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
@@ -106,9 +137,11 @@ class Coordinator:
         unread: Collection[str] = (),
         council: Council | None = None,
         shared: Mapping[str, bool] | None = None,
+        set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
-        reached by ``council``, and ``shared`` says of each tier whether all of them see it."""
+        reached by ``council``, and ``shared`` says of each tier whether all of them see it. ``set_pace`` has
+        a tier be written at so many bytes per second from now on (None: at any)."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -116,6 +149,7 @@ class Coordinator:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._tasks_out = 0
+        self.rates = Rates()
         self._idle_bells: list[Bell] = []
         self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
@@ -136,11 +170,14 @@ class Coordinator:
             next_due_s=policies.next_due_s,
             dispatch=self._dispatch,
         )
+        self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)
         self._flusher = Flusher(
             ledger=ledger,
             lanes=self.lanes,
             dropper=self.dropper,
+            turns=self.turns,
             plan_eviction=policies.plan_eviction,
+            plan_relief=policies.plan_relief,
             max_wait_s=max_wait_s,
         )
         self.superseder = Superseder(
@@ -148,6 +185,17 @@ class Coordinator:
             lanes=self.lanes,
             dropper=self.dropper,
             plan_superseding=policies.plan_superseding,
+        )
+        self.pressure = Pressure(
+            ledger=ledger, rates=self.rates, foresee=policies.forecast, lateness=policies.lateness
+        )
+        self.pacing = Pacing(
+            rules=ledger.rules,
+            rates=self.rates,
+            pressure=self.pressure,
+            plan_yield=policies.plan_yield,
+            least_share=policies.least_share,
+            set_pace=set_pace,
         )
         self._admissions = Admissions(
             ledger=ledger,
@@ -169,6 +217,9 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
+        self.pacing.hurries = self._admissions.is_short
+        self._admissions.answered = self.pressure.answered
+        self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.errors = self._flusher.errors
@@ -199,7 +250,7 @@ class Coordinator:
             dispatch=self._dispatch,
             max_wait_s=self._max_wait_s,
         )
-        for part in (self._flusher, self._saves, self.superseder):
+        for part in (self._flusher, self.turns, self._saves, self.superseder, self.pressure):
             part.others = self.commits
         for lane in self.lanes.values():
             lane.land_only = True
@@ -331,6 +382,7 @@ class Coordinator:
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
+                self.pressure.found(entry.id, tuple(entry.owed))
 
     def _has_found(self, entry: Entry, tier: str) -> None:
         """A checkpoint is there that another process wrote."""
@@ -353,6 +405,8 @@ class Coordinator:
             self._admissions.admit(now_s, self.fenced)
         for lane in self.lanes.values():  # what was given up for a save just now is aborted now
             self._flusher.drive(lane, now_s, begin=False)
+        self.pressure.tick(now_s)
+        self.pacing.adjust(now_s)
         if self.commits is not None:
             self.commits.tick(now_s)
         if self.fenced is None:
@@ -377,6 +431,7 @@ class Coordinator:
     def _take(self, event: Event, now_s: float) -> None:
         match event:
             case Admission():
+                self.pressure.asked(event.image_bytes, now_s)
                 self._admissions.ask(event)
             case (
                 CaptureBegun()
@@ -386,7 +441,10 @@ class Coordinator:
                 | SaveGivenUp()
             ):
                 self._saves.take(event)
+                self._note_save(event, now_s)
             case Order():
+                if event.kind is PersonsOrder.DELETE:
+                    self.pressure.gone(event.id)
                 self._orders.give(event)
             case Gathered() | Announced() | Told():
                 self._hear(event)
@@ -397,7 +455,15 @@ class Coordinator:
                 self._answer(event)
             case Outcome():
                 self._tasks_out -= 1
+                self.rates.ended(event, now_s)
                 self._took(event, now_s)
+
+    def _note_save(self, event: Event, now_s: float) -> None:
+        match event:
+            case CaptureBegun():
+                self.pressure.saved(event.snapshot.id, event.tiers, now_s)
+            case CaptureFailed():
+                self.pressure.gone(event.id)
 
     def _hear(self, news: News) -> None:
         """Other ranks have said something."""
@@ -483,12 +549,14 @@ class Coordinator:
     def _dispatch(self, task: Task) -> None:
         """Every task that goes out comes back as one outcome."""
         self._tasks_out += 1
+        self.rates.began(task, self.ledger.now_s)
         self._submit(task)
 
     def _next_s(self, now_s: float) -> float | None:
         waits = self._admissions.deadlines_s()
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
-        retries = [self.dropper.next_s(), self._orders.next_s()]
+        retries = [self.dropper.next_s(), self._orders.next_s(), self.pressure.next_s(now_s)]
+        retries.append(self.pacing.next_s(now_s))
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)

@@ -19,9 +19,10 @@ from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.transfer import Transfer
+from tierfall.core.scheduler.turns import Turns
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
-from tierfall.core.view import Eviction, View
+from tierfall.core.view import Decision, Eviction, View
 
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
@@ -32,6 +33,12 @@ class PlanEviction(Protocol):
     def __call__(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
+
+
+class PlanRelief(Protocol):
+    def __call__(
+        self, view: View, tier_name: str, *, missing_bytes: int
+    ) -> tuple[Decision, ...]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,18 +61,23 @@ class Flusher:
         ledger: Ledger,
         lanes: Mapping[str, Lane],
         dropper: Dropper,
+        turns: Turns,
         plan_eviction: PlanEviction,
+        plan_relief: PlanRelief,
         max_wait_s: float,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._dropper = dropper
         self._plan_eviction = plan_eviction
-        self._max_wait_s = max_wait_s
+        self._plan_relief = plan_relief
+        self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in ledger.rules}
         self.others = Alone(ledger)
+        self.turns = turns
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
+        self.has_arrived: Callable[[str, CheckpointId], None] = lambda tier, id: None
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
         self.counters = Counters()
@@ -96,11 +108,9 @@ class Flusher:
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
-        waiting = [e for e in self._ledger.ordered() if lane.tier in e.owed]
+        waiting = tuple(self.turns.waiting(lane.tier))
         left = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
-            if lane.tier in entry.landed or not self.others.may_begin(lane.tier, entry.id):
-                continue
             if entry.id in left:
                 entry.give_up([lane.tier], entry.given_up("its line was left behind"))
             elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
@@ -112,7 +122,8 @@ class Flusher:
             else:
                 if self._make_room(lane, entry, now_s):
                     self._begin(lane, entry, part)
-                return
+                if lane.tier in entry.owed:
+                    return
 
     def _begin(self, lane: Lane, entry: Entry, part: Entry | None) -> None:
         """Begin a copy that has room; of what other ranks saved, this one may have no part to bring."""
@@ -130,6 +141,29 @@ class Flusher:
             return True  # rank 0 has made it
         rules = next(r for r in self._ledger.rules if r.name == lane.tier)
         capacity = rules.capacity_bytes
+        need, free = self._need_and_free(lane, entry, capacity)
+        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
+            return True
+        held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
+        plan = self._plan_eviction(
+            self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
+        )
+        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan):
+            return False
+        if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
+            lane.full = False
+            for decision in plan.drops:
+                self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
+            return False
+        if free >= need:
+            return True  # above the high watermark, where nothing more may go
+        if self.others.decides and self._relieve(lane, plan.missing_bytes):
+            return False
+        self._room_is_missing(lane, entry, need, max(free, 0), now_s)
+        return False
+
+    def _need_and_free(self, lane: Lane, entry: Entry, capacity: int | None) -> tuple[int, int]:
+        """Reckon the bytes that a copy takes on a tier, for all ranks, and those that there are for it."""
         need = _image_bytes(entry)
         if entry.parts is None:
             need *= self.others.ranks_on(lane.tier)
@@ -139,21 +173,20 @@ class Flusher:
             free = min(free, 0)
         if free >= need and capacity is not None:
             free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
-        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
-            return True
-        held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
-        plan = self._plan_eviction(
-            self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
-        )
-        if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
-            lane.full = False
-            for decision in plan.drops:
-                self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
-            return False
-        if free >= need:
-            return True  # above the high watermark, where nothing more may go
-        self._room_is_missing(lane, entry, need, max(free, 0), now_s)
-        return False
+        return need, free
+
+    def _relieve(self, lane: Lane, missing_bytes: int) -> bool:
+        """Give up what slower tiers are owed of one checkpoint, where their rules say so and it makes room here."""
+        entries = self._ledger.entries
+        settling = {e.id for e in entries.values() if e.in_doubt or e.landed}
+        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
+        settling |= self._dropper.reserved | self._dropper.awaited
+        view = self._ledger.view(settling=settling, restoring=self._dropper.paused)
+        decisions = self._plan_relief(view, lane.tier, missing_bytes=missing_bytes)
+        for decision in decisions:
+            entry, reason = entries[decision.checkpoint], decision.reason
+            self.turns.give_up(entry, decision.tier, reason, level=logging.WARNING)
+        return bool(decisions)
 
     def _room_is_missing(
         self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
@@ -225,6 +258,7 @@ class Flusher:
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
         self._dropper.survey(lane.tier)
+        self.has_arrived(lane.tier, id)
         if entry.handle is not None:
             entry.handle.tell_committed(lane.tier)
         self.has_committed(lane.tier, entry)
@@ -257,7 +291,7 @@ class Flusher:
             entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
         )  # fmt: skip
         lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
-        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
+        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
     def stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
@@ -271,7 +305,7 @@ class Flusher:
             "flush of %s to %s stalls, and goes on in %.1f s: %s",
             id, lane.tier, lane.not_before_s - now_s, error,
         )  # fmt: skip
-        if lane.failing_for_s(now_s) >= self._max_wait_s:
+        if lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             entry = lane.active.entry
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 

@@ -3,6 +3,7 @@
     ## title of the case
     now SECONDS
     tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [capacity=N high=SHARE [low=SHARE]] [order=NAME]
+        [newest_first] [when_full=WORD]
     retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
     many-ranks
     failing NAME ...
@@ -10,12 +11,14 @@
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
         [saved=SECONDS] [tags=A,B] [METRIC:VALUE] TIER=STATE[:leased] ...
-    ask retention TIER | eviction TIER need=N free=N | superseding TIER need=N free=N | guard TIER STEP@ATTEMPT
-        | due TIER
-        | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
+    ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
+        | relief TIER missing=N | guard TIER STEP@ATTEMPT | due TIER | owed ORDINAL | still-owed STEP@ATTEMPT
+        | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
+        | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     -> an answer, one line each, with its reason
 
-Every copy has 100 bytes. Times are in seconds on the wall.
+Every copy has 100 bytes. Times are in seconds on the wall. A host tier supersedes, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -26,15 +29,26 @@ from dataclasses import dataclass, field, replace
 from tests.rules import order, retained
 from tierfall.config import Retain
 from tierfall.core.policy import Rule
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind, survives
+from tierfall.core.values import (
+    CheckpointId,
+    CopyState,
+    FlushOrder,
+    LossClass,
+    TierKind,
+    WhenFull,
+    survives,
+)
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
 from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import still_owed, tiers_owed
+from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
+from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import next_due_s, plan_retention
-from tierfall.policies.staleness import owed_in_time
+from tierfall.policies.staleness import lateness, owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
+from tierfall.policies.yielding import plan_yield
 
 COPY_BYTES = 100
 
@@ -125,28 +139,14 @@ def by_bytes(view: View, tier_name: str, need: int, *, free: int) -> Fits:
 def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
     view, options = picture.view(), _options(words)
     match what:
-        case "retention":
-            plan = plan_retention(view, words[0])
-            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan]
-        case "eviction":
-            made = plan_eviction(
-                view,
-                words[0],
-                need_bytes=int(options["need"]),
-                free_bytes=int(options["free"]),
-            )
-            drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
-            return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
-        case "superseding":
-            told = plan_superseding(
-                view,
-                words[0],
-                fits=by_bytes(view, words[0], int(options["need"]), free=int(options["free"])),
-            )
-            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
-        case "due":
-            due_s = next_due_s(view, words[0])
-            return ["never" if due_s is None else f"at {due_s:g}"]
+        case "retention" | "flush" | "eviction" | "superseding" | "relief" | "due":
+            return _plan(view, what, words[0], options)
+        case "yield":
+            return _yield(options)
+        case "forecast":
+            return _forecast(view.tier(words[0]), options)
+        case "late":
+            return [lateness(view.tier(words[0]), float(options["behind"])) or "in time"]
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -160,6 +160,48 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
             every = int(options["every"])
             return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
     raise ValueError(f"no such question: {what}")
+
+
+def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str]:
+    if what == "eviction":
+        made = plan_eviction(
+            view, tier, need_bytes=int(options["need"]), free_bytes=int(options["free"])
+        )
+        drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
+        return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
+    if what == "due":
+        due_s = next_due_s(view, tier)
+        return ["never" if due_s is None else f"at {due_s:g}"]
+    if what == "relief":
+        gone = plan_relief(view, tier, missing_bytes=int(options["missing"]))
+        return [f"{d.verdict} {d.checkpoint} to {d.tier}: {d.reason}" for d in gone]
+    plan = {"retention": plan_retention, "flush": plan_flush}.get(what)
+    if plan is not None:
+        return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan(view, tier)]
+    fits = by_bytes(view, tier, int(options["need"]), free=int(options["free"]))
+    return [
+        f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan_superseding(view, tier, fits=fits)
+    ]
+
+
+def _yield(options: dict[str, str]) -> list[str]:
+    idle, busy = ([float(each) for each in options[kind].split(",")] for kind in ("idle", "busy"))
+    share, least = float(options["share"]), float(options["least"])
+    told = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
+    return [f"{told.share:g}: {told.reason}"]
+
+
+def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
+    told = forecast(
+        tier,
+        saves=int(options["saves"]),
+        every_s=float(options["every"]),
+        bytes=int(options["bytes"]),
+        bytes_per_s=float(options["rate"]) if "rate" in options else None,
+        stretches=int(options["stretches"]),
+        waiting=int(options["waiting"]),
+    )
+    return [f"{told.behind:.2f} behind in an hour", *([told.warning] if told.warning else [])]
 
 
 def _tier(words: list[str]) -> TierRules:
@@ -177,6 +219,8 @@ def _tier(words: list[str]) -> TierRules:
         evict_low=float(options["low"]) if "low" in options else None,
         evict=order(options["order"]) if "order" in options else None,
         within_s=float(options["within"]) if "within" in options else None,
+        when_full=WhenFull(options["when_full"]) if "when_full" in options else _when_full(kind),
+        flush_order=FlushOrder.NEWEST_FIRST if "newest_first" in words else FlushOrder.IN_ORDER,
     )
 
 
@@ -189,6 +233,10 @@ def _retain(words: list[str]) -> tuple[Rule, ...]:
     if members.get("tags") not in (None, "true"):
         members["tags"] = str(members["tags"]).split(",")
     return Retain.model_validate(members).rules()
+
+
+def _when_full(kind: TierKind) -> WhenFull | None:
+    return WhenFull.SUPERSEDE if kind is TierKind.HOST else None
 
 
 def _checkpoint(words: list[str]) -> CheckpointView:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -39,6 +39,7 @@ from tierfall.core.values import (
     LOSS_CLASSES,
     CheckpointId,
     Codec,
+    FlushOrder,
     LossClass,
     SaveOutcome,
     WhenFull,
@@ -135,7 +136,19 @@ class History:
         memory = random.Random(f"memory {seed}")
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
         self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
-        rules, self.wants = draw_rules(self.draw, seed)
+        order = random.Random(f"order {seed}")
+        drawn, self.wants = draw_rules(self.draw, seed)
+        rules = [
+            replace(
+                rules,
+                flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)),
+                when_full=order.choice((WhenFull.SKIP, *[WhenFull.SUPERSEDE] * 2, *[None] * 3)),
+            )
+            for rules in drawn
+        ]
+        self.gives_up = self.when_full is WhenFull.SUPERSEDE or any(
+            r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for r in rules
+        )
         self.world = World(
             rules,
             memory_images=self.draw.choice((1, 2, 2, 3, 4)) + memory.choice((0, 0, 1)),
@@ -560,7 +573,7 @@ class History:
             assert not there, f"{id} was superseded, and is on {there}"
         for id in told - self.superseded:
             self.superseded.add(id)
-            assert self.when_full is WhenFull.SUPERSEDE
+            assert self.gives_up, f"{id} is superseded, and no tier asks for that"
             assert id not in self.pinned, f"{id} was pinned, and is superseded"
             handle = self.world.handles[id]
             assert isinstance(handle.exception(), CapacityError)
@@ -665,9 +678,12 @@ class History:
             }
             both = {**due_there, **{id: now[rules.name].commits[id] for id in there}}
             wanted = self.wants[rules.name].wanted(both, self.world.now_s)
+            sends_all = rules.flush_order is FlushOrder.NEWEST_FIRST and not (
+                rules.retain or rules.capacity_bytes
+            )
             for id in due_there:
                 due = id in wanted or not rules.retain
-                passed = any(other >= id for other in there)
+                passed = id in there or (not sends_all and any(other > id for other in there))
                 assert not due or passed or self._is_full(rules.name, now), (
                     f"{id} lies in memory, and never came to {rules.name}"
                 )

@@ -21,8 +21,8 @@ from tierfall.config.sections import (
     Capture,
     Compress,
     Flush,
-    FlushOrder,
 )
+from tierfall.core.values import FlushOrder
 
 __all__ = [
     "Best",

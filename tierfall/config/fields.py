@@ -10,13 +10,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tierfall.backends.opening import check_url
@@ -26,8 +25,6 @@ from tierfall.core.packing.frames import LEVEL_MAX, LEVEL_MIN
 from tierfall.core.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
 
 WRONG = "wrong_value"
-NOT_SUPPORTED = "not_supported"
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _NAME_SCHEMA = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$", "maxLength": 200}
 _EXPECTED_NAME = "up to 200 letters, digits, '.', '_' and '-', beginning with a letter or digit"
@@ -36,6 +33,7 @@ _EXPECTED_LEVEL = f"a level from {LEVEL_MIN} to {LEVEL_MAX}"
 _EXPECTED_URL = "an address such as s3://bucket/prefix, gs://, az:// or file:///folder"
 _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
+_EXPECTED_BANDWIDTH = f"{units.EXPECTED_RATE}, or a share such as 50%"
 _EXPECTED_WAIT = "a time above 0, such as 60s"
 _EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such as 10m"
 
@@ -45,10 +43,6 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*
 def wrong(message: str, *, expected: str) -> PydanticCustomError:
     """A wrong value; the texts go in as context, because pydantic reads braces in a template."""
     return PydanticCustomError(WRONG, "{message}", {"message": message, "expected": expected})
-
-
-def not_supported(what: str) -> PydanticCustomError:
-    return PydanticCustomError(NOT_SUPPORTED, "{message}", {"message": f"{what} not supported yet"})
 
 
 def show(value: object) -> str:
@@ -70,39 +64,22 @@ def show(value: object) -> str:
             return f"a value of type {type(value).__name__}"
 
 
-def not_yet(text: str, *neutral: object) -> AfterValidator:
-    """Refuse a key that a later version acts on, unless its value is one that changes nothing.
-
-    ``text`` ends in "is" or "are"; the message goes on with "not supported yet".
-    """
-
-    def refuse(value: Any) -> Any:
-        if value is not None and value not in neutral:
-            raise not_supported(text)
-        return value
-
-    return AfterValidator(refuse)
-
-
-def choice(words: type[StrEnum], *, later: Mapping[str, str] = NOTHING) -> BeforeValidator:
-    """Read one word of a closed set; ``later`` maps words that are refused for now to the start of a sentence."""
-    known = [*words, *(word for word in later if word not in set(words))]
-    expected = f"one of {', '.join(known)}"
+def choice(words: type[StrEnum]) -> BeforeValidator:
+    """Read one word of a closed set."""
+    expected = f"one of {', '.join(words)}"
 
     def read(value: object) -> object:
-        if isinstance(value, str) and value in later:
-            raise not_supported(later[value])
         if isinstance(value, str) and value in set(words):
             return words(value)
-        near = nearest(value, known) if isinstance(value, str) else ""
+        near = nearest(value, words) if isinstance(value, str) else ""
         raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
 
     return BeforeValidator(read)
 
 
-def any_word(words: type[StrEnum], *more: str) -> WithJsonSchema:
-    """Describe a closed set to editors, words that are refused for now included."""
-    return WithJsonSchema({"type": "string", "enum": [*words, *more]})
+def any_word(words: type[StrEnum]) -> WithJsonSchema:
+    """Describe a closed set to editors."""
+    return WithJsonSchema({"type": "string", "enum": [*words]})
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -147,6 +124,15 @@ def _positive_rate(value: int | str) -> int:
     if bytes_per_s == 0:
         raise ConfigError(f"nothing moves at 0 bytes per second; expected {units.EXPECTED_RATE}")
     return bytes_per_s
+
+
+def _bandwidth(value: int | str) -> int | float:
+    if not isinstance(value, str) or "%" not in value:
+        return _positive_rate(value)
+    share = units.parse_share(value)
+    if share == 0:
+        raise ConfigError(f"nothing moves at 0% of a rate; expected {_EXPECTED_BANDWIDTH}")
+    return float(share)
 
 
 def _wait(value: float | str) -> float:
@@ -264,6 +250,20 @@ Rate = Annotated[
     _parsed(_positive_rate, units.EXPECTED_RATE),
     number_or_text(units.RATE_PATTERN, minimum=1),
 ]
+Bandwidth = Annotated[
+    int | float,
+    _parsed(_bandwidth, _EXPECTED_BANDWIDTH),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": units.RATE_PATTERN},
+                {"type": "string", "pattern": units.SHARE_PATTERN},
+            ]
+        }
+    ),
+]
+"""Bytes per second as a whole number, or a share of what was measured as a fraction."""
 Duration = Annotated[
     float,
     _parsed(units.parse_duration, units.EXPECTED_DURATION),

@@ -14,7 +14,7 @@ from tierfall.config.places import Problem, write_place
 from tierfall.config.rules import check_chain, link_of
 from tierfall.config.source import Source, read_yaml
 from tierfall.config.wording import problems_of
-from tierfall.core.errors import ConfigError, NotSupportedError
+from tierfall.core.errors import ConfigError
 from tierfall.core.names import check_name
 
 
@@ -29,8 +29,7 @@ def load_config(
     ``run`` stands for the run's name, whatever the source says. ``${env:NAME}`` in text is filled in from ``environ``;
     its value appears in no message. Relative paths start at the working directory.
 
-    Raises ConfigError, or NotSupportedError where all that is wrong is for a later version; the message names every
-    problem, each with file, line and place.
+    Raises ConfigError; the message names every problem, each with file, line and place.
     """
     if run is not None:
         check_name(run, what="run")
@@ -76,13 +75,12 @@ def _validate(values: dict[str, object], filling: Filling) -> tuple[Config | Non
 
 
 def _error(read: Source, problems: list[Problem]) -> ConfigError:
-    kind = NotSupportedError if all(problem.later for problem in problems) else ConfigError
     in_order = sorted(problems, key=lambda problem: read.line(problem.place) or 0)
     lines = [f"{read.where(problem.place)}{_at(problem)}" for problem in in_order]
     if len(lines) == 1:
-        return kind(lines[0])
+        return ConfigError(lines[0])
     listed = "".join(f"\n  {line}" for line in lines)
-    return kind(f"{read.label or 'configuration'}: {len(lines)} problems{listed}")
+    return ConfigError(f"{read.label or 'configuration'}: {len(lines)} problems{listed}")
 
 
 def _at(problem: Problem) -> str:

@@ -12,11 +12,10 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with a configuration; ``later`` where it is right, but for a later version."""
+    """One thing wrong with a configuration."""
 
     place: Place
     message: str
-    later: bool = False
 
 
 def write_place(place: Place) -> str:

@@ -1,7 +1,6 @@
 """The sections of the YAML file below its first level, but for the tiers themselves: every key and its default.
 
-Keys that a later version acts on are here as well, so that the schema is whole; setting one to anything but its
-default is refused with "not supported yet", never ignored. Keys in YAML are the aliases; attributes carry their unit.
+Keys in YAML are the aliases; attributes carry their unit.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tierfall.config.fields import (
     Count,
-    Duration,
     Flag,
     Level,
     Rate,
+    Wait,
     any_word,
     choice,
-    not_yet,
     wrong,
 )
-from tierfall.core.values import CaptureMode, Codec
+from tierfall.core.values import CaptureMode, Codec, FlushOrder
 
 
 class OnClose(StrEnum):
@@ -30,13 +28,6 @@ class OnClose(StrEnum):
 
     RELEASE = "release"
     KEEP = "keep"
-
-
-class FlushOrder(StrEnum):
-    """Which of several waiting checkpoints a tier takes first."""
-
-    IN_ORDER = "in_order"
-    NEWEST_FIRST = "newest_first"
 
 
 class Section(BaseModel):
@@ -86,18 +77,29 @@ class Flush(Section):
     )
     order: Annotated[
         FlushOrder,
-        choice(FlushOrder, later={"newest_first": "taking the newest first is"}),
+        choice(FlushOrder),
         any_word(FlushOrder),
     ] = Field(
         default=FlushOrder.IN_ORDER,
-        description="Which waiting checkpoint goes first. newest_first is not supported yet.",
-        examples=["in_order"],
+        description="Which waiting checkpoint goes first. newest_first: the newest, and older ones after it; those "
+        "that the tier's retention would drop at once are given up. A copy that was begun is finished first.",
+        examples=["newest_first"],
     )
-    within_s: Annotated[Duration | None, not_yet("a deadline for a flush is")] = Field(
+    within_s: Wait | None = Field(
         default=None,
         alias="within",
-        description="How soon a checkpoint must have arrived. Not supported yet.",
+        description="How far behind the tier may be: how long ago the oldest checkpoint may have been saved that is "
+        "newer than all that it has. Where it is further behind, that is said once, and counted. What it is owed is "
+        "not superseded.",
         examples=["10m"],
+    )
+
+    yields: Flag = Field(
+        default=True,
+        alias="yield",
+        description="Whether the tier is written slower while training's steps take longer beside that: down to what "
+        "keeps up with the saves and with within, and to a tenth of its rate at least.",
+        examples=[False],
     )
 
 

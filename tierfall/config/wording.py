@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tierfall.config.environment import Filling
-from tierfall.config.fields import NOT_SUPPORTED, WRONG, nearest, show
+from tierfall.config.fields import WRONG, nearest, show
 from tierfall.config.model import CHAIN, TIER_MODELS, Config
 from tierfall.config.places import Place, Problem
 from tierfall.core.values import TierKind
@@ -42,8 +42,6 @@ def _problem(details: ErrorDetails, filling: Filling) -> Problem:
     location, kind, context = details["loc"], details["type"], details.get("ctx", {})
     place = _without_tag(location)
     original = filling.original(place)
-    if kind == NOT_SUPPORTED:
-        return Problem(place=place, message=context["message"], later=True)
     if kind == WRONG and original is None:
         return Problem(place=place, message=context["message"])
     if kind in ("extra_forbidden", "invalid_key"):
