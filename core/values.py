@@ -120,6 +120,13 @@ class WhenFull(StrEnum):
     SUPERSEDE = "supersede"
 
 
+class Direction(StrEnum):
+    """Which end of a metric is the good one."""
+
+    MIN = "min"
+    MAX = "max"
+
+
 class OnError(StrEnum):
     """What a failed flush does to the training loop."""
 

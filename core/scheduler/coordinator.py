@@ -71,6 +71,8 @@ class Policies(Protocol):
 
     def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
+    def next_due_s(self, view: View, tier_name: str) -> float | None: ...
+
     def plan_eviction(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
@@ -131,6 +133,7 @@ class Coordinator:
             ledger=ledger,
             tiers=self.lanes,
             plan_retention=policies.plan_retention,
+            next_due_s=policies.next_due_s,
             dispatch=self._dispatch,
         )
         self._flusher = Flusher(
@@ -338,6 +341,7 @@ class Coordinator:
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
+        self.ledger.now_s = now_s
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
         while self._events:

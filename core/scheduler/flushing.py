@@ -128,7 +128,8 @@ class Flusher:
             return False
         if not self.others.decides and not lane.full:
             return True  # rank 0 has made it
-        capacity = next(r.capacity_bytes for r in self._ledger.rules if r.name == lane.tier)
+        rules = next(r for r in self._ledger.rules if r.name == lane.tier)
+        capacity = rules.capacity_bytes
         need = _image_bytes(entry)
         if entry.parts is None:
             need *= self.others.ranks_on(lane.tier)
@@ -136,7 +137,9 @@ class Flusher:
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
             free = min(free, 0)
-        if free >= need:
+        if free >= need and capacity is not None:
+            free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
+        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return True
         held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
         plan = self._plan_eviction(
@@ -147,6 +150,8 @@ class Flusher:
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
             return False
+        if free >= need:
+            return True  # above the high watermark, where nothing more may go
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
         return False
 

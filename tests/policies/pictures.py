@@ -1,17 +1,21 @@
 """Views as text: how golden files say what lies where, what is asked, and what is answered.
 
     ## title of the case
-    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS]
+    now SECONDS
+    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [capacity=N high=SHARE [low=SHARE]] [order=NAME]
+    retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
+    many-ranks
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
-        TIER=STATE[:leased] ...
+        [saved=SECONDS] [tags=A,B] [METRIC:VALUE] TIER=STATE[:leased] ...
     ask retention TIER | eviction TIER need=N free=N | superseding TIER need=N free=N | guard TIER STEP@ATTEMPT
+        | due TIER
         | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
     -> an answer, one line each, with its reason
 
-Every copy has 100 bytes.
+Every copy has 100 bytes. Times are in seconds on the wall.
 """
 
 from __future__ import annotations
@@ -19,13 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tests.rules import order, retained
+from tierfall.config import Retain
+from tierfall.core.policy import Rule
 from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind, survives
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import still_owed, tiers_owed
 from tierfall.policies.guard import reason_to_keep
-from tierfall.policies.retention import plan_retention
+from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
 
@@ -42,6 +49,8 @@ class Picture:
     restored_from: CheckpointId | None = None
     attempt: int | None = None
     restoring: bool = False
+    now_s: float = 0.0
+    many_ranks: bool = False
 
     def view(self) -> View:
         return View(
@@ -51,6 +60,8 @@ class Picture:
             restored_from=self.restored_from,
             attempt=self.attempt,
             restoring=self.restoring,
+            wall_time_s=self.now_s,
+            many_ranks=self.many_ranks,
         )
 
     def checkpoint(self, id: CheckpointId) -> CheckpointView:
@@ -80,6 +91,15 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
     match verb:
         case "tier":
             picture.tiers.append(_tier(words))
+        case "now":
+            picture.now_s = float(words[0])
+        case "many-ranks":
+            picture.many_ranks = True
+        case "retain":
+            place = next(i for i, tier in enumerate(picture.tiers) if tier.name == words[0])
+            more = _retain(words[1:])
+            tier = picture.tiers[place]
+            picture.tiers[place] = replace(tier, retain=(*tier.retain, *more))
         case "have":
             picture.checkpoints.append(_checkpoint(words))
         case "failing":
@@ -124,6 +144,9 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
                 fits=by_bytes(view, words[0], int(options["need"]), free=int(options["free"])),
             )
             return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
+        case "due":
+            due_s = next_due_s(view, words[0])
+            return ["never" if due_s is None else f"at {due_s:g}"]
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -142,22 +165,37 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
 def _tier(words: list[str]) -> TierRules:
     name, kind = words[0], TierKind(words[1])
     options = _options(words)
-    last = options.get("last")
+    last, capacity = options.get("last"), options.get("capacity")
     return TierRules(
         name=name,
         kind=kind,
         survives=survives(kind, shared="shared" in words),
         flush_every=int(options.get("every", 1)),
-        retain_last=None if last is None else int(last),
+        retain=retained(None if last is None else int(last)),
+        capacity_bytes=None if capacity is None else int(capacity),
+        evict_high=float(options["high"]) if "high" in options else None,
+        evict_low=float(options["low"]) if "low" in options else None,
+        evict=order(options["order"]) if "order" in options else None,
         within_s=float(options["within"]) if "within" in options else None,
     )
+
+
+def _retain(words: list[str]) -> tuple[Rule, ...]:
+    """Read rules as the configuration does."""
+    members: dict[str, object] = dict(_options(words))
+    if "best" in members:
+        metric, mode, count = str(members["best"]).split(":")
+        members["best"] = {"metric": metric, "mode": mode, "count": count}
+    if members.get("tags") not in (None, "true"):
+        members["tags"] = str(members["tags"]).split(",")
+    return Retain.model_validate(members).rules()
 
 
 def _checkpoint(words: list[str]) -> CheckpointView:
     options = _options(words)
     copies = {}
     for name, value in options.items():
-        if name not in ("ordinal", "from", "owed"):
+        if name not in ("ordinal", "from", "owed", "saved", "tags"):
             state, _, leased = value.partition(":")
             copies[name] = CopyView(
                 state=CopyState(state), bytes=COPY_BYTES, leased=leased == "leased"
@@ -173,6 +211,13 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         settling="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
+        metrics={
+            name: float(value)
+            for name, _, value in (word.partition(":") for word in words[1:] if "=" not in word)
+            if value
+        },
+        tags=frozenset(options["tags"].split(",")) if "tags" in options else frozenset(),
+        wall_time_s=float(options["saved"]) if "saved" in options else None,
     )
 
 

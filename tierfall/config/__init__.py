@@ -16,13 +16,12 @@ from tierfall.config.model import (
     StoredTier,
     Tier,
 )
+from tierfall.config.retaining import Best, Evict, Retain
 from tierfall.config.sections import (
-    Best,
     Capture,
     Compress,
     Flush,
     FlushOrder,
-    Retain,
 )
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "Compress",
     "Config",
     "DeviceTier",
+    "Evict",
     "FileTier",
     "Flush",
     "FlushOrder",

@@ -24,16 +24,17 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
+    wrong,
 )
 from tierfall.config.interval import Interval
 from tierfall.config.places import write_place
+from tierfall.config.retaining import Evict, Retain
 from tierfall.config.rules import FOLDER, check_chain, link_of
 from tierfall.config.sections import (
     Capture,
     Compress,
     Flush,
     OnClose,
-    Retain,
     Section,
 )
 from tierfall.core.values import Driver, OnError, TierKind, WhenFull
@@ -119,6 +120,11 @@ class StoredTier(_Tier):
     retain: Retain = Field(
         default=Retain(), description="Which checkpoints it keeps.", examples=[{"last": 3}]
     )
+    evict: Evict = Field(
+        default=Evict(),
+        description="What it gives up where its capacity is short.",
+        examples=[{"order": "oldest"}],
+    )
     compress: Compress = Field(
         default=Compress(),
         description="How chunks are compressed there.",
@@ -130,6 +136,15 @@ class StoredTier(_Tier):
         description="The most that may be written there per second, by one node; absent: no limit.",
         examples=["500MB/s"],
     )
+
+    @model_validator(mode="after")
+    def _watermarks_have_a_capacity(self) -> Self:
+        if self.evict.high is not None and self.capacity_bytes is None:
+            raise wrong(
+                "evict.high is a share of the tier's capacity, which is not set; expected one such as capacity: 500GiB",
+                expected="a capacity beside evict.high, such as 500GiB",
+            )
+        return self
 
 
 class FileTier(StoredTier):

@@ -39,13 +39,6 @@ class FlushOrder(StrEnum):
     NEWEST_FIRST = "newest_first"
 
 
-class Direction(StrEnum):
-    """Which end of a metric is the good one."""
-
-    MIN = "min"
-    MAX = "max"
-
-
 class Section(BaseModel):
     """A mapping of the file: frozen, and with no keys but its own."""
 
@@ -105,44 +98,6 @@ class Flush(Section):
         alias="within",
         description="How soon a checkpoint must have arrived. Not supported yet.",
         examples=["10m"],
-    )
-
-
-class Best(Section):
-    """The best checkpoints by a metric."""
-
-    metric: str = Field(
-        description="The name of the metric, as save is given it.", examples=["loss"]
-    )
-    mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
-        default=Direction.MIN, description="Whether less is better, or more.", examples=["max"]
-    )
-    count: Count = Field(default=1, description="How many to keep.", examples=[2])
-
-
-class Retain(Section):
-    """Which checkpoints a tier keeps; pinned ones, and the newest, stay whatever this says."""
-
-    last: Count | None = Field(
-        default=None,
-        description="Keep the newest so many; absent: all that there is room for.",
-        examples=[3],
-    )
-    every: Annotated[Count | None, not_yet("keeping every so many steps is")] = Field(
-        default=None,
-        description="Keep those whose step is a multiple of this. Not supported yet.",
-        examples=[1000],
-    )
-    best: Annotated[Best | None, not_yet("keeping the best is")] = Field(
-        default=None,
-        description="Keep the best by a metric. Not supported yet.",
-        examples=[{"metric": "loss", "mode": "min", "count": 2}],
-    )
-    for_s: Annotated[Duration | None, not_yet("keeping for a time is")] = Field(
-        default=None,
-        alias="for",
-        description="Keep for so long. Not supported yet.",
-        examples=["30d"],
     )
 
 
