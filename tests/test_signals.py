@@ -216,6 +216,32 @@ say("lives", signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
     assert done.returncode == 0
 
 
+def test_a_listener_that_stops_while_its_work_goes_on_leaves_the_previous_effect_to_follow() -> (
+    None
+):
+    done = run(
+        """
+called = threading.Event()
+for previous in (signal.SIG_IGN, lambda number, frame: (say("user's"), called.set()), signal.SIG_DFL):
+    signal.signal(signal.SIGTERM, previous)
+    begun, gate, worked = threading.Event(), threading.Event(), threading.Event()
+    listener = signals.listen(
+        {signal.SIGTERM}, what="test", work=lambda number: (begun.set(), gate.wait(30), say("work"), worked.set())
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    begun.wait(30)
+    signals.stop(listener)
+    gate.set()
+    worked.wait(30)
+    called.wait(30 if callable(previous) else 0.1)
+time.sleep(30)
+say("was not ended")
+"""
+    )
+    assert done.stdout == "work\nwork\nuser's\nwork\n", done.stderr
+    assert done.returncode == -TERM
+
+
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_forked_child_ends_by_the_signal_and_its_parent_hears_nothing(thread: bool) -> None:
     fork = "t = threading.Thread(target=fork); t.start(); t.join()" if thread else "fork()"

@@ -149,7 +149,7 @@ class _Hub:
         if not works:
             return
         if all(x.ended for x in works):
-            if self._before(number) is signal.SIG_DFL:
+            if self._effect(number) is signal.SIG_DFL:
                 _take_default_action(number)
             return
         self._due.add(number)
@@ -177,10 +177,10 @@ class _Hub:
 
     def _pass_on(self, number: Signals) -> None:
         """Let a signal have its previous effect now that the works have ended."""
-        previous = self._before(number)
-        if previous is signal.SIG_DFL:
+        effect = self._effect(number)
+        if effect is signal.SIG_DFL:
             _take_default_action(number)
-        elif previous is signal.SIG_IGN:
+        elif effect is signal.SIG_IGN:
             self._seen.discard(number)
         elif _taken_from(self._seen, number):
             if signal.getsignal(number) == self._handle:
@@ -188,6 +188,12 @@ class _Hub:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, number)
+
+    def _effect(self, number: Signals) -> Any:
+        """What a signal is to do after the works; the main thread may just put the previous handler back."""
+        before = self._before(number)
+        now = signal.getsignal(number)
+        return before if now == self._handle else now
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The handler, on the main thread."""
