@@ -29,4 +29,17 @@ class Pace:
             start_s = max(now_s, self._free_at_s)
             self._free_at_s = start_s + size_bytes / self._bytes_per_second
         if start_s > now_s:
+            _waited.seconds += start_s - now_s
             self._sleep(start_s - now_s)
+
+
+class _Waited(threading.local):
+    seconds = 0.0
+
+
+_waited = _Waited()
+
+
+def waited_s() -> float:
+    """Return how many seconds the calling thread has waited for paces so far, whichever they were."""
+    return _waited.seconds

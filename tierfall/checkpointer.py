@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -273,7 +274,9 @@ class Checkpointer:
             )
             if only is None:
                 self._restorer.continue_from(restored.checkpoint, any_saved)
-        return telling.restore_report(restored, time.monotonic() - began)
+        report = telling.restore_report(restored, time.monotonic() - began)
+        self._session.tell(partial(telling.note_reads, self._session.coordinator.rates, report))
+        return report
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""

@@ -105,7 +105,9 @@ class Statistics:
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
     survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs. ``capture``
-    says, in mode auto, what the last save that had the choice was captured by, and why.
+    says, in mode auto, what the last save that had the choice was captured by, and why. ``write_bytes_per_s`` and
+    ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of late, in bytes of images;
+    what was not seen has no entry.
     """
 
     saves: int
@@ -126,3 +128,5 @@ class Statistics:
     newest: Mapping[LossClass, int | None]
     compression: Mapping[str, Compression] = field(default_factory=dict)
     capture: str = ""
+    write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)

@@ -15,7 +15,9 @@ from tierfall.core.image import Layout
 from tierfall.core.names import check_name
 from tierfall.core.records import Line, chunk_count
 from tierfall.core.restore.restore import Restored
+from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.rates import Rates
 from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, SaveOutcome
 from tierfall.core.words import with_article
 from tierfall.reports import CheckpointInfo, Compression, RestoreReport, ShardSource, Statistics
@@ -111,6 +113,13 @@ def restore_report(restored: Restored, seconds: float) -> RestoreReport:
     )
 
 
+def note_reads(rates: Rates, report: RestoreReport) -> None:
+    """Note how fast this rank read tiers: no slower than by all of the restore's time."""
+    for source in report.sources:
+        if source.rank is None:
+            rates.was_read(source.tier, source.bytes, report.seconds)
+
+
 def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
     """Tell of every checkpoint that is there or being captured; what is left of a failed capture is none."""
     left = ledger.abandoned()
@@ -177,15 +186,15 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         for tier, seconds in one.durable_s.items():
             durable.setdefault(tier, []).append(seconds)
 
-    def inner() -> tuple[dict[str, int], dict[LossClass, int | None]]:
+    def inner() -> tuple[dict[str, int], dict[LossClass, int | None], dict[str, Any]]:
         edges = {
             f"{source}->{lane.tier}": count
             for lane in coordinator.lanes.values()
             for source, count in lane.edge_bytes.items()
         }
-        return edges, _newest(coordinator.ledger)
+        return edges, _newest(coordinator.ledger), _rates(coordinator)
 
-    edges, newest = session.ask(inner)
+    edges, newest, rates = session.ask(inner)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -212,7 +221,20 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for name, store in session.stores.items()
             if (packed := store.packed) is not None
         },
+        **rates,
     )
+
+
+def _rates(coordinator: Coordinator) -> dict[str, Any]:
+    rates = coordinator.rates
+    tiers = [rules.name for rules in coordinator.ledger.rules]
+    return {
+        name: {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
+        for name, asked in (
+            ("write_bytes_per_s", rates.write_bytes_per_s),
+            ("read_bytes_per_s", rates.read_bytes_per_s),
+        )
+    }
 
 
 def _newest(ledger: Ledger) -> dict[LossClass, int | None]:

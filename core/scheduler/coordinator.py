@@ -31,6 +31,7 @@ from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import (
@@ -114,6 +115,8 @@ class Coordinator:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._tasks_out = 0
+        self._now_s = 0.0
+        self.rates = Rates()
         self._idle_bells: list[Bell] = []
         self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
@@ -338,6 +341,7 @@ class Coordinator:
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
+        self._now_s = now_s
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
         while self._events:
@@ -393,6 +397,7 @@ class Coordinator:
                 self._answer(event)
             case Outcome():
                 self._tasks_out -= 1
+                self.rates.ended(event, now_s)
                 self._took(event, now_s)
 
     def _hear(self, news: News) -> None:
@@ -469,6 +474,7 @@ class Coordinator:
     def _dispatch(self, task: Task) -> None:
         """Every task that goes out comes back as one outcome."""
         self._tasks_out += 1
+        self.rates.began(task, self._now_s)
         self._submit(task)
 
     def _next_s(self, now_s: float) -> float | None:

@@ -16,6 +16,7 @@ from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import BackendError, IntegrityError, TierfallError
+from tierfall.core.pace import waited_s
 from tierfall.core.packing.files import files_of, with_packed
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
 from tierfall.core.restore.images import Image, ReadableStore, StoredImage, unpacked
@@ -103,8 +104,11 @@ class TaskRunner:
         stores: Mapping[str, Store],
         pools: Mapping[str, BufferPool],
         attempt: Callable[[], Attempt],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stores = stores
+        self._clock = clock
         self._shared = SharedReads(pools)
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
@@ -113,14 +117,20 @@ class TaskRunner:
 
     def run(self, task: Task) -> Outcome:
         """Return what became of a task; never raises what the task raised."""
-        began = time.monotonic()
+        began, paced = self._clock(), waited_s()
         try:
             value = self._perform(task)
         except _SourceError as error:
             return Outcome(task=task, error=error.__cause__, side=Side.SOURCE)
         except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
             return Outcome(task=task, error=error)
-        return Outcome(task=task, value=value, seconds=time.monotonic() - began)
+        return Outcome(
+            task=task,
+            value=None if isinstance(task, CopyRun) else value,
+            seconds=self._clock() - began,
+            paced_s=waited_s() - paced,
+            read_s=value if isinstance(task, CopyRun) else 0.0,
+        )
 
     def _perform(self, task: Task) -> Any:
         store = self._stores[task.tier]
@@ -193,10 +203,11 @@ class TaskRunner:
         except TierfallError as error:
             raise _SourceError from error
 
-    def _copy(self, task: CopyRun) -> None:
+    def _copy(self, task: CopyRun) -> float:
+        """Bring a run; return the seconds that reading it from a stored tier took, without waits for a pace."""
         if task.writer.took(task.first):  # a try that failed came that far
             task.writer.send()
-            return
+            return 0.0
         if task.source.region is not None:
             view = task.source.region.image[task.start : task.end]
             if task.manifest is not None:
@@ -204,9 +215,12 @@ class TaskRunner:
                     start, end = task.manifest.chunk_range(index)
                     self._check(task, index, view[start - task.start : end - task.start])
             task.writer.put(task.first, task.start, view)
-            return
+            return 0.0
+        began, paced = self._clock(), waited_s()
         with self._shared.lend(task, lambda buffer: self._read(task, buffer)) as view:
+            read_s = self._clock() - began - (waited_s() - paced)
             task.writer.put(task.first, task.start, view)
+        return read_s
 
     def _read(self, task: CopyRun, buffer: memoryview) -> None:
         assert task.manifest is not None

@@ -195,13 +195,19 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a task: a value, or the exception itself."""
+    """What became of a task: a value, or the exception itself.
+
+    ``seconds`` is what a worker spent on it; of these ``paced_s`` went by in waiting for a pace, and ``read_s`` in
+    reading from a stored tier, waits for a pace left out.
+    """
 
     task: Task
     error: BaseException | None = None
     side: Side = Side.TARGET
     value: Any = None
     seconds: float = 0.0
+    paced_s: float = 0.0
+    read_s: float = 0.0
     bytes: int = 0
 
 

@@ -1,0 +1,169 @@
+"""How fast tiers were seen to be, whatever goes at once, waits for a pace, or fails between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierfall
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.errors import UnreachableError
+from tierfall.core.scheduler.rates import STRETCHES, Rates
+from tierfall.core.scheduler.tasks import AbortShard, CopyRun, FinishCopy, Outcome, Source
+from tierfall.core.values import CheckpointId, Shard
+
+SLOW = IMAGE / 10.0
+FAST = IMAGE / 2.0
+MIB = 1 << 20
+TO_PFS = "pfs"
+
+
+def run_of(number: int, *, source: str = "host") -> CopyRun:
+    return CopyRun(
+        tier=TO_PFS,
+        id=CheckpointId(1, 1),
+        shard=Shard(0, 1),
+        number=number,
+        first=number,
+        stop=number + 1,
+        start=number * MIB,
+        end=(number + 1) * MIB,
+        source=Source(tier=source),
+        manifest=None,
+        writer=None,  # type: ignore[arg-type]
+    )
+
+
+def finish() -> FinishCopy:
+    return FinishCopy(
+        tier=TO_PFS,
+        id=CheckpointId(1, 1),
+        shard=Shard(0, 1),
+        writer=None,  # type: ignore[arg-type]
+        manifest=None,  # type: ignore[arg-type]
+        commit=None,  # type: ignore[arg-type]
+        marks=(),
+        name_latest=False,
+    )
+
+
+def bring(
+    rates: Rates,
+    at_s: float,
+    *,
+    workers: int,
+    seconds: float,
+    paced_s: float = 0.0,
+    read_s: float = 0.0,
+) -> None:
+    """Bring a run by each of so many workers at once, and end the copy."""
+    runs = [run_of(number, source="nvme" if read_s else "host") for number in range(workers)]
+    for run in runs:
+        rates.began(run, at_s)
+    for run in runs:
+        told = Outcome(task=run, seconds=seconds, paced_s=paced_s, read_s=read_s)
+        rates.ended(told, at_s + seconds)
+    rates.began(finish(), at_s + seconds)
+    rates.ended(Outcome(task=finish()), at_s + seconds)
+
+
+def test_what_a_throttled_tier_brings_is_measured_on_the_virtual_clock() -> None:
+    tiers = [file_rules("nvme"), file_rules("pfs")]
+    world = Throttled(tiers, bytes_per_s={"nvme": FAST, "pfs": SLOW})
+    rates = world.coordinator.rates
+    assert rates.write_bytes_per_s("nvme") is rates.read_bytes_per_s("nvme") is None
+    for step in range(1, 5):
+        world.save_soon(step)
+        world.go_on(25.0)
+    assert rates.write_bytes_per_s("nvme") == pytest.approx(FAST, rel=0.05)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(SLOW, rel=0.05)
+
+
+def test_workers_at_once_count_as_what_they_bring_together() -> None:
+    rates = Rates()
+    bring(rates, 0.0, workers=4, seconds=2.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(2 * MIB)
+
+
+def test_idle_time_between_copies_does_not_count() -> None:
+    rates = Rates()
+    for at_s in (0.0, 1000.0, 5000.0):
+        bring(rates, at_s, workers=1, seconds=1.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
+
+
+def test_waits_for_a_pace_do_not_make_a_tier_slow_but_what_comes_is_less() -> None:
+    rates = Rates()
+    bring(rates, 0.0, workers=1, seconds=10.0, paced_s=9.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
+    assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB / 10)
+
+
+def test_a_pace_never_lowers_what_was_measured_without_one_but_a_slower_tier_does() -> None:
+    rates = Rates()
+    bring(rates, 0.0, workers=4, seconds=1.0)  # four at once bring four times as much
+    for number in range(3 * STRETCHES):
+        bring(rates, 10.0 * (number + 1), workers=1, seconds=2.0, paced_s=1.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(4 * MIB)
+    for number in range(STRETCHES):  # the pace holds nobody up any more
+        bring(rates, 1000.0 + 10.0 * number, workers=1, seconds=5.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 5)
+    assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB / 5)
+
+
+def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
+    rates = Rates()
+    bring(rates, 0.0, workers=1, seconds=3.0, read_s=1.0)
+    assert rates.read_bytes_per_s("nvme") == pytest.approx(MIB)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 2)
+    rates.was_read("nvme", 3 * MIB, 1.0)
+    assert rates.read_bytes_per_s("nvme") == pytest.approx(2 * MIB)
+
+
+def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
+    rates = Rates()
+    run = run_of(0)
+    rates.began(run, 0.0)
+    rates.ended(Outcome(task=run, error=UnreachableError("on purpose")), 60.0)
+    assert rates.write_bytes_per_s("pfs") is None
+    abort = AbortShard(tier=TO_PFS, id=CheckpointId(1, 1), writer=None)  # type: ignore[arg-type]
+    rates.began(abort, 60.0)
+    rates.ended(Outcome(task=abort, seconds=5.0), 65.0)
+    bring(rates, 100.0, workers=1, seconds=1.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
+
+
+def test_only_the_last_stretches_count() -> None:
+    rates = Rates()
+    for number in range(STRETCHES):
+        bring(rates, 10.0 * number, workers=1, seconds=8.0)
+    for number in range(STRETCHES):
+        bring(rates, 1000.0 + 10.0 * number, workers=1, seconds=1.0)
+    assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
+    assert rates.stretches("pfs") == STRETCHES
+
+
+def test_statistics_say_how_fast_tiers_were_written_and_read(tmp_path: Path) -> None:
+    config = {
+        "run": "run",
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(tmp_path / "memory")},
+            {"name": "nvme", "kind": "file", "path": str(tmp_path / "nvme"), "bandwidth": "20MB/s"},
+        ],
+    }
+    state = {"w": torch.arange(2_500_000, dtype=torch.float32)}
+    with tierfall.open(config) as ckpt:
+        assert ckpt.statistics().write_bytes_per_s == {}
+        ckpt.save(1, state, block=True)
+        ckpt.restore(state, tier="nvme")
+        ckpt.save(2, state, block=True)
+        ckpt.save(3, state, block=True)
+        told = ckpt.statistics()
+        delivered = ckpt._session.coordinator.rates.delivered_bytes_per_s("nvme")
+    assert told.write_bytes_per_s["nvme"] > 20e6 * 1.5, "it waits for its pace most of the time"
+    assert delivered is not None
+    assert delivered < 20e6 * 1.5
+    assert 0 < told.read_bytes_per_s["nvme"] < 1e9
