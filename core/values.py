@@ -120,6 +120,13 @@ class WhenFull(StrEnum):
     SUPERSEDE = "supersede"
 
 
+class FlushOrder(StrEnum):
+    """Which of several waiting checkpoints a tier takes first."""
+
+    IN_ORDER = "in_order"
+    NEWEST_FIRST = "newest_first"
+
+
 class OnError(StrEnum):
     """What a failed flush does to the training loop."""
 

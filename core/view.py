@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class TierRules:
     flush_every: int = 1
     retain_last: int | None = None
     within_s: float | None = None
+    flush_order: FlushOrder = FlushOrder.IN_ORDER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

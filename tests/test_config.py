@@ -640,7 +640,6 @@ LATER = [
     config_of(interval={"mtbf": "4h"}),
     config_of(interval={"every": 10, "on_signal": ["SIGTERM"]}),
     config_of(interval={"every": 10, "at_end": True}),
-    tier_of(flush={"order": "newest_first"}),
     tier_of(flush={"within": "10m"}),
     tier_of(retain={"every": 1000}),
     tier_of(retain={"best": {"metric": "loss"}}),

@@ -21,7 +21,7 @@ from tierfall.core.contracts import Backend
 from tierfall.core.errors import BackendError, ConfigError, TierfallError, UnreachableError
 from tierfall.core.packing.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.scheduler.lane import LaneLimits
-from tierfall.core.values import Codec, LossClass, Shard, TierKind, survives
+from tierfall.core.values import Codec, FlushOrder, LossClass, Shard, TierKind, survives
 from tierfall.core.view import TierRules
 from tierfall.tiers.arena_folder import default_folder
 from tierfall.tiers.host import HostTier
@@ -48,6 +48,7 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 flush_every=stored.flush.every if stored else 1,
                 retain_last=stored.retain.last if stored else None,
                 within_s=stored.flush.within_s if stored else None,
+                flush_order=stored.flush.order if stored else FlushOrder.IN_ORDER,
             )
         )
     return tuple(rules)

@@ -15,7 +15,7 @@ an answer. It belongs to the coordinator's thread and does no I/O: messages go b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -84,7 +84,7 @@ class Commits(Alone):
         )
         self._max_wait_s = max_wait_s
         self.divider = Divider(council, max_wait_s=max_wait_s)
-        self._admitted: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
+        self._admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
         self._here: dict[tuple[str, CheckpointId], Bodies] = {}
         self._brought: dict[tuple[str, CheckpointId], list[Any]] = {}
         self._stuck: dict[str, CheckpointId] = {}
@@ -100,8 +100,12 @@ class Commits(Alone):
     def ranks_on(self, tier: str) -> int:
         return self._topology.world_size if self._shared[tier] else len(self._topology.local_ranks)
 
-    def may_begin(self, tier: str, id: CheckpointId) -> bool:
-        return self.decides or id in self._admitted[tier]
+    def admitted(self, tier: str) -> Sequence[CheckpointId] | None:
+        return None if self.decides else tuple(self._admitted[tier])
+
+    def gives_up(self, tier: str, id: CheckpointId, reason: str) -> bool:
+        self.give_up(tier, id, reason, by_rule=True)
+        return True
 
     def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
         return self._lost.get(id)
@@ -120,14 +124,14 @@ class Commits(Alone):
         """Say, at rank 0, whether a copy of a checkpoint is just being committed somewhere."""
         return any(of == id for _, of in self._complete)
 
-    def give_up(self, tier: str, id: CheckpointId, reason: str) -> None:
-        """Let all ranks give a copy up; for rank 0."""
+    def give_up(self, tier: str, id: CheckpointId, reason: str, *, by_rule: bool = False) -> None:
+        """Let all ranks give a copy up; for rank 0. ``by_rule``: because a policy says so, which is no failure."""
         if self._has_ended(tier, id):
             return
         _remember(self._ended, (tier, id), None)
         complete = (tier, id) in self._complete
         self._complete.discard((tier, id))
-        self._council.announce(_topic("given_up", id, tier), [reason, complete])
+        self._council.announce(_topic("given_up", id, tier), [reason, complete, by_rule])
 
     # What this rank says ---------------------------------------------------------------------------
 
@@ -242,14 +246,14 @@ class Commits(Alone):
         entry = self._ledger.entries.get(id)
         match what:
             case "begin":
-                self._admitted[tier].add(id)
+                self._admitted[tier][id] = None
             case "gone":
                 reason = self.divider.named(body[0], *body[2:])
                 self._gone(id, entry, SaveOutcome(body[1]), reason)
             case "stuck":
                 self._is_stuck(tier, id, *body)
             case "given_up":
-                self._given_up(id, entry, tier, body[0], complete=body[1])
+                self._given_up(id, entry, tier, body[0], complete=body[1], by_rule=body[2])
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", what, id)
             case "whole":
@@ -315,7 +319,7 @@ class Commits(Alone):
         self._council.forget(_topic("sealed", id))
         _remember(self._lost, id, (error, outcome))
         for tier in self._shared:
-            self._admitted[tier].discard(id)
+            self._admitted[tier].pop(id, None)
             self._goes_on(tier, id)
             if entry is not None:
                 self._clear(entry, tier, reason, complete=False)
@@ -478,15 +482,18 @@ class Commits(Alone):
         reason: str,
         *,
         complete: bool,
+        by_rule: bool,
     ) -> None:
         error = FlushError(f"flush of {id} to {tier}: {reason}")
         _remember(self._given_up_on, (tier, id), error)
-        self._admitted[tier].discard(id)
+        self._admitted[tier].pop(id, None)
         self._goes_on(tier, id)
         if entry is None:
             return  # it is told once it comes to save this
         self._clear(entry, tier, str(error), complete=complete)
-        if tier in entry.owed:
+        if by_rule:
+            self._flusher.turns.give_up_here(entry, tier, reason)
+        elif tier in entry.owed:
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
 
@@ -517,7 +524,7 @@ class Commits(Alone):
         for one in (entry, *(entry.parts or ())):
             one.landed.discard(tier)
         self._brought.pop((tier, entry.id), None)
-        self._admitted[tier].discard(entry.id)
+        self._admitted[tier].pop(entry.id, None)
         self._here.pop((tier, entry.id), None)
 
     # Leaving ---------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ from tierfall.core.scheduler.tasks import (
     SaveGivenUp,
     Task,
 )
+from tierfall.core.scheduler.turns import Turns
 from tierfall.core.snapshot import HostMemory
 from tierfall.core.values import CheckpointId, SaveOutcome, WhenFull
 from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
@@ -69,6 +70,8 @@ class Policies(Protocol):
     def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
 
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
+
+    def plan_flush(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
     def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
@@ -136,10 +139,12 @@ class Coordinator:
             plan_retention=policies.plan_retention,
             dispatch=self._dispatch,
         )
+        self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)
         self._flusher = Flusher(
             ledger=ledger,
             lanes=self.lanes,
             dropper=self.dropper,
+            turns=self.turns,
             plan_eviction=policies.plan_eviction,
             max_wait_s=max_wait_s,
         )
@@ -199,7 +204,7 @@ class Coordinator:
             dispatch=self._dispatch,
             max_wait_s=self._max_wait_s,
         )
-        for part in (self._flusher, self._saves, self.superseder):
+        for part in (self._flusher, self.turns, self._saves, self.superseder):
             part.others = self.commits
         for lane in self.lanes.values():
             lane.land_only = True

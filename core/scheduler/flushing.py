@@ -18,6 +18,7 @@ from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.transfer import Transfer
+from tierfall.core.scheduler.turns import Turns
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Eviction, View
@@ -53,6 +54,7 @@ class Flusher:
         ledger: Ledger,
         lanes: Mapping[str, Lane],
         dropper: Dropper,
+        turns: Turns,
         plan_eviction: PlanEviction,
         max_wait_s: float,
     ) -> None:
@@ -62,6 +64,7 @@ class Flusher:
         self._plan_eviction = plan_eviction
         self._max_wait_s = max_wait_s
         self.others = Alone(ledger)
+        self.turns = turns
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
@@ -96,11 +99,7 @@ class Flusher:
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
         left = self._ledger.abandoned()
-        for entry in self._ledger.ordered():
-            if lane.tier not in entry.owed or lane.tier in entry.landed:
-                continue
-            if not self.others.may_begin(lane.tier, entry.id):
-                continue
+        for entry in self.turns.waiting(lane.tier):
             if entry.id in left:
                 entry.give_up([lane.tier], entry.given_up("its line was left behind"))
             elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
@@ -112,7 +111,8 @@ class Flusher:
             else:
                 if self._make_room(lane, entry, now_s):
                     self._begin(lane, entry, part)
-                return
+                if lane.tier in entry.owed:
+                    return
 
     def _begin(self, lane: Lane, entry: Entry, part: Entry | None) -> None:
         """Begin a copy that has room; of what other ranks saved, this one may have no part to bring."""
@@ -142,6 +142,13 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
+        left = self._ledger.abandoned()
+        newer = [d for d in plan.drops if d.checkpoint > entry.id and d.checkpoint not in left]
+        if (newer or plan.missing_bytes) and self.turns.yields(lane.tier, entry):
+            self.turns.give_up(
+                entry, lane.tier, "newer ones came first, and there is no room beside them"
+            )
+            return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
             lane.full = False
             for decision in plan.drops:

@@ -6,7 +6,7 @@ given up, what leaves a tier. ``commits`` is the part of a rank that has others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from tierfall.core.errors import FencedError
 from tierfall.core.records import NamedFile
@@ -32,9 +32,13 @@ class Alone:
         """How many ranks bring images to what this rank sees of a tier."""
         return 1
 
-    def may_begin(self, tier: str, id: CheckpointId) -> bool:
-        """Say whether the copy to a tier is the one that comes next there."""
-        return True
+    def admitted(self, tier: str) -> Sequence[CheckpointId] | None:
+        """Name the copies that rank 0 has begun to bring to a tier, in that order; None where that is decided here."""
+        return None
+
+    def gives_up(self, tier: str, id: CheckpointId, reason: str) -> bool:
+        """A rule gives a copy up; True where all ranks, this one among them, hear of it as a message."""
+        return False
 
     def has_begun(self, tier: str, entry: Entry) -> None:
         """A copy has been admitted to a tier."""

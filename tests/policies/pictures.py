@@ -1,14 +1,14 @@
 """Views as text: how golden files say what lies where, what is asked, and what is answered.
 
     ## title of the case
-    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS]
+    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [newest_first]
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
         TIER=STATE[:leased] ...
-    ask retention TIER | eviction TIER need=N free=N | superseding TIER need=N free=N | guard TIER STEP@ATTEMPT
-        | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
+    ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
+        | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
     -> an answer, one line each, with its reason
 
 Every copy has 100 bytes.
@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind, survives
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, survives
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
 from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import still_owed, tiers_owed
+from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.staleness import owed_in_time
@@ -108,6 +108,8 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
         case "retention":
             plan = plan_retention(view, words[0])
             return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan]
+        case "flush":
+            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan_flush(view, words[0])]
         case "eviction":
             made = plan_eviction(
                 view,
@@ -150,6 +152,7 @@ def _tier(words: list[str]) -> TierRules:
         flush_every=int(options.get("every", 1)),
         retain_last=None if last is None else int(last),
         within_s=float(options["within"]) if "within" in options else None,
+        flush_order=FlushOrder.NEWEST_FIRST if "newest_first" in words else FlushOrder.IN_ORDER,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from tierfall.core.values import (
     LOSS_CLASSES,
     CheckpointId,
     Codec,
+    FlushOrder,
     LossClass,
     SaveOutcome,
     WhenFull,
@@ -114,7 +115,11 @@ class History:
         memory = random.Random(f"memory {seed}")
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
         self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
-        rules = draw_rules(self.draw)
+        order = random.Random(f"order {seed}")
+        rules = [
+            replace(rules, flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)))
+            for rules in draw_rules(self.draw)
+        ]
         self.world = World(
             rules,
             memory_images=self.draw.choice((1, 2, 2, 3, 4)) + memory.choice((0, 0, 1)),
@@ -624,7 +629,10 @@ class History:
             there = set(now[rules.name].commits) - gone
             for id, commit in now["host"].commits.items():
                 due = id not in gone and commit.line.ordinal % rules.flush_every == 0
-                passed = any(other >= id for other in there)
+                sends_all = rules.flush_order is FlushOrder.NEWEST_FIRST and not (
+                    rules.retain_last or rules.capacity_bytes
+                )
+                passed = id in there or (not sends_all and any(other > id for other in there))
                 assert not due or passed or self._is_full(rules.name, now), (
                     f"{id} lies in memory, and never came to {rules.name}"
                 )

@@ -20,10 +20,10 @@ from tierfall.config.sections import (
     Capture,
     Compress,
     Flush,
-    FlushOrder,
     Interval,
     Retain,
 )
+from tierfall.core.values import FlushOrder
 
 __all__ = [
     "Best",

@@ -24,7 +24,7 @@ from tierfall.config.fields import (
     not_yet,
     wrong,
 )
-from tierfall.core.values import CaptureMode, Codec
+from tierfall.core.values import CaptureMode, Codec, FlushOrder
 
 
 class OnClose(StrEnum):
@@ -32,13 +32,6 @@ class OnClose(StrEnum):
 
     RELEASE = "release"
     KEEP = "keep"
-
-
-class FlushOrder(StrEnum):
-    """Which of several waiting checkpoints a tier takes first."""
-
-    IN_ORDER = "in_order"
-    NEWEST_FIRST = "newest_first"
 
 
 class Direction(StrEnum):
@@ -135,12 +128,13 @@ class Flush(Section):
     )
     order: Annotated[
         FlushOrder,
-        choice(FlushOrder, later={"newest_first": "taking the newest first is"}),
+        choice(FlushOrder),
         any_word(FlushOrder),
     ] = Field(
         default=FlushOrder.IN_ORDER,
-        description="Which waiting checkpoint goes first. newest_first is not supported yet.",
-        examples=["in_order"],
+        description="Which waiting checkpoint goes first. newest_first: the newest, and older ones after it; those "
+        "that the tier's retention would drop at once are given up. A copy that was begun is finished first.",
+        examples=["newest_first"],
     )
     within_s: Annotated[Duration | None, not_yet("a deadline for a flush is")] = Field(
         default=None,

@@ -1,0 +1,81 @@
+"""Turns: in which order a tier takes the copies that it is owed, and which of them are given up by a rule.
+
+Rank 0 works the order out by the policy, and all others go by what it has admitted. A copy that was begun is finished,
+whatever comes meanwhile: a tier that is slower than the saves would else never get one whole. No I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.others import Alone
+from tierfall.core.values import FlushOrder
+from tierfall.core.view import Decision, Verdict, View
+
+logger = logging.getLogger("tierfall")
+PlanFlush = Callable[[View, str], tuple[Decision, ...]]
+
+
+class Turns:
+    """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks."""
+
+    def __init__(self, *, ledger: Ledger, plan_flush: PlanFlush) -> None:
+        self._ledger = ledger
+        self._plan_flush = plan_flush
+        self._newest_first = {
+            rules.name for rules in ledger.rules if rules.flush_order is FlushOrder.NEWEST_FIRST
+        }
+        self.others = Alone(ledger)
+        self.given_up: dict[str, int] = {}
+
+    def waiting(self, tier: str) -> Iterator[Entry]:
+        """Give what a tier is owed and this rank may begin to bring, one after the other, whose turn it is first."""
+        waiting = [
+            entry
+            for entry in self._ledger.ordered()
+            if tier in entry.owed and tier not in entry.landed
+        ]
+        admitted = self.others.admitted(tier)
+        if admitted is not None:
+            yield from sorted(
+                (entry for entry in waiting if entry.id in admitted),
+                key=lambda entry: admitted.index(entry.id),
+            )
+        elif tier not in self._newest_first or not waiting:
+            yield from waiting
+        else:
+            yield from self._planned(tier, {entry.id: entry for entry in waiting})
+
+    def _planned(self, tier: str, waiting: dict[object, Entry]) -> Iterator[Entry]:
+        for decision in self._plan_flush(self._ledger.view(), tier):
+            entry = waiting.pop(decision.checkpoint, None)
+            if entry is None:
+                continue
+            if decision.verdict is Verdict.DROP:
+                self.give_up(entry, tier, decision.reason)
+            else:
+                yield entry
+        yield from waiting.values()  # of lines that were left behind
+
+    def yields(self, tier: str, entry: Entry) -> bool:
+        """Say whether a copy takes only room that newer ones leave, which came before it, and no other's."""
+        return (
+            tier in self._newest_first
+            and not entry.pinned
+            and any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
+        )
+
+    def give_up(self, entry: Entry, tier: str, reason: str) -> None:
+        """Give a copy up by a rule that a person has set: all ranks do, whoever waits is told, and it is no error."""
+        if not self.others.gives_up(tier, entry.id, reason):
+            self.give_up_here(entry, tier, reason)
+
+    def give_up_here(self, entry: Entry, tier: str, reason: str) -> None:
+        if tier not in entry.owed:
+            return
+        logger.info("flush of %s to %s is given up: %s", entry.id, tier, reason)
+        self.given_up[tier] = self.given_up.get(tier, 0) + 1
+        entry.give_up([tier], entry.given_up(f"{tier}: {reason}"))
+        self._ledger.forget_if_gone(entry)

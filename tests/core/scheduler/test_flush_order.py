@@ -1,0 +1,122 @@
+"""In which order a tier that is slower than the saves takes what it is owed, and what it does not get."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.core.scheduler.test_commits import talk
+from tests.simulation.many import SHARED_TIER, Many
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.errors import FlushError
+from tierfall.core.scheduler.tasks import OpenShard, Order, PersonsOrder
+from tierfall.core.values import CheckpointId, FlushOrder, SaveOutcome
+
+COPY_S = 10.0
+NEWEST = FlushOrder.NEWEST_FIRST
+
+
+def slow(*, images: int = 8, **members: Any) -> Throttled:
+    """Memory, and a store that takes a copy in ten seconds, the newest first."""
+    rules = file_rules("store", shared=True, **{"flush_order": NEWEST, **members})
+    return Throttled([rules], bytes_per_s={"store": IMAGE / COPY_S}, memory_images=images)
+
+
+def save_quickly(world: Throttled, *steps: int) -> None:
+    """Save these steps a second after one another: all while the first is on its way."""
+    for step in steps:
+        assert world.save_soon(step) is not None
+        world.go_on(1.0)
+
+
+def arrivals(world: Throttled, *, copies: int) -> list[int]:
+    """Let time pass for so many copies, and say in which order checkpoints came."""
+    came: list[int] = []
+    for _ in range(copies * 4):
+        world.go_on(COPY_S / 4)
+        came += sorted(set(world.steps_on("store")) - set(came))
+    return came
+
+
+def test_the_newest_goes_first_once_the_copy_that_was_begun_is_whole() -> None:
+    world = slow()
+    save_quickly(world, 1, 2, 3, 4)
+    assert arrivals(world, copies=6) == [1, 4, 3, 2]
+    world.check("store")
+
+
+def test_in_order_they_come_as_they_were_saved() -> None:
+    world = slow(flush_order=FlushOrder.IN_ORDER)
+    save_quickly(world, 1, 2, 3, 4)
+    assert arrivals(world, copies=6) == [1, 2, 3, 4]
+
+
+def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one_comes_later() -> (
+    None
+):
+    world = slow(retain_last=2)
+    save_quickly(world, 1, 2, 3, 4, 5)
+    pin = Order(kind=PersonsOrder.PIN, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
+    world.coordinator.post(pin)
+    assert arrivals(world, copies=8) == [1, 5, 4, 2]
+    assert world.steps_on("store") == [2, 4, 5]
+    given_up = world.handles[CheckpointId(3, 1)]
+    with pytest.raises(FlushError, match=r"3@1 is given up: store: newer ones came first, and re"):
+        given_up.wait("store", timeout=0)
+    assert world.coordinator.turns.given_up == {"store": 1}
+    assert world.coordinator.errors == [], "what a rule gives up is no failure"
+    assert not world.coordinator.busy()
+
+
+def test_after_a_kill_older_ones_that_had_not_come_are_brought_later() -> None:
+    world = slow()
+    save_quickly(world, 1, 2, 3, 4)
+    assert arrivals(world, copies=2) == [1, 4]
+    world.crash()
+    world.start()
+    assert arrivals(world, copies=6) == [1, 4, 3, 2]
+    world.check("store")
+
+
+def test_an_older_one_takes_no_room_from_newer_ones() -> None:
+    world = slow(capacity_bytes=int(2.5 * IMAGE))
+    save_quickly(world, 1, 2, 3, 4)
+    assert arrivals(world, copies=8) == [1, 4, 3]
+    assert world.steps_on("store") == [3, 4]
+    with pytest.raises(FlushError, match="there is no room beside them"):
+        world.handles[CheckpointId(2, 1)].wait("store", timeout=0)
+    assert not world.coordinator.ledger.failing
+
+
+def test_all_ranks_bring_what_rank_0_takes_first() -> None:
+    rules = file_rules(SHARED_TIER, shared=True, flush_order=NEWEST, retain_last=2)
+    run = Many((0, 1), [rules], max_wait_s=10.0, memory_images=6)
+    for step in (1, 2, 3, 4, 5):
+        for rank in run.ranks:
+            rank.save(step)
+        talk(run)
+    begun: list[list[int]] = [[], []]
+    draw = random.Random(3)
+    for _ in range(4000):
+        for rank, seen in zip(run.ranks, begun, strict=True):
+            opened = [t.id.step for t in rank.tasks if isinstance(t, OpenShard)]
+            seen += [step for step in opened if step not in seen]
+            rank.run_one(draw)
+        talk(run)
+    run.settle()
+    assert begun[0] == begun[1]
+    assert begun[0][:3] == [1, 5, 4]
+    lost = [
+        {id.step for id, h in rank.handles.items() if h.outcome is SaveOutcome.FAILED}
+        for rank in run.ranks
+    ]
+    assert lost[0] == lost[1]
+    assert 2 in lost[0]
+    assert {id.step for id in run.committed(SHARED_TIER)} == {4, 5}
+    for rank in run.ranks:
+        assert rank.coordinator.errors == []
+        assert not rank.coordinator.busy()
+    assert rules.name in run.ranks[1].coordinator.turns.given_up
