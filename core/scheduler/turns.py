@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.values import FlushOrder
@@ -19,7 +20,8 @@ PlanFlush = Callable[[View, str], tuple[Decision, ...]]
 
 
 class Turns:
-    """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks."""
+    """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks; by
+    ``draining`` the order goes towards a deadline."""
 
     def __init__(self, *, ledger: Ledger, plan_flush: PlanFlush) -> None:
         self._ledger = ledger
@@ -29,6 +31,7 @@ class Turns:
         }
         self.others = Alone(ledger)
         self.given_up: dict[str, int] = {}
+        self.draining: Draining | None = None
 
     def waiting(self, tier: str) -> Iterator[Entry]:
         """Give what a tier is owed and this rank may begin to bring, one after the other, whose turn it is first."""
@@ -43,6 +46,8 @@ class Turns:
                 (entry for entry in waiting if entry.id in admitted),
                 key=lambda entry: admitted.index(entry.id),
             )
+        elif self.draining is not None and self.draining.active:
+            yield from self.draining.turns(tier, waiting)
         elif tier not in self._newest_first or not waiting:
             yield from waiting
         else:
@@ -62,7 +67,7 @@ class Turns:
     def yields(self, tier: str, entry: Entry) -> bool:
         """Say whether a copy takes only room that newer ones leave, which came before it, and no other's."""
         return (
-            tier in self._newest_first
+            (tier in self._newest_first or (self.draining is not None and self.draining.active))
             and not entry.pinned
             and any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
         )

@@ -5,13 +5,14 @@
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
-    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
-        TIER=STATE[:leased] ...
+    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER] [size=BYTES]
+        TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
+    ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
     -> an answer, one line each, with its reason
 
-Every copy has 100 bytes.
+Every copy has 100 bytes, or what its checkpoint's ``size`` says.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tierfall.core.prospects import DrainDecision
 from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, survives
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
+from tierfall.policies.drain import drain_in_words, plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.guard import reason_to_keep
@@ -126,6 +129,14 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
                 fits=by_bytes(view, words[0], int(options["need"]), free=int(options["free"])),
             )
             return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
+        case "drain":
+            decisions = plan_drain(
+                view,
+                bytes_per_s={name: float(rate) for name, rate in options.items()},
+                left_s=float(words[0]),
+                one_at_a_time="one-at-a-time" in words,
+            )
+            return [*(_drained(d) for d in decisions), *drain_in_words(decisions)]
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -139,6 +150,11 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
             every = int(options["every"])
             return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
     raise ValueError(f"no such question: {what}")
+
+
+def _drained(decision: DrainDecision) -> str:
+    does = "gives way" if decision.gives_way else "goes" if decision.goes else "waits"
+    return f"{does} {decision.checkpoint} {decision.tier}: {decision.prospect}"
 
 
 def _tier(words: list[str]) -> TierRules:
@@ -160,10 +176,13 @@ def _checkpoint(words: list[str]) -> CheckpointView:
     options = _options(words)
     copies = {}
     for name, value in options.items():
-        if name not in ("ordinal", "from", "owed"):
-            state, _, leased = value.partition(":")
+        if name not in ("ordinal", "from", "owed", "size"):
+            state, _, more = value.partition(":")
             copies[name] = CopyView(
-                state=CopyState(state), bytes=COPY_BYTES, leased=leased == "leased"
+                state=CopyState(state),
+                bytes=int(options.get("size", COPY_BYTES)),
+                leased=more == "leased",
+                arrived_bytes=int(more) if more.isdigit() else 0,
             )
     id = _id(words[0])
     return CheckpointView(
