@@ -693,6 +693,7 @@ def sections() -> dict[str, dict[str, Any]]:
         **{
             "Interval": "`interval`",
             "Capture": "`capture`",
+            "Drain": "`drain`",
             "Flush": "`flush`",
             "Retain": "`retain`",
         },
@@ -732,8 +733,8 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return config_of(**{key: value})
         case "`interval`":
             return config_of(interval={"every": 1, key: value})
-        case "`capture`":
-            return config_of(capture={key: value})
+        case "`capture`" | "`drain`":
+            return config_of(**{heading.strip("`"): {key: value}})
         case "A host tier":
             return host_of(**{key: value})
         case "A file tier":

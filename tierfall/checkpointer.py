@@ -16,7 +16,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from tierfall import ordering, telling
+from tierfall import ordering, signalled, signals, telling
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.errors import (
@@ -47,6 +47,7 @@ from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statist
 from tierfall.restoring import Restorer, say_left_behind
 from tierfall.saving import Saver
 from tierfall.session import Session
+from tierfall.signalled import DrainOnSignal
 from tierfall.starting import opening, ready_together
 
 logger = logging.getLogger("tierfall")
@@ -78,6 +79,8 @@ class Checkpointer:
             undo.callback(ranks.leave)
             with opening(ranks):
                 _check_first(config, run)
+                if config.drain is not None:
+                    signals.check_thread(signalled.WHAT)
                 self._session = Session(config, run=run, ranks=ranks, adopts=True)
             undo.callback(self._session.abandon)
             first = self._session.begin_line()
@@ -103,6 +106,10 @@ class Checkpointer:
             if fresh:
                 say_left_behind(run, self._session.known(), None)
             self._session.start()
+            self._on_signal = None
+            if config.drain is not None:
+                counts = self._saver.counts
+                self._on_signal = DrainOnSignal(config, self._session, lambda: counts.begun)
             undo.pop_all()
         _open.add(self)
 
@@ -156,6 +163,7 @@ class Checkpointer:
         step = as_step(step)
         with self._saver.lock:
             self._line.check(step)
+            self._saver.counts.steps.note(step, began)
             try:
                 self._finish_capture(in_order=True)
                 handle = self._saver.save(
@@ -192,6 +200,7 @@ class Checkpointer:
                 "interval: {every: STEPS}, or call save"
             )
         self._line.check_begun(step)
+        self._saver.counts.steps.note(as_step(step), time.monotonic())
         if not should_save(as_step(step), every_steps=interval.every):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
@@ -274,6 +283,7 @@ class Checkpointer:
             )
             if only is None:
                 self._restorer.continue_from(restored.checkpoint, any_saved)
+                self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)
         report = telling.restore_report(restored, time.monotonic() - began)
         self._session.tell(partial(telling.note_reads, self._session.coordinator.rates, report))
         return report
@@ -357,8 +367,10 @@ class Checkpointer:
     def drain(self, deadline: float | None = None) -> DrainReport:
         """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: as long as it goes on).
 
-        A tier that does not take copies at present is not waited for; what is left stands in the report, and what was
-        given up meanwhile. With several ranks all call it, and the report is the same on all.
+        With a deadline, what is half done goes first, then the newest; what cannot arrive in time by measured rates is
+        not begun before the end, and the report's ``forecast`` says so. A tier that does not take copies at present is
+        not waited for; what is left stands in the report, and what was given up meanwhile. With several ranks all call
+        it, and the report is the same on all.
         """
         deadline = as_seconds(deadline, what="drain: deadline")
         self._check_usable()
@@ -391,7 +403,7 @@ class Checkpointer:
                 self._finish_capture(left_s())
                 self._capturer.close(left_s())
                 self._session.look(left_s(), last=True)
-                report = ordering.drain_here(self._session, left_s())
+                report = ordering.drain_here(self._session, left_s(), doing="close", goes_on=False)
             finally:
                 together = ordering.settle(self._session, left_s)
             keep = telling.must_keep_memory(self._session)
@@ -403,6 +415,8 @@ class Checkpointer:
             try:
                 self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
             finally:
+                if self._on_signal is not None:
+                    self._on_signal.stop()
                 if together:
                     self._session.ranks.close(max(1.0, left_s()))
                 else:

@@ -50,14 +50,19 @@ def listen(
     ``flag`` must only set a flag; ``work`` may take its time, and what it raises is logged. Raises ConfigError, which
     names ``what`` asks for it, off the main thread: Python lets no other thread install a handler.
     """
+    check_thread(what)
+    listener = Listener(signals=frozenset(signals), flag=flag, work=work)
+    _hub.add(listener)
+    return listener
+
+
+def check_thread(what: str) -> None:
+    """Raise ConfigError, which names ``what`` asks for signals, where this thread cannot listen to any."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             f"{what}: only the main thread can listen to signals, and this is thread "
             f"{threading.current_thread().name}; call tierfall.open on the main thread, or leave the signals out"
         )
-    listener = Listener(signals=frozenset(signals), flag=flag, work=work)
-    _hub.add(listener)
-    return listener
 
 
 def stop(listener: Listener) -> None:

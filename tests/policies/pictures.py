@@ -5,11 +5,12 @@
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
-    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER] [size=BYTES]
-        TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
+    have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
+        [size=BYTES] TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
     ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
+    ask loss STEP [seconds=OF-A-STEP] TIER=BYTES-READ-PER-SECOND ...
     -> an answer, one line each, with its reason
 
 Every copy has 100 bytes, or what its checkpoint's ``size`` says.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tierfall.core.loss import LossBound
 from tierfall.core.prospects import DrainDecision
 from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, survives
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
@@ -28,6 +30,7 @@ from tierfall.policies.drain import drain_in_words, plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.guard import reason_to_keep
+from tierfall.policies.loss_bound import loss_bounds
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.staleness import owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
@@ -129,14 +132,6 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
                 fits=by_bytes(view, words[0], int(options["need"]), free=int(options["free"])),
             )
             return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
-        case "drain":
-            decisions = plan_drain(
-                view,
-                bytes_per_s={name: float(rate) for name, rate in options.items()},
-                left_s=float(words[0]),
-                one_at_a_time="one-at-a-time" in words,
-            )
-            return [*(_drained(d) for d in decisions), *drain_in_words(decisions)]
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -149,7 +144,43 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
         case "save":
             every = int(options["every"])
             return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
+    return _ask_of_what_comes(view, what, words, options)
+
+
+def _ask_of_what_comes(
+    view: View, what: str, words: list[str], options: dict[str, str]
+) -> list[str]:
+    match what:
+        case "loss":
+            bounds = loss_bounds(
+                view,
+                step=int(words[0]),
+                step_s=float(options["seconds"]) if "seconds" in options else None,
+                read_bytes_per_s={
+                    t.name: float(options[t.name]) for t in view.tiers if t.name in options
+                },
+            )
+            return [_bound(lost, bound) for lost, bound in bounds.items()]
+        case "drain":
+            decisions = plan_drain(
+                view,
+                bytes_per_s={name: float(rate) for name, rate in options.items()},
+                left_s=float(words[0]),
+                one_at_a_time="one-at-a-time" in words,
+            )
+            return [*(_drained(d) for d in decisions), *drain_in_words(decisions)]
     raise ValueError(f"no such question: {what}")
+
+
+def _bound(lost: LossClass, bound: LossBound) -> str:
+    if bound.survives is None:
+        return f"{lost}: nothing survives"
+    known = [f"{bound.steps_lost} steps lost"]
+    if bound.seconds_lost is not None:
+        known.append(f"{bound.seconds_lost:g} s of training")
+    if bound.restore_s is not None:
+        known.append(f"restored in {bound.restore_s:g} s")
+    return f"{lost}: {bound.survives} on {bound.tier}, {', '.join(known)}"
 
 
 def _drained(decision: DrainDecision) -> str:

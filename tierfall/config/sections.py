@@ -19,11 +19,13 @@ from tierfall.config.fields import (
     Rate,
     Share,
     Steps,
+    Wait,
     any_word,
     choice,
     not_yet,
     wrong,
 )
+from tierfall.config.signal_names import SignalNames
 from tierfall.core.values import CaptureMode, Codec, FlushOrder
 
 
@@ -141,6 +143,26 @@ class Flush(Section):
         alias="within",
         description="How soon a checkpoint must have arrived. Not supported yet.",
         examples=["10m"],
+    )
+
+
+class Drain(Section):
+    """What is done when the process is told that it will end soon."""
+
+    on_signal: SignalNames = Field(
+        default=("SIGTERM",),
+        description="The signals that announce the end. On one of them, whatever the training thread is in the middle "
+        "of, what can still become durable until the deadline does, the most valuable first; then the signal has the "
+        "effect that it had before.",
+        examples=[["SIGTERM", "SIGUSR1"]],
+        json_schema_extra={"default": ["SIGTERM"]},
+    )
+    deadline_s: Wait = Field(
+        default=25.0,
+        alias="deadline",
+        description="How long that may take: a little less than the notice that is given.",
+        examples=["110s"],
+        json_schema_extra={"default": "25s"},
     )
 
 

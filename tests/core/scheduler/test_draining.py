@@ -66,10 +66,8 @@ def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is
         began |= {task.id.step for *_, task in world._due if isinstance(task, CopyRun)}
     assert world.steps_on("store") == [1, 2, 4, 5]
     assert 3 not in began
-    assert (
-        "step 3@1 will not be on store: 15.9 KiB are left, 2.5 s at 1.6 kB/s carry 4 KiB"
-        in drain_in_words(forecast)[2]
-    )
+    lost = "step 3@1 will not be on store: 15.9 KiB are left, 2.5 s at 1.6 kB/s carry 4 KiB"
+    assert lost in drain_in_words(forecast)
     world.settle()  # the deadline is over: what was held back comes
     assert world.steps_on("store") == [1, 2, 3, 4, 5]
 
