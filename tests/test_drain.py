@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,15 +149,13 @@ def told_to_end(process: subprocess.Popen[str]) -> str:
 def test_sigterm_drains_while_training_is_in_c_and_then_ends_the_process(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(
-        disk={"bandwidth": "900kB/s"}, host={"capacity": "16MiB"}, drain={"deadline": "20s"}
-    )
+    config = make_config(disk={"bandwidth": "900kB/s"}, host={"capacity": "16MiB"})
     config["drain"] = {"deadline": "20s"}
     with trainer(tmp_path, config) as process:
         told = told_to_end(process)
     assert process.returncode == -signal.SIGTERM, told
     assert "SIGTERM: what can become durable within 20 s does" in told
-    assert "SIGTERM: in 20 s step 2@1 will be on disk" in told
+    assert re.search(r"SIGTERM: in (20|19\.\d) s step 2@1 will be on disk\n", told)
     assert "SIGTERM: drained\n" in told
     assert "was not told" not in told
     assert steps_on(tmp_path / "disk") == [1, 2]
@@ -170,7 +169,7 @@ def test_what_a_deadline_does_not_carry_is_said_and_stays_in_memory(
     with trainer(tmp_path, config) as process:
         told = told_to_end(process)
     assert process.returncode == -signal.SIGTERM, told
-    assert "SIGTERM: in 1 s step 2@1 will not be on disk: " in told
+    assert re.search(r"SIGTERM: in \d+ m?s step 2@1 will not be on disk: .* carry ", told)
     assert "SIGTERM: drained; still owed: 2@1 to disk" in told
     assert steps_on(tmp_path / "disk") == [1]
     config.pop("drain")

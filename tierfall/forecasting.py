@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierfall.core.prospects import DrainDecision, Prospect
@@ -61,3 +61,19 @@ def from_json(said: Sequence[Sequence[Any]]) -> tuple[DrainForecast, ...]:
         )
         for step, attempt, tier, arrives, left, reason in said
     )
+
+
+class Foretold:
+    """Tells what is to be expected: at first, and once more when nothing is unknown any more, where it was at first."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._is_open = True
+
+    def say(self, decisions: Sequence[DrainDecision], *, first: bool = False) -> None:
+        """Hear of a plan."""
+        is_open = any(decision.prospect is Prospect.UNKNOWN for decision in decisions)
+        if first or (self._is_open and decisions and not is_open):
+            for line in drain_in_words(decisions):
+                self._tell(line)
+            self._is_open = is_open

@@ -86,6 +86,25 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     assert memory == "host memory is given back"
 
 
+def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    cli = crawling(make_cli)
+    die(train(cli), 1, 2, 3, 4)
+    cli.configure(crawling(make_cli, "100kB/s").config)  # an image takes more than a second
+    document = cli.json("drain", "--deadline", "5s", code=1)
+    steps = [one["step"] for one in document["done"] if one["tier"] == "far"]
+    assert max(steps) == 4
+    assert steps == list(range(min(steps), 5)), "the newest came before what was older"
+    assert min(steps) > 1
+    unknown, told = document["forecast"][:4], document["forecast"][4:]
+    assert all("how fast far is nobody knows yet" in line for line in unknown)
+    assert any("not be on far" in line and " carry " in line for line in told), told
+    cli.configure(crawling(make_cli, None).config)
+    answer = cli("drain", "--deadline", "1m")
+    assert "in 1 min 00 s step 1@1 may come to be on far" in answer.err
+
+
 def test_nothing_is_written_where_a_newer_attempt_exists_elsewhere(
     make_cli: MakeCli, train: Train, tmp_path: Path, memory: Path
 ) -> None:
