@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from tierfall.core import names
@@ -90,7 +91,7 @@ class Flusher:
             lane.advance(
                 now_s,
                 self.marks_of(entry),
-                name_latest=self.is_newest(lane.tier, entry),
+                name_latest=partial(self.is_newest, lane.tier, entry),
                 beside=[run for other in others for run in other.reading()],
             )
             transfer = lane.aborted()
@@ -99,8 +100,9 @@ class Flusher:
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
-        left = self._ledger.abandoned()
+        left: frozenset[CheckpointId] | None = None
         for entry in self.turns.waiting(lane.tier):
+            left = self._ledger.abandoned() if left is None else left
             if entry.id in left:
                 entry.give_up([lane.tier], entry.given_up("its line was left behind"))
             elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
