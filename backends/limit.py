@@ -32,17 +32,19 @@ class Limited(Wrapper):
         *,
         bytes_per_second: int | None,
         max_parallel: int | None = None,
+        writes: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        """``writes`` is a pace of the caller's for what goes there, in place of ``bytes_per_second``."""
         for name, value in (("bytes_per_second", bytes_per_second), ("max_parallel", max_parallel)):
             if value is not None and value < 1:
                 raise ValueError(f"Limited: {name} is {value}; expected 1 or more, or None")
         super().__init__(inner)
         self._slots = threading.BoundedSemaphore(max_parallel) if max_parallel else None
         self._max_parallel = max_parallel
-        self._slice_bytes = _slice_bytes(inner.traits, bytes_per_second)
-        self._writes = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
+        own = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
+        self._writes = own if writes is None else writes
         self._reads = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
 
     @property
@@ -84,7 +86,8 @@ class Limited(Wrapper):
     def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
         """Pass a range on, slice by slice, each when its turn has come; an empty range is passed on too."""
         data = flat(view)
-        step = self._slice_bytes or max(data.nbytes, 1)
+        rate = None if self._writes is None else self._writes.bytes_per_second
+        step = _slice_bytes(self._inner.traits, rate) or max(data.nbytes, 1)
         for start in range(0, max(data.nbytes, 1), step):
             piece = data[start : start + step]
             if self._writes is not None:
@@ -114,7 +117,7 @@ class _LimitedWriter(WriterWrapper):
             self._inner.publish()
 
 
-def _slice_bytes(traits: Traits, bytes_per_second: int | None) -> int:
+def _slice_bytes(traits: Traits, bytes_per_second: float | None) -> int:
     """Choose the slice for a rate; 0 (whole) where there is none, where a backend bounds the size of a write, and
     where offsets must rise: a second try of the whole range would go back."""
     if bytes_per_second is None or traits.part_bytes_min or traits.ordered_writes:

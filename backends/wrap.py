@@ -13,6 +13,7 @@ from collections.abc import Callable
 from tierfall.backends.limit import Limited
 from tierfall.backends.retry import Retrying
 from tierfall.core.contracts import Backend
+from tierfall.core.pace import Pace
 
 
 def wrap(
@@ -20,6 +21,7 @@ def wrap(
     *,
     bandwidth: int | None = None,
     max_parallel: int | None = None,
+    writes: Pace | None = None,
     tries: int = 5,
     first_wait_s: float = 0.2,
     longest_wait_s: float = 10.0,
@@ -28,13 +30,14 @@ def wrap(
     rng: random.Random | None = None,
 ) -> Backend:
     """Return ``inner`` as a tier uses it: limited to ``bandwidth`` bytes a second each way and ``max_parallel`` calls
-    (None: no limit), and retried up to ``tries`` times."""
+    (None: no limit), and retried up to ``tries`` times. What goes there keeps to ``writes`` where that is given."""
     backend = inner
-    if bandwidth is not None or max_parallel is not None:
+    if bandwidth is not None or max_parallel is not None or writes is not None:
         backend = Limited(
             backend,
             bytes_per_second=bandwidth,
             max_parallel=max_parallel,
+            writes=writes,
             clock=clock,
             sleep=sleep,
         )

@@ -1,4 +1,4 @@
-"""A rate: so many bytes a second, for all who share it together. Idle time earns nothing."""
+"""A rate: so many bytes a second, for all who share it together. Idle time earns nothing; it may change at any time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Pace:
 
     def __init__(
         self,
-        bytes_per_second: int,
+        bytes_per_second: float | None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -22,9 +22,27 @@ class Pace:
         self._lock = threading.Lock()
         self._free_at_s = clock()
 
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The rate; None where there is none, and nobody waits."""
+        return self._bytes_per_second
+
+    def change(self, bytes_per_second: float | None) -> None:
+        """Go on at another rate (None: at any): who waits already keeps to the old one for what it asked for."""
+        with self._lock:
+            now_s, before = self._clock(), self._bytes_per_second
+            self._bytes_per_second = bytes_per_second
+            if bytes_per_second is None or before is None:
+                self._free_at_s = now_s
+            else:
+                left_s = max(0.0, self._free_at_s - now_s)
+                self._free_at_s = now_s + left_s * before / bytes_per_second
+
     def wait_turn(self, size_bytes: int) -> None:
         """Return when the bytes may go: once those before them have had their time."""
         with self._lock:
+            if self._bytes_per_second is None:
+                return
             now_s = self._clock()
             start_s = max(now_s, self._free_at_s)
             self._free_at_s = start_s + size_bytes / self._bytes_per_second

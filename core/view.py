@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, WhenFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
     """What the configuration asks of one tier. ``retain_last`` None keeps all there is room for; ``within_s`` is how
-    soon, in seconds, a checkpoint that the tier is owed must have arrived (None: there is no bound)."""
+    soon, in seconds, a checkpoint that the tier is owed must have arrived (None: there is no bound).
+
+    ``when_full`` says what becomes of what waits for the tier where that fills those above (None: what the host tier
+    says, and there that it is waited for); ``max_wait_s`` for how long a save waits for it (None: as long as for any).
+    ``yields``: it is written slower where training's steps take longer; ``bandwidth_share`` is the share of its
+    measured rate that it is written at (None: all of it)."""
 
     name: str
     kind: TierKind
@@ -25,6 +30,10 @@ class TierRules:
     retain_last: int | None = None
     within_s: float | None = None
     flush_order: FlushOrder = FlushOrder.IN_ORDER
+    when_full: WhenFull | None = None
+    max_wait_s: float | None = None
+    yields: bool = False
+    bandwidth_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,17 +6,26 @@ from tierfall.policies.capture_mode import Trial, choose_lazy
 from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.forecast import forecast
+from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
+from tierfall.policies.staleness import lateness
 from tierfall.policies.superseding import plan_superseding
+from tierfall.policies.yielding import least_share, plan_yield
 
 __all__ = [
     "Trial",
     "choose_lazy",
+    "forecast",
+    "lateness",
+    "least_share",
     "plan_drain",
     "plan_eviction",
     "plan_flush",
+    "plan_relief",
     "plan_retention",
     "plan_superseding",
+    "plan_yield",
     "still_owed",
     "tiers_owed",
 ]

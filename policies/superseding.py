@@ -1,21 +1,22 @@
 """Superseding: which snapshot in memory is given up, where memory is full, for the one that is to be saved now.
 
-Pure: (view, tier, what would fit) -> decisions, oldest first, each with its reason. Only what lies in memory alone is
-given up, and only where nothing that was promised hangs on it; what a stored tier holds leaves memory by eviction, and
-is not lost by that.
+Pure: (view, tier, what would fit) -> decisions, each with its reason. Only what lies in memory alone is given up, and
+only where nothing that was promised hangs on it; what a stored tier holds leaves memory by eviction, and is not lost by
+that. The tiers that an image waits for say whether it may go (``when_full``), and which goes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.values import CheckpointId, CopyState, WhenFull
 from tierfall.core.view import CheckpointView, Decision, TierRules, Verdict, View
 from tierfall.policies.eviction import reason_to_leave_memory
 from tierfall.policies.guard import (
     beginning_of_the_line,
     line_is_safe_without,
     newest_on_its_way,
+    only_source_for,
 )
 from tierfall.policies.staleness import owed_in_time
 
@@ -23,13 +24,14 @@ Fits = Callable[[frozenset[CheckpointId]], bool]
 
 
 def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decision, ...]:
-    """Decide on the images of a host tier, oldest first, up to the first that is given up: no other one is.
+    """Decide on the images of a host tier, up to the first that is given up: no other one is.
 
-    None is where room is about to come by itself, nor where giving up all that may go would not make enough. ``fits``
-    says whether the save would have room if those images were gone.
+    First come, oldest first, those that a tier may supersede, then, newest first, those that only wait for tiers that
+    skip what they cannot take. None is given up where room is about to come by itself, nor where giving up all that may
+    go would not make enough. ``fits`` says whether the save would have room if those images were gone.
     """
     tier = view.tier(tier_name)
-    held = tuple(sorted(view.on(tier_name), key=lambda c: (c.live, c.id)))
+    held = _in_turn(view, tier)
     reasons = {c.id: reason_to_hold(view, c, tier) for c in held}
     leaving = _leaving(view, tier)
     room_comes = fits(leaving)
@@ -47,13 +49,50 @@ def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decisio
                 checkpoint=checkpoint.id,
                 tier=tier_name,
                 verdict=verdict,
-                reason=reason or "it is the oldest on its way that nothing hangs on",
+                reason=reason or _why_it_goes(view, checkpoint, tier),
                 bytes=checkpoint.copies[tier_name].bytes,
             )
         )
         if verdict is Verdict.DROP:
             break
     return tuple(decisions)
+
+
+def _in_turn(view: View, tier: TierRules) -> tuple[CheckpointView, ...]:
+    """Sort the images of a host tier by who goes first, if any may."""
+    held = sorted(view.on(tier.name), key=lambda c: (c.live, c.id))
+    skipped = [c for c in held if c.live and when_full_of(view, c, tier) is WhenFull.SKIP]
+    return (*(c for c in held if c not in skipped), *reversed(skipped))
+
+
+def when_full_of(view: View, checkpoint: CheckpointView, tier: TierRules) -> WhenFull:
+    """Say what is to become of an image that memory holds for tiers that are behind: it is waited for if any of them
+    is, else superseded if any may do that, else skipped."""
+    rules = {rule for _, rule in _rules_of(view, checkpoint, tier)}
+    if WhenFull.WAIT in rules:
+        return WhenFull.WAIT
+    return WhenFull.SKIP if rules == {WhenFull.SKIP} else WhenFull.SUPERSEDE
+
+
+def _rules_of(
+    view: View, checkpoint: CheckpointView, tier: TierRules
+) -> tuple[tuple[str, WhenFull], ...]:
+    """Name the tiers that an image is held for and that take copies, each with its rule. One without a rule of its own
+    is waited for, unless the host tier supersedes."""
+    supersedes = tier.when_full is WhenFull.SUPERSEDE
+    inherited = WhenFull.SUPERSEDE if supersedes else WhenFull.WAIT
+    return tuple(
+        (name, view.tier(name).when_full or inherited)
+        for name in only_source_for(view, checkpoint, tier)
+        if name not in view.failing
+    )
+
+
+def _why_it_goes(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
+    if when_full_of(view, checkpoint, tier) is WhenFull.SKIP:
+        waiting = ", ".join(only_source_for(view, checkpoint, tier))
+        return f"it is the newest on its way that nothing hangs on, and {waiting} skips it"
+    return "it is the oldest on its way that nothing hangs on"
 
 
 def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
@@ -64,6 +103,7 @@ def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> s
         return "pinned"
     return (
         _why_not_on_its_way(view, checkpoint, tier)
+        or _who_is_waited_for(view, checkpoint, tier)
         or beginning_of_the_line(view, checkpoint)
         or owed_in_time(view, checkpoint)
         or _why_it_would_be_missed(view, checkpoint, tier)
@@ -80,6 +120,13 @@ def _why_not_on_its_way(view: View, checkpoint: CheckpointView, tier: TierRules)
     if below := [t.name for t in view.tiers if t != tier and checkpoint.readable_on(t.name)]:
         return f"not lost by leaving memory: {', '.join(below)} has it"
     return None if checkpoint.owed else "on its way to no tier"
+
+
+def _who_is_waited_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    if when_full_of(view, checkpoint, tier) is not WhenFull.WAIT:
+        return None
+    waiting = [n for n, rule in _rules_of(view, checkpoint, tier) if rule is WhenFull.WAIT]
+    return f"{', '.join(waiting)} is waited for (when_full: wait)"
 
 
 def _why_it_would_be_missed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:

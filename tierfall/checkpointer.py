@@ -49,6 +49,7 @@ from tierfall.saving import Saver
 from tierfall.session import Session
 from tierfall.signalled import DrainOnSignal
 from tierfall.starting import opening, ready_together
+from tierfall.step_clock import StepClock
 
 logger = logging.getLogger("tierfall")
 _open: set[Checkpointer] = set()
@@ -95,6 +96,8 @@ class Checkpointer:
                     post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
                 )
                 undo.callback(self._capturer.close, 1.0)
+                self._steps = StepClock(self._session.coordinator.pacing)
+                self._capturer.barrier.on_step = self._steps.stepped
                 self._saver = Saver(config, self._session, self._capturer)
                 self._by_path = PathSaves(
                     config,
@@ -155,6 +158,7 @@ class Checkpointer:
         """Save what ``described`` walks, as ``save`` does. One thread after the other: torch.distributed.checkpoint
         saves on threads of its own."""
         began = time.monotonic()
+        self._steps.saving()
         self._check_usable()
         self._check_alive()
         many = self._session.ranks.many

@@ -129,6 +129,11 @@ class Statistics:
     says, in mode auto, what the last save that had the choice was captured by, and why. ``write_bytes_per_s`` and
     ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of late, in bytes of images;
     what was not seen has no entry. ``loss_bound`` says, per loss class, what such a failure would cost now.
+
+    ``behind`` is, by tier, by how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
+    up), ``behind_s`` how many seconds ago the oldest checkpoint was saved that is newer than all that it has, and
+    ``late`` how often it came to be further behind than ``flush.within``. ``flush_shares`` says of each tier that
+    yields to training which share of its rate it is written at now (1: it is not held back).
     """
 
     saves: int
@@ -152,3 +157,7 @@ class Statistics:
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     loss_bound: Mapping[LossClass, LossBound] = field(default_factory=dict)
+    behind: Mapping[str, float] = field(default_factory=dict)
+    behind_s: Mapping[str, float] = field(default_factory=dict)
+    late: Mapping[str, int] = field(default_factory=dict)
+    flush_shares: Mapping[str, float] = field(default_factory=dict)

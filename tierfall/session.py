@@ -301,6 +301,7 @@ class Session:
             unread=[x.tier for x in self.listings if x.error is not None],
             council=self.ranks.council if self.puts_together else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
+            set_pace=lambda tier, bytes_per_s: self.stores[tier].keep_to(bytes_per_s),
         )
         self.coordinator.mind(self.inheritance)
 

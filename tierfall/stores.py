@@ -19,6 +19,7 @@ from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import Listing
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import BackendError, ConfigError, TierfallError, UnreachableError
+from tierfall.core.pace import Pace
 from tierfall.core.packing.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.values import Codec, FlushOrder, LossClass, Shard, TierKind, survives
@@ -49,6 +50,10 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 retain_last=stored.retain.last if stored else None,
                 within_s=stored.flush.within_s if stored else None,
                 flush_order=stored.flush.order if stored else FlushOrder.IN_ORDER,
+                when_full=tier.when_full,
+                max_wait_s=stored.max_wait_s if stored else None,
+                yields=stored.flush.yields if stored else False,
+                bandwidth_share=stored.bandwidth_share if stored else None,
             )
         )
     return tuple(rules)
@@ -120,9 +125,11 @@ def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
 
 
 def _store(tier: FileTier | ObjectTier, backend: Backend, config: Config, run: str) -> StoredTier:
-    wrapped = wrap(backend, bandwidth=tier.bandwidth_bytes_per_s)
+    limit = tier.bandwidth_bytes_per_s
+    pace = Pace(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
+    wrapped = wrap(backend, bandwidth=limit, writes=pace)
     packing = _packing(tier, config)
-    return StoredTier(name=tier.name, run=run, backend=wrapped, packing=packing)
+    return StoredTier(name=tier.name, run=run, backend=wrapped, packing=packing, pace=pace)
 
 
 def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -195,16 +196,16 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for lane in coordinator.lanes.values()
             for source, count in lane.edge_bytes.items()
         }
-        rates = _rates(coordinator)
+        flow = _flow(coordinator, time.monotonic())
         bounds = loss_bounds(
             coordinator.ledger.view(),
             step=counts.steps.last,
             step_s=counts.steps.step_s,
-            read_bytes_per_s=rates["read_bytes_per_s"],
+            read_bytes_per_s=flow["read_bytes_per_s"],
         )
-        return edges, bounds, rates
+        return edges, bounds, flow
 
-    edges, bounds, rates = session.ask(inner)
+    edges, bounds, flow = session.ask(inner)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -218,7 +219,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         commits=dict(counters.commits),
         edge_bytes=edges,
         flush_failures=counters.flush_failures,
-        given_up_copies=counters.given_up_copies,
+        given_up_copies=counters.given_up_copies + sum(coordinator.turns.given_up.values()),
         dropped_copies=coordinator.dropper.dropped,
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
@@ -232,19 +233,28 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for name, store in session.stores.items()
             if (packed := store.packed) is not None
         },
-        **rates,
+        **flow,
     )
 
 
-def _rates(coordinator: Coordinator) -> dict[str, Any]:
-    rates = coordinator.rates
-    tiers = [rules.name for rules in coordinator.ledger.rules]
+def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
+    """Say how fast each tier is, and how far behind."""
+    rates, pressure = coordinator.rates, coordinator.pressure
+    stored = [
+        rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
+    ]
+
+    def seen(asked: Callable[[str], float | None]) -> dict[str, float]:
+        tiers = [rules.name for rules in coordinator.ledger.rules]
+        return {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
+
     return {
-        name: {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
-        for name, asked in (
-            ("write_bytes_per_s", rates.write_bytes_per_s),
-            ("read_bytes_per_s", rates.read_bytes_per_s),
-        )
+        "write_bytes_per_s": seen(rates.write_bytes_per_s),
+        "read_bytes_per_s": seen(rates.read_bytes_per_s),
+        "behind": dict(pressure.behind),
+        "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
+        "flush_shares": dict(coordinator.pacing.shares),
+        "late": {tier: pressure.late.get(tier, 0) for tier in stored},
     }
 
 

@@ -21,6 +21,7 @@ from tierfall.core.errors import (
     NotSupportedError,
     TierfallError,
 )
+from tierfall.core.pace import Pace
 from tierfall.core.packing.files import without_index
 from tierfall.core.records import (
     Attempt,
@@ -41,13 +42,22 @@ class StoredTier:
     """One run's checkpoints on one tier. All methods block, and may be called from several threads."""
 
     def __init__(
-        self, *, name: str, run: str, backend: Backend, packing: Packing | None = None
+        self,
+        *,
+        name: str,
+        run: str,
+        backend: Backend,
+        packing: Packing | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """With ``packing``, images are stored packed; those that lie there otherwise are read as well."""
+        """With ``packing``, images are stored packed; those that lie there otherwise are read as well. ``pace`` is what
+        writes of ``backend`` keep to, where they keep to any."""
         self.name = name
         self.backend = backend
         self._run = run
         self._packing = packing
+        self._pace = pace
+        self._at_most = None if pace is None else pace.bytes_per_second
         self._documents = Documents(name, backend)
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
@@ -55,6 +65,17 @@ class StoredTier:
     @property
     def place(self) -> str:
         return self.backend.place
+
+    def keep_to(self, bytes_per_s: float | None) -> None:
+        """Be written at so many bytes of images a second from now on, and at no more than the pace was at first; None:
+        at that alone."""
+        if self._pace is None:
+            return
+        packed = self.packed
+        if bytes_per_s is not None and packed is not None and packed.raw_bytes:
+            bytes_per_s *= packed.packed_bytes / packed.raw_bytes
+        bounds = [bound for bound in (bytes_per_s, self._at_most) if bound is not None]
+        self._pace.change(min(bounds, default=None))
 
     # What is there -------------------------------------------------------------------------------
 

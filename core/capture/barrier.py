@@ -35,11 +35,13 @@ class Barrier:
     """Calls ``reached`` before every optimizer step of this process, and remembers whose it was.
 
     A step that is recorded into a CUDA graph changes nothing yet, and its replays come by no hook: an optimizer with
-    such a step is no evidence from then on, however often it steps without, and ``recorded`` is called.
+    such a step is no evidence from then on, however often it steps without, and ``recorded`` is called. ``on_step``
+    hears of each step that is not recorded, once the barrier is passed.
     """
 
     def __init__(self, reached: Callable[[], None], *, recorded: Callable[[], None]) -> None:
         self._reached = reached
+        self.on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self._recorded = recorded
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_graphs: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -54,6 +56,7 @@ class Barrier:
         self._stepped.add(optimizer)
         try:
             self._reached()
+            self.on_step(optimizer)
         except Exception:
             logger.exception("the barrier before an optimizer step failed")
 

@@ -32,7 +32,7 @@ class PlanEviction(Protocol):
 
 class Admissions:
     """Saves that wait for a region, first come, first served. ``last_resort`` lets go of memory that no policy knows
-    of, and says whether there was any."""
+    of, and says whether there was any; ``answered`` hears when a save goes on."""
 
     def __init__(
         self,
@@ -52,7 +52,14 @@ class Admissions:
         self._superseder = superseder
         self._when_full = when_full
         self._max_wait_s = max_wait_s
+        self._bounds_s = {r.name: r.max_wait_s for r in ledger.rules if r.max_wait_s is not None}
+        self._gives_up = when_full is WhenFull.SUPERSEDE or any(
+            r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE)
+            for r in ledger.rules
+            if r.name != ledger.host
+        )
         self.last_resort: Callable[[], bool] = lambda: False
+        self.answered: Callable[[float], None] = lambda now_s: None
         self._waiting: deque[Admission] = deque()
         self._found_no_room = False
         self._said: set[str] = set()
@@ -73,7 +80,20 @@ class Admissions:
             self._waiting.popleft().answer(None, error)
 
     def deadlines_s(self) -> list[float]:
-        return [request.deadline_s for request in self._waiting]
+        return [self._deadline_s(request) for request in self._waiting]
+
+    def _deadline_s(self, request: Admission) -> float:
+        """How long a save waits: for as long as any tier that memory is held for may be waited for."""
+        if not self._bounds_s:
+            return request.deadline_s
+        behind = {
+            tier for e in self._ledger.entries.values() if e.region is not None for tier in e.owed
+        }
+        bound_s = max(
+            (self._bounds_s.get(tier, self._max_wait_s) for tier in behind),
+            default=self._max_wait_s,
+        )
+        return request.deadline_s - self._max_wait_s + bound_s
 
     def admit(self, now_s: float, refusal: BaseException | None) -> None:
         """Answer every request that has room now, or has waited long enough; ``refusal`` answers them all."""
@@ -88,13 +108,14 @@ class Admissions:
             if error is None:
                 region = self._allocate(request)
                 self._found_no_room = region is None
-                waits = self._when_full is not WhenFull.SKIP and now_s < request.deadline_s
+                waits = self._when_full is not WhenFull.SKIP and now_s < self._deadline_s(request)
                 if region is None and waits:
                     return
                 if region is None:
                     error = self._no_room(request)
             self._waiting.popleft()
             request.answer(region, error)
+            self.answered(now_s)
 
     def _allocate(self, request: Admission) -> HostRegion | None:
         """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
@@ -119,7 +140,7 @@ class Admissions:
             return True
         if self.last_resort():
             return True
-        if self._when_full is not WhenFull.SUPERSEDE:
+        if not self._gives_up:
             return False
         would_fit = partial(
             self._would_fit, image_bytes=request.image_bytes, records_bytes=request.records_bytes
@@ -145,8 +166,9 @@ class Admissions:
         if self._when_full is WhenFull.SKIP:
             waited = "none is free (when_full: skip)"
         else:
-            waited = f"none became free within max_wait ({self._max_wait_s:g} s)"
-        if self._when_full is WhenFull.SUPERSEDE and self._superseder.kept:
+            waited_s = self._deadline_s(request) - request.deadline_s + self._max_wait_s
+            waited = f"none became free within max_wait ({waited_s:g} s)"
+        if self._gives_up and self._superseder.kept:
             kept = f" (nothing was given up for it: {'; '.join(self._superseder.kept)})"
         error = CapacityError(
             f"save of step {request.id.step}: tier {self._ledger.host} has room for "

@@ -33,6 +33,8 @@ from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
+from tierfall.core.scheduler.pacing import LeastShare, Pacing, PlanYield
+from tierfall.core.scheduler.pressure import Foreseen, Pressure
 from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
@@ -53,6 +55,7 @@ from tierfall.core.scheduler.tasks import (
     OpenShard,
     Order,
     Outcome,
+    PersonsOrder,
     ReadCommit,
     ReadMarks,
     SaveGivenUp,
@@ -69,6 +72,12 @@ logger = logging.getLogger("tierfall")
 class Policies(Protocol):
     """The decisions that the coordinator asks for: pure functions, handed in."""
 
+    @property
+    def plan_yield(self) -> PlanYield: ...
+
+    @property
+    def least_share(self) -> LeastShare: ...
+
     def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
 
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
@@ -79,11 +88,29 @@ class Policies(Protocol):
         self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
     ) -> tuple[DrainDecision, ...]: ...
 
+    def forecast(
+        self,
+        tier: TierRules,
+        *,
+        saves: int,
+        every_s: float,
+        bytes: int,
+        bytes_per_s: float | None,
+        stretches: int,
+        waiting: int,
+    ) -> Foreseen: ...
+
+    def lateness(self, tier: TierRules, behind_s: float) -> str | None: ...
+
     def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
     def plan_eviction(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
+
+    def plan_relief(
+        self, view: View, tier_name: str, *, missing_bytes: int
+    ) -> tuple[Decision, ...]: ...
 
     def plan_superseding(
         self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
@@ -114,9 +141,11 @@ class Coordinator:
         unread: Collection[str] = (),
         council: Council | None = None,
         shared: Mapping[str, bool] | None = None,
+        set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
-        reached by ``council``, and ``shared`` says of each tier whether all of them see it."""
+        reached by ``council``, and ``shared`` says of each tier whether all of them see it. ``set_pace`` has
+        a tier be written at so many bytes per second from now on (None: at any)."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -156,6 +185,7 @@ class Coordinator:
             dropper=self.dropper,
             turns=self.turns,
             plan_eviction=policies.plan_eviction,
+            plan_relief=policies.plan_relief,
             max_wait_s=max_wait_s,
         )
         self.superseder = Superseder(
@@ -163,6 +193,17 @@ class Coordinator:
             lanes=self.lanes,
             dropper=self.dropper,
             plan_superseding=policies.plan_superseding,
+        )
+        self.pressure = Pressure(
+            ledger=ledger, rates=self.rates, foresee=policies.forecast, lateness=policies.lateness
+        )
+        self.pacing = Pacing(
+            rules=ledger.rules,
+            rates=self.rates,
+            pressure=self.pressure,
+            plan_yield=policies.plan_yield,
+            least_share=policies.least_share,
+            set_pace=set_pace,
         )
         self._admissions = Admissions(
             ledger=ledger,
@@ -184,6 +225,9 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
+        self.pacing.hurries = self._admissions.is_short
+        self._admissions.answered = self.pressure.answered
+        self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.errors = self._flusher.errors
@@ -214,7 +258,8 @@ class Coordinator:
             dispatch=self._dispatch,
             max_wait_s=self._max_wait_s,
         )
-        for part in (self._flusher, self.turns, self._saves, self.superseder, self.draining):
+        parts = (self._flusher, self.turns, self._saves, self.superseder)
+        for part in (*parts, self.pressure, self.draining):
             part.others = self.commits
         self.commits.wants_drain = self._others_drain
         for lane in self.lanes.values():
@@ -347,6 +392,7 @@ class Coordinator:
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )
+                self.pressure.found(entry.id, tuple(entry.owed))
 
     def _has_found(self, entry: Entry, tier: str) -> None:
         """A checkpoint is there that another process wrote."""
@@ -370,6 +416,8 @@ class Coordinator:
             self._admissions.admit(now_s, self.fenced)
         for lane in self.lanes.values():  # what was given up for a save just now is aborted now
             self._flusher.drive(lane, now_s, begin=False)
+        self.pressure.tick(now_s)
+        self.pacing.adjust(now_s)
         if self.commits is not None:
             self.commits.tick(now_s)
         if self.fenced is None:
@@ -394,6 +442,7 @@ class Coordinator:
     def _take(self, event: Event, now_s: float) -> None:
         match event:
             case Admission():
+                self.pressure.asked(event.image_bytes, now_s)
                 self._admissions.ask(event)
             case (
                 CaptureBegun()
@@ -403,7 +452,10 @@ class Coordinator:
                 | SaveGivenUp()
             ):
                 self._saves.take(event)
+                self._note_save(event, now_s)
             case Order():
+                if event.kind is PersonsOrder.DELETE:
+                    self.pressure.gone(event.id)
                 self._orders.give(event)
             case Gathered() | Announced() | Told():
                 self._hear(event)
@@ -416,6 +468,13 @@ class Coordinator:
                 self._tasks_out -= 1
                 self.rates.ended(event, now_s)
                 self._took(event, now_s)
+
+    def _note_save(self, event: Event, now_s: float) -> None:
+        match event:
+            case CaptureBegun():
+                self.pressure.saved(event.snapshot.id, event.tiers, now_s)
+            case CaptureFailed():
+                self.pressure.gone(event.id)
 
     def _hear(self, news: News) -> None:
         """Other ranks have said something."""
@@ -517,7 +576,8 @@ class Coordinator:
     def _next_s(self, now_s: float) -> float | None:
         waits = self._admissions.deadlines_s()
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
-        retries = [self.dropper.next_s(), self._orders.next_s(), self.draining.next_s()]
+        retries = [self.dropper.next_s(), self._orders.next_s(), self.pressure.next_s(now_s)]
+        retries += [self.pacing.next_s(now_s), self.draining.next_s()]
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)

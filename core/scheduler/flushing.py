@@ -23,7 +23,7 @@ from tierfall.core.scheduler.transfer import Transfer
 from tierfall.core.scheduler.turns import Turns
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
-from tierfall.core.view import Eviction, View
+from tierfall.core.view import Decision, Eviction, View
 
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
@@ -34,6 +34,12 @@ class PlanEviction(Protocol):
     def __call__(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
+
+
+class PlanRelief(Protocol):
+    def __call__(
+        self, view: View, tier_name: str, *, missing_bytes: int
+    ) -> tuple[Decision, ...]: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,18 +64,21 @@ class Flusher:
         dropper: Dropper,
         turns: Turns,
         plan_eviction: PlanEviction,
+        plan_relief: PlanRelief,
         max_wait_s: float,
     ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._dropper = dropper
         self._plan_eviction = plan_eviction
-        self._max_wait_s = max_wait_s
+        self._plan_relief = plan_relief
+        self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in ledger.rules}
         self.others = Alone(ledger)
         self.turns = turns
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
+        self.has_arrived: Callable[[str, CheckpointId], None] = lambda tier, id: None
         self.fenced: FencedError | None = None
         self.errors: list[BaseException] = []
         self.counters = Counters()
@@ -157,8 +166,26 @@ class Flusher:
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
             return False
+        if self.others.decides and self._relieve(lane, plan.missing_bytes):
+            return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
         return False
+
+    def _relieve(self, lane: Lane, missing_bytes: int) -> bool:
+        """Give up what slower tiers are owed of one checkpoint, where their rules say so and it makes room here."""
+        entries = self._ledger.entries
+        settling = {e.id for e in entries.values() if e.in_doubt or e.landed}
+        settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
+        settling |= self._dropper.reserved | self._dropper.awaited
+        view = self._ledger.view(settling=settling, restoring=self._dropper.paused)
+        decisions = self._plan_relief(view, lane.tier, missing_bytes=missing_bytes)
+        for decision in decisions:
+            logger.warning(
+                "flush of %s to %s is given up (when_full): %s",
+                decision.checkpoint, decision.tier, decision.reason,
+            )  # fmt: skip
+            self.turns.give_up(entries[decision.checkpoint], decision.tier, decision.reason)
+        return bool(decisions)
 
     def _room_is_missing(
         self, lane: Lane, entry: Entry, need: int, free: int, now_s: float
@@ -230,6 +257,7 @@ class Flusher:
         if len(self.durable) > DURABLE_REMEMBERED:
             del self.durable[next(iter(self.durable))]
         self._dropper.survey(lane.tier)
+        self.has_arrived(lane.tier, id)
         if entry.handle is not None:
             entry.handle.tell_committed(lane.tier)
         self.has_committed(lane.tier, entry)
@@ -265,7 +293,7 @@ class Flusher:
             entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
         )  # fmt: skip
         lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
-        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s:
+        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
     def stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
@@ -279,7 +307,7 @@ class Flusher:
             "flush of %s to %s stalls, and goes on in %.1f s: %s",
             id, lane.tier, lane.not_before_s - now_s, error,
         )  # fmt: skip
-        if lane.failing_for_s(now_s) >= self._max_wait_s:
+        if lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             entry = lane.active.entry
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 

@@ -74,6 +74,7 @@ class Rates:
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
+        self._begun = 0
         self._free: dict[str, _Moving] = {}
         self._paced: dict[str, _Moving] = {}
         self._given: dict[str, _Moving] = {}
@@ -101,6 +102,10 @@ class Rates:
         """Return how many stretches the estimate of what comes to a tier is over, ``STRETCHES`` at most."""
         return len(self._given.get(tier, ()))
 
+    def flushing(self) -> tuple[frozenset[str], int]:
+        """Name the tiers that workers are just writing to, and say how many tasks were begun so far."""
+        return frozenset(tier for tier, lane in self._lanes.items() if lane.out), self._begun
+
     # Being told ------------------------------------------------------------------------------------
 
     def began(self, task: Task, now_s: float) -> None:
@@ -111,6 +116,7 @@ class Rates:
         if lane.out == 0:
             lane.since_s = now_s
         lane.out += 1
+        self._begun += 1
 
     def ended(self, outcome: Outcome, now_s: float) -> None:
         """A task has come back: what failed says nothing of how fast a tier is, nor what went on beside it."""

@@ -86,7 +86,7 @@ class Superseder:
         assert entry.region is not None
         error = CapacityError(
             f"save of step {entry.id.step} is superseded by step {saved.step}: tier {host} had no room for both "
-            f"(when_full: supersede), and of what lies there {reason}. It was still owed to "
+            f"(when_full), and of what lies there {reason}. It was still owed to "
             f"{', '.join(sorted(entry.owed))}, and nothing of it is kept. Raise the tier's capacity, save less often, "
             "or flush less"
         )

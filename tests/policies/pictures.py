@@ -2,18 +2,22 @@
 
     ## title of the case
     tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [newest_first]
+        [when_full=WORD]
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
         [size=BYTES] TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
-        | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT | in-time STEP@ATTEMPT | save STEP every=N
+        | relief TIER missing=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
+        | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
+        | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
     ask loss STEP [seconds=OF-A-STEP] TIER=BYTES-READ-PER-SECOND ...
     -> an answer, one line each, with its reason
 
-Every copy has 100 bytes, or what its checkpoint's ``size`` says.
+Every copy has 100 bytes, or what its checkpoint's ``size`` says. A host tier supersedes, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -23,17 +27,28 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.core.loss import LossBound
 from tierfall.core.prospects import DrainDecision
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, survives
+from tierfall.core.values import (
+    CheckpointId,
+    CopyState,
+    FlushOrder,
+    LossClass,
+    TierKind,
+    WhenFull,
+    survives,
+)
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
 from tierfall.policies.drain import drain_in_words, plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.loss_bound import loss_bounds
+from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
-from tierfall.policies.staleness import owed_in_time
+from tierfall.policies.staleness import lateness, owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
+from tierfall.policies.yielding import plan_yield
 
 COPY_BYTES = 100
 
@@ -111,27 +126,14 @@ def by_bytes(view: View, tier_name: str, need: int, *, free: int) -> Fits:
 def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
     view, options = picture.view(), _options(words)
     match what:
-        case "retention":
-            plan = plan_retention(view, words[0])
-            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan]
-        case "flush":
-            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan_flush(view, words[0])]
-        case "eviction":
-            made = plan_eviction(
-                view,
-                words[0],
-                need_bytes=int(options["need"]),
-                free_bytes=int(options["free"]),
-            )
-            drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
-            return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
-        case "superseding":
-            told = plan_superseding(
-                view,
-                words[0],
-                fits=by_bytes(view, words[0], int(options["need"]), free=int(options["free"])),
-            )
-            return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in told]
+        case "retention" | "flush" | "eviction" | "superseding" | "relief":
+            return _plan(view, what, words[0], options)
+        case "yield":
+            return _yield(options)
+        case "forecast":
+            return _forecast(view.tier(words[0]), options)
+        case "late":
+            return [lateness(view.tier(words[0]), float(options["behind"])) or "in time"]
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -188,6 +190,45 @@ def _drained(decision: DrainDecision) -> str:
     return f"{does} {decision.checkpoint} {decision.tier}: {decision.prospect}"
 
 
+def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str]:
+    if what == "eviction":
+        made = plan_eviction(
+            view, tier, need_bytes=int(options["need"]), free_bytes=int(options["free"])
+        )
+        drops = [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in made.drops]
+        return [*drops, f"missing {made.missing_bytes}"] if made.missing_bytes else drops
+    if what == "relief":
+        gone = plan_relief(view, tier, missing_bytes=int(options["missing"]))
+        return [f"{d.verdict} {d.checkpoint} to {d.tier}: {d.reason}" for d in gone]
+    plan = {"retention": plan_retention, "flush": plan_flush}.get(what)
+    if plan is not None:
+        return [f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan(view, tier)]
+    fits = by_bytes(view, tier, int(options["need"]), free=int(options["free"]))
+    return [
+        f"{d.verdict} {d.checkpoint}: {d.reason}" for d in plan_superseding(view, tier, fits=fits)
+    ]
+
+
+def _yield(options: dict[str, str]) -> list[str]:
+    idle, busy = ([float(each) for each in options[kind].split(",")] for kind in ("idle", "busy"))
+    share, least = float(options["share"]), float(options["least"])
+    told = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
+    return [f"{told.share:g}: {told.reason}"]
+
+
+def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
+    told = forecast(
+        tier,
+        saves=int(options["saves"]),
+        every_s=float(options["every"]),
+        bytes=int(options["bytes"]),
+        bytes_per_s=float(options["rate"]) if "rate" in options else None,
+        stretches=int(options["stretches"]),
+        waiting=int(options["waiting"]),
+    )
+    return [f"{told.behind:.2f} behind in an hour", *([told.warning] if told.warning else [])]
+
+
 def _tier(words: list[str]) -> TierRules:
     name, kind = words[0], TierKind(words[1])
     options = _options(words)
@@ -199,8 +240,13 @@ def _tier(words: list[str]) -> TierRules:
         flush_every=int(options.get("every", 1)),
         retain_last=None if last is None else int(last),
         within_s=float(options["within"]) if "within" in options else None,
+        when_full=WhenFull(options["when_full"]) if "when_full" in options else _when_full(kind),
         flush_order=FlushOrder.NEWEST_FIRST if "newest_first" in words else FlushOrder.IN_ORDER,
     )
+
+
+def _when_full(kind: TierKind) -> WhenFull | None:
+    return WhenFull.SUPERSEDE if kind is TierKind.HOST else None
 
 
 def _checkpoint(words: list[str]) -> CheckpointView:

@@ -17,7 +17,19 @@ FOLDER = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize(
     "name",
-    ["retention", "eviction", "superseding", "guard", "flush", "cadence", "drain", "loss_bound"],
+    [
+        "retention",
+        "eviction",
+        "superseding",
+        "relief",
+        "pressure",
+        "yielding",
+        "guard",
+        "flush",
+        "cadence",
+        "drain",
+        "loss_bound",
+    ],
 )
 def test_decisions_and_reasons_are_as_written(name: str) -> None:
     path = FOLDER / f"{name}.txt"

@@ -394,7 +394,7 @@ class Many:
     ) -> None:
         """``rules`` are those of the tiers ``nvme``, which each node has for itself, and ``pfs``, which all see."""
         self.node_of = tuple(node_of)
-        self.rules = (host_rules(), *rules)
+        self.rules = (host_rules(when_full), *rules)
         self.stored = tuple(tier.name for tier in self.rules[1:])
         self.seed, self.fan_out = seed, fan_out
         self.codecs = codecs or {}

@@ -32,6 +32,9 @@ class Throttled(World):
         self._free_s.clear()
         super().start(unread=unread)
 
+    def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
+        self.paces[tier] = bytes_per_s
+
     def step(self) -> float | None:
         next_s = super().step()
         while self.tasks:

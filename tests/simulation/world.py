@@ -177,8 +177,13 @@ class FakeMemory:
         return region
 
 
-def host_rules(name: str = "host") -> TierRules:
-    return TierRules(name=name, kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
+def host_rules(when_full: WhenFull = WhenFull.WAIT) -> TierRules:
+    return TierRules(
+        name="host",
+        kind=TierKind.HOST,
+        survives=survives(TierKind.HOST, shared=False),
+        when_full=when_full,
+    )
 
 
 def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
@@ -243,7 +248,7 @@ class World:
         run_bytes_min: int = 0,
     ) -> None:
         """``codecs`` says which tiers pack; ``run_bytes_min`` is how long a write is at least to those that do not."""
-        self.rules = (host_rules(), *rules)
+        self.rules = (host_rules(when_full), *rules)
         self.memory = FakeMemory(memory_images)
         self.disks = {r.name: MemoryBackend(place=r.name) for r in self.rules[1:]}
         self.stores = {
@@ -302,8 +307,12 @@ class World:
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
+            set_pace=self.set_pace,
         )
         self.coordinator.start()
+
+    def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
+        """Nothing here takes time."""
 
     def _limits(self, store: StoredTier) -> LaneLimits:
         return LaneLimits(

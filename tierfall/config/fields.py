@@ -36,6 +36,7 @@ _EXPECTED_LEVEL = f"a level from {LEVEL_MIN} to {LEVEL_MAX}"
 _EXPECTED_URL = "an address such as s3://bucket/prefix, gs://, az:// or file:///folder"
 _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
+_EXPECTED_BANDWIDTH = f"{units.EXPECTED_RATE}, or a share such as 50%"
 _EXPECTED_WAIT = "a time above 0, such as 60s"
 _EXPECTED_STEPS = "a whole number of training steps, 1 or more"
 
@@ -148,6 +149,15 @@ def _positive_rate(value: int | str) -> int:
     return bytes_per_s
 
 
+def _bandwidth(value: int | str) -> int | float:
+    if not isinstance(value, str) or "%" not in value:
+        return _positive_rate(value)
+    share = units.parse_share(value)
+    if share == 0:
+        raise ConfigError(f"nothing moves at 0% of a rate; expected {_EXPECTED_BANDWIDTH}")
+    return float(share)
+
+
 def _wait(value: float | str) -> float:
     seconds = units.parse_duration(value)
     if seconds == 0:
@@ -256,6 +266,20 @@ Rate = Annotated[
     _parsed(_positive_rate, units.EXPECTED_RATE),
     _number_or_text(units.RATE_PATTERN, minimum=1),
 ]
+Bandwidth = Annotated[
+    int | float,
+    _parsed(_bandwidth, _EXPECTED_BANDWIDTH),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": units.RATE_PATTERN},
+                {"type": "string", "pattern": units.SHARE_PATTERN},
+            ]
+        }
+    ),
+]
+"""Bytes per second as a whole number, or a share of what was measured as a fraction."""
 Duration = Annotated[
     float,
     _parsed(units.parse_duration, units.EXPECTED_DURATION),

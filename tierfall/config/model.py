@@ -14,11 +14,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tierfall.config.fields import (
+    Bandwidth,
     Chunk,
     Flag,
     Folder,
     Name,
-    Rate,
     Size,
     Url,
     Wait,
@@ -125,12 +125,36 @@ class StoredTier(_Tier):
         description="How chunks are compressed there.",
         examples=[{"codec": "none"}],
     )
-    bandwidth_bytes_per_s: Rate | None = Field(
+    bandwidth: Bandwidth | None = Field(
         default=None,
-        alias="bandwidth",
-        description="The most that may be written there per second, by one node; absent: no limit.",
-        examples=["500MB/s"],
+        description="The most that may be written there per second, by one rank: a rate, or a share of how fast the "
+        "tier was seen to be; absent: no limit.",
+        examples=["500MB/s", "50%"],
     )
+    when_full: Annotated[WhenFull, choice(WhenFull), any_word(WhenFull)] | None = Field(
+        default=None,
+        description="What becomes of what waits for this tier where it is behind and the tiers above are full of "
+        "that. wait: it is waited for. skip: of what only waits, the newest is given up. supersede: the oldest is. "
+        "Nothing is given up that something hangs on. Absent: as the host tier says.",
+        examples=["supersede"],
+    )
+    max_wait_s: Wait | None = Field(
+        default=None,
+        alias="max_wait",
+        description="The most that a save may wait for this tier, in place of the run's max_wait; and how long it may "
+        "fail before that is reported.",
+        examples=["10s"],
+    )
+
+    @property
+    def bandwidth_bytes_per_s(self) -> int | None:
+        """The most that may be written there per second, where it is set as a rate."""
+        return self.bandwidth if isinstance(self.bandwidth, int) else None
+
+    @property
+    def bandwidth_share(self) -> float | None:
+        """The share of its measured rate that may be written there, where it is set as one."""
+        return self.bandwidth if isinstance(self.bandwidth, float) else None
 
 
 class FileTier(StoredTier):

@@ -138,11 +138,21 @@ class Flush(Section):
         "that the tier's retention would drop at once are given up. A copy that was begun is finished first.",
         examples=["newest_first"],
     )
-    within_s: Annotated[Duration | None, not_yet("a deadline for a flush is")] = Field(
+    within_s: Wait | None = Field(
         default=None,
         alias="within",
-        description="How soon a checkpoint must have arrived. Not supported yet.",
+        description="How far behind the tier may be: how long ago the oldest checkpoint may have been saved that is "
+        "newer than all that it has. Where it is further behind, that is said once, and counted. What it is owed is "
+        "not superseded.",
         examples=["10m"],
+    )
+
+    yields: Flag = Field(
+        default=True,
+        alias="yield",
+        description="Whether the tier is written slower while training's steps take longer beside that: down to what "
+        "keeps up with the saves and with within, and to a tenth of its rate at least.",
+        examples=[False],
     )
 
 

@@ -1,0 +1,66 @@
+"""Forecast: whether a tier keeps up with the saves, by what was measured. Pure: it is told what comes and what goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierfall.core.units import format_duration, format_rate, format_size
+from tierfall.core.view import TierRules
+
+HOUR_S = 3600.0
+SAVES_MIN = 8
+"""Before so many saves nothing is said: the first ones of a run are no cadence."""
+STRETCHES_MIN = 3
+WAITING_MIN = 2
+MARGIN = 1.1
+"""A tier that takes a tenth less than what comes may well keep up: nothing that is measured is that exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """By how many more checkpoints a tier is behind after an hour of this cadence (0: it keeps up, or nothing is known
+    yet), and what is to be said of that (None: nothing)."""
+
+    behind: float = 0.0
+    warning: str | None = None
+
+
+def forecast(
+    tier: TierRules,
+    *,
+    saves: int,
+    every_s: float,
+    bytes: int,
+    bytes_per_s: float | None,
+    stretches: int,
+    waiting: int,
+) -> Forecast:
+    """Say how far behind a tier will be in an hour, and warn where it is sure that it falls behind: over enough saves
+    and copies, by more than measuring errs, and with copies waiting by now.
+
+    ``saves`` were seen, ``every_s`` seconds of training apart, of ``bytes`` each. ``bytes_per_s`` is how fast copies
+    come while they run (None: not seen yet), over so many ``stretches`` that were measured; the tier is owed
+    ``waiting`` copies now.
+    """
+    if bytes_per_s is None or every_s <= 0 or bytes <= 0:
+        return Forecast()
+    due_s = every_s * tier.flush_every
+    needed_bytes_per_s = bytes / due_s
+    missing = (needed_bytes_per_s - bytes_per_s) / bytes
+    behind = max(0.0, missing * HOUR_S)
+    sure = (
+        saves >= SAVES_MIN
+        and stretches >= STRETCHES_MIN
+        and waiting >= WAITING_MIN
+        and needed_bytes_per_s > MARGIN * bytes_per_s
+    )
+    if not sure:
+        return Forecast(behind=behind)
+    return Forecast(
+        behind=behind,
+        warning=f"at this cadence {tier.name} is {behind:.1f} checkpoints behind in an hour: one of "
+        f"{format_size(bytes)} comes every {format_duration(due_s)}, which takes "
+        f"{format_rate(needed_bytes_per_s)}, and {tier.name} takes {format_rate(bytes_per_s)}. Save less often, "
+        "flush fewer to it (flush.every), or raise its bandwidth; once memory is full of what it is owed, when_full "
+        "says what becomes of saves",
+    )

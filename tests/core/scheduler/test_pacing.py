@@ -1,0 +1,226 @@
+"""How a flush yields to training, and keeps to a share of what its tier can do; on the virtual clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.pace import Pace
+from tierfall.core.scheduler.pacing import Flushing, Pacing
+from tierfall.step_clock import PATIENCE, StepClock
+from tierfall.stores import open_store
+
+STEP_S = 1.0
+RATE = IMAGE / 10.0
+Slowed = Callable[[float], float]
+
+
+class Trained:
+    """A training whose steps take longer while a flush runs: by ``slowed`` of the share of the tier's rate it takes."""
+
+    def __init__(self, slowed: Slowed, *, noise: float = 0.0, **members: Any) -> None:
+        members = {"yields": True, **members}
+        rules = [file_rules("store", shared=True, **members)]
+        self.world = Throttled(rules, bytes_per_s={"store": RATE}, memory_images=12)
+        self.slowed = slowed
+        self.draw = random.Random(1)
+        self.noise = noise
+        self.step = 0
+        self.seen: list[float] = []
+
+    @property
+    def pacing(self) -> Pacing:
+        return self.world.coordinator.pacing
+
+    def train(self, steps: int, *, save_every: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            if self.step % save_every == 0:
+                self.world.save_soon(self.step)
+            began = self.pacing.flushing
+            pace = self.world.paces.get("store")
+            share = 1.0 if pace is None else min(1.0, pace / RATE)
+            longer = self.slowed(share) if began[0] else 0.0
+            seconds = STEP_S * (1.0 + longer) * self.draw.gauss(1.0, self.noise)
+            self.world.go_on(seconds)
+            self.pacing.step_took(seconds, began)
+            self.seen.append(self.pacing.shares.get("store", 1.0))
+
+
+def test_a_flush_that_lengthens_the_steps_is_slowed_until_it_does_not() -> None:
+    trained = Trained(lambda share: 0.2 * share)
+    trained.train(600, save_every=60)
+    settled = trained.seen[300:]
+    assert max(settled) <= 0.35, "a third of its rate lengthens steps by 7 %"
+    assert min(settled) >= 0.1
+    assert sum(a != b for a, b in pairwise(settled)) < 30, "it swings"
+    assert trained.world.steps_on("store")[:8] == list(range(60, 481, 60))
+
+
+def test_a_flush_that_costs_nothing_goes_on_at_full_rate_whatever_the_noise() -> None:
+    trained = Trained(lambda share: 0.0, noise=0.05)
+    trained.train(600, save_every=30)
+    assert sum(share < 1.0 for share in trained.seen) < 60
+    assert trained.seen[-1] >= 0.5
+
+
+def test_a_flush_never_yields_so_much_that_its_tier_falls_behind() -> None:
+    trained = Trained(lambda share: 0.5)
+    trained.train(1200, save_every=20)  # a copy takes ten seconds, of the thirty between two
+    assert min(trained.seen) == pytest.approx(1.1 / 3, abs=0.03)
+    assert trained.world.coordinator.pressure.behind["store"] == 0.0
+    trained.world.go_on(60.0)
+    assert trained.world.coordinator.left_undone() == ()
+
+
+def test_a_flush_never_yields_so_much_that_it_breaks_a_promise_in_time() -> None:
+    trained = Trained(lambda share: 0.5, within_s=25.0)
+    trained.train(1500, save_every=100)
+    assert min(trained.seen) == pytest.approx(0.44, abs=0.03)
+    assert trained.world.coordinator.pressure.late == {}
+
+
+def test_a_flush_that_always_costs_something_goes_on_at_a_tenth() -> None:
+    trained = Trained(lambda share: 0.5)
+    trained.train(3000, save_every=500)
+    assert min(trained.seen) == pytest.approx(0.1)
+    assert trained.world.coordinator.rates.write_bytes_per_s("store") == pytest.approx(
+        RATE, rel=0.1
+    )
+
+
+def slowed_run() -> Trained:
+    trained = Trained(lambda share: 0.5)
+    while trained.pacing.shares["store"] > 0.3:
+        trained.train(1, save_every=60)
+        assert trained.step < 2000, "it is never slowed"
+    return trained
+
+
+def test_when_training_stands_still_a_flush_yields_to_nobody() -> None:
+    trained = slowed_run()
+    trained.world.save(10_000)
+    trained.world.go_on(4.0)
+    assert trained.world.paces["store"] is not None
+    trained.world.go_on(5.0)
+    assert trained.pacing.shares["store"] == 1.0
+    assert trained.world.paces["store"] is None
+
+
+def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody() -> None:
+    trained = slowed_run()
+    trained.pacing.hurries = lambda: True
+    trained.world.step()
+    assert trained.pacing.shares["store"] == 1.0
+
+
+def test_a_tier_that_is_not_to_yield_does_not() -> None:
+    trained = Trained(lambda share: 0.5, yields=False)
+    trained.train(300, save_every=60)
+    assert trained.world.paces == {}
+
+
+def test_a_share_of_what_was_measured_is_kept_to_and_does_not_shrink() -> None:
+    trained = Trained(lambda share: 0.0, yields=False, bandwidth_share=0.5)
+    trained.train(600, save_every=30)
+    assert trained.world.paces["store"] == pytest.approx(RATE / 2, rel=0.05)
+    rates = trained.world.coordinator.rates
+    assert rates.write_bytes_per_s("store") == pytest.approx(RATE, rel=0.05)
+    assert rates.delivered_bytes_per_s("store") == pytest.approx(RATE / 2, rel=0.05)
+
+
+# The clocks ------------------------------------------------------------------------------------------
+
+
+class Told:
+    """Takes what a step clock tells."""
+
+    def __init__(self) -> None:
+        self.flushing: Flushing = (frozenset(), 0)
+        self.steps: list[float] = []
+
+    def step_took(self, seconds: float, began: Flushing) -> None:
+        self.steps.append(seconds)
+
+
+def test_a_step_is_from_one_step_of_an_optimizer_to_its_next_without_saves() -> None:
+    now_s = [0.0]
+    told = Told()
+    clock = StepClock(told, clock=lambda: now_s[0])  # type: ignore[arg-type]
+    main, other = torch.optim.SGD([torch.zeros(1)], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)
+    for number in range(10):
+        if number == 5:
+            clock.saving()
+        clock.stepped(main)
+        now_s[0] += 0.25
+        clock.stepped(other)
+        now_s[0] += 0.75
+    assert told.steps == [1.0] * 7
+    for _ in range(PATIENCE + 2):  # the first one steps no more
+        clock.stepped(other)
+        now_s[0] += 2.0
+    assert told.steps[7:] == [2.0] * 3
+
+
+def test_a_pace_that_changes_holds_from_then_on() -> None:
+    now_s, slept = [0.0], list[float]()
+    pace = Pace(100.0, clock=lambda: now_s[0], sleep=slept.append)
+    pace.wait_turn(100)  # the next may go after a second
+    pace.change(50.0)
+    pace.wait_turn(100)
+    assert slept == [2.0]
+    pace.change(None)
+    pace.wait_turn(10**9)
+    pace.wait_turn(10**9)
+    assert slept == [2.0]
+    pace.change(10.0)
+    pace.wait_turn(10)
+    pace.wait_turn(10)
+    assert slept == [2.0, 1.0]
+
+
+def config_of(folder: Path, **settings: Any) -> dict[str, Any]:
+    host = {"name": "host", "kind": "host", "folder": str(folder / "memory")}
+    nvme = {"name": "nvme", "kind": "file", "path": str(folder / "nvme"), **settings}
+    return {"run": "run", "tiers": [host, nvme]}
+
+
+def test_steps_of_a_torch_optimizer_are_told_and_a_pace_reaches_the_tier(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tierfall.open(config_of(tmp_path, bandwidth="80MB/s")) as ckpt:
+        for _ in range(5):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+        coordinator = ckpt._session.coordinator
+        ckpt._session.ask(lambda: coordinator.pacing.adjust(0.0))
+        assert coordinator.pacing._steps >= 4
+        store = ckpt._session.stores["nvme"]
+        assert store._pace is not None
+        coordinator.pacing._set_pace("nvme", 1e6)
+        assert store._pace.bytes_per_second == 1e6
+        coordinator.pacing._set_pace("nvme", 1e9)
+        assert store._pace.bytes_per_second == 80e6, "never more than what was set"
+        coordinator.pacing._set_pace("nvme", None)
+        assert store._pace.bytes_per_second == 80e6
+
+
+def test_a_share_and_a_switch_of_the_file_reach_the_rules(tmp_path: Path) -> None:
+    config = tierfall.Config.model_validate(
+        config_of(tmp_path, bandwidth="50%", flush={"yield": False})
+    )
+    assert (config.stored[0].bandwidth_share, config.stored[0].bandwidth_bytes_per_s) == (0.5, None)
+    with open_store(config, "run", "nvme") as store:
+        assert store._pace is not None
+    plain = tierfall.Config.model_validate(config_of(tmp_path, flush={"yield": False}))
+    with open_store(plain, "run", "nvme") as store:
+        assert store._pace is None

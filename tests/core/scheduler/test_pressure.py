@@ -1,0 +1,156 @@
+"""Whether a tier keeps up: what is foreseen, what is said of it and when, and what a promise in time comes to."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+
+from tests.core.scheduler.test_commits import talk
+from tests.simulation.many import SHARED_TIER, Many
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.errors import CaptureError
+from tierfall.core.scheduler.tasks import Order, PersonsOrder
+from tierfall.core.values import CheckpointId, FlushOrder, WhenFull
+
+EVERY_S = 10.0
+
+
+def world_of(copy_s: float, *, images: int = 12, **members: Any) -> Throttled:
+    """A store that takes a copy in so many seconds; saves are ten seconds apart."""
+    rules = file_rules("store", shared=True, **members)
+    return Throttled([rules], bytes_per_s={"store": IMAGE / copy_s}, memory_images=images)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+# The forecast ----------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_falls_behind_is_said_once_and_early(caplog: pytest.LogCaptureFixture) -> None:
+    world = world_of(copy_s=12.5)  # it takes four where five come
+    said_at = None
+    for step in range(1, 13):
+        world.save_soon(step)
+        world.go_on(EVERY_S)
+        if said_at is None and warnings(caplog):
+            said_at = step
+    assert said_at is not None
+    assert said_at <= 10, "it comes early: memory for twelve images is not full before the sixtieth"
+    assert [m for m in warnings(caplog) if "at this cadence" in m] == [warnings(caplog)[0]]
+    behind = world.coordinator.pressure.behind["store"]
+    assert behind == pytest.approx(3600 / EVERY_S - 3600 / 12.5, rel=0.02)
+    assert f"store is {behind:.1f} checkpoints behind in an hour" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_keeps_up_is_never_warned_whatever_its_noise(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = random.Random(seed)
+    world = world_of(copy_s=8.5)
+    for step in range(1, 80):
+        world.save_soon(step)
+        world.bytes_per_s["store"] = IMAGE / draw.gauss(8.5, 0.6)
+        world.go_on(draw.gauss(EVERY_S, 1.5) if step > 3 else 1.0)  # it begins in a hurry
+    assert warnings(caplog) == []
+
+
+def test_saves_that_wait_for_room_do_not_make_the_cadence_look_slower() -> None:
+    world = world_of(copy_s=30.0, images=2)
+    for step in range(1, 10):
+        world.save_soon(step)
+        world.go_on(EVERY_S)
+    behind = world.coordinator.pressure.behind["store"]
+    assert behind == pytest.approx(3600 / EVERY_S - 3600 / 30.0, rel=0.05)
+
+
+# In time ---------------------------------------------------------------------------------------------
+
+
+def test_a_tier_that_is_too_far_behind_is_said_once_for_as_long_as_it_lasts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = world_of(copy_s=40.0, within_s=60.0)
+    for step in (1, 2, 3):
+        world.save_soon(step)
+        world.go_on(1.0)
+    world.go_on(56.5)  # the second, saved at 1 s, is there at 80 s
+    assert warnings(caplog) == []
+    world.go_on(2.0)
+    (said,) = warnings(caplog)
+    assert said.startswith("store is 1 min 00 s behind, and was to be no further than 1 min 00 s")
+    pressure = world.coordinator.pressure
+    assert pressure.late == {"store": 1}
+    assert pressure.behind_s("store", world.now_s) == pytest.approx(world.now_s - 1.0)
+    world.go_on(100.0)
+    assert world.steps_on("store") == [1, 2, 3]
+    assert pressure.behind_s("store", world.now_s) == 0.0
+    assert len(warnings(caplog)) == 1
+    world.bytes_per_s["store"] /= 10
+    world.save_soon(4)
+    world.go_on(61.0)
+    assert pressure.late == {"store": 2}, "another time it is said again"
+    assert len(warnings(caplog)) == 2
+
+
+def test_with_the_newest_first_what_is_older_does_not_make_a_tier_late() -> None:
+    world = world_of(copy_s=25.0, within_s=60.0, flush_order=FlushOrder.NEWEST_FIRST)
+    for step in (1, 2, 3, 4):
+        world.save_soon(step)
+        world.go_on(1.0)
+    world.go_on(47.0)
+    assert world.steps_on("store") == [1, 4]
+    world.go_on(100.0)
+    assert world.steps_on("store") == [1, 2, 3, 4]
+    assert world.coordinator.pressure.late == {}
+
+
+def test_what_was_given_up_is_still_missed() -> None:
+    world = world_of(copy_s=1000.0, images=3, when_full=WhenFull.SUPERSEDE)
+    for step in range(1, 6):
+        world.save_soon(step)
+        world.go_on(1.0)
+    assert world.coordinator.pressure.behind_s("store", world.now_s) == pytest.approx(5.0, abs=0.1)
+
+
+def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
+    world = world_of(copy_s=1000.0, within_s=60.0)
+    region, _ = world.ask_for_region(1)
+    world.fail_capture(world.begin(1, region), CaptureError("on purpose"))
+    world.go_on(1.0)
+    world.save_soon(2)
+    delete = Order(kind=PersonsOrder.DELETE, id=CheckpointId(2, 1), wall_time_s=0.0, answer=print)
+    world.coordinator.post(delete)
+    world.go_on(100.0)
+    assert world.coordinator.pressure.late == {}
+    assert world.coordinator.pressure.behind_s("store", world.now_s) == 0.0
+
+
+def test_what_an_earlier_start_left_counts_from_the_start() -> None:
+    world = world_of(copy_s=1000.0, within_s=60.0)
+    world.save_soon(1)
+    world.go_on(30.0)
+    world.crash()
+    world.start()
+    world.go_on(50.0)
+    assert world.coordinator.pressure.behind_s("store", world.now_s) == pytest.approx(50.0)
+    world.go_on(20.0)
+    assert world.coordinator.pressure.late == {"store": 1}
+
+
+def test_of_several_ranks_rank_0_alone_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    rules = file_rules(SHARED_TIER, shared=True, within_s=60.0)
+    run = Many((0, 1), [rules], max_wait_s=600.0)
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    run.now_s += 61.0
+    run.step()
+    assert [rank.coordinator.pressure.late for rank in run.ranks] == [{SHARED_TIER: 1}] * 2
+    assert len([m for m in warnings(caplog) if "flush.within" in m]) == 1

@@ -1,0 +1,195 @@
+"""What each tier's own ``when_full`` and ``max_wait`` do where it is slower than the saves."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.core.scheduler.test_commits import talk
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import IMAGE, file_rules
+from tierfall.core.errors import CapacityError, FlushError, UnreachableError
+from tierfall.core.scheduler.tasks import CopyRun
+from tierfall.core.values import SaveOutcome, WhenFull
+
+COPY_S = 10.0
+
+
+def behind(rule: WhenFull | None, *, images: int = 4, **options: Any) -> Throttled:
+    """A store that takes a copy in ten seconds, below memory that waits for its tiers, if they say nothing else."""
+    members = {"when_full": rule, **options.pop("members", {})}
+    return Throttled(
+        [file_rules("store", shared=True, **members)],
+        bytes_per_s={"store": IMAGE / COPY_S},
+        memory_images=images,
+        **options,
+    )
+
+
+def save_every_second(world: Throttled, count: int) -> float:
+    """Save so many times, a second after one another; return how many seconds saves have waited in all."""
+    waited_s = 0.0
+    for step in range(1, count + 1):
+        asked_s = world.now_s
+        assert world.save_soon(step) is not None
+        waited_s += world.now_s - asked_s
+        world.go_on(1.0)
+    return waited_s
+
+
+def given_up(world: Throttled) -> list[int]:
+    return [id.step for id, h in world.handles.items() if h.outcome is SaveOutcome.SUPERSEDED]
+
+
+def test_saves_wait_for_a_tier_that_says_so_and_for_one_that_says_nothing() -> None:
+    for rule in (WhenFull.WAIT, None):
+        world = behind(rule)
+        assert save_every_second(world, 8) > 20.0
+        assert given_up(world) == []
+
+
+def test_a_tier_that_supersedes_holds_no_save_up_and_gets_the_newest() -> None:
+    world = behind(WhenFull.SUPERSEDE)
+    assert save_every_second(world, 30) == 0.0
+    world.go_on(100.0)
+    got = world.steps_on("store")
+    assert given_up(world) == [step for step in range(1, 31) if step not in got]
+    assert {1, 30} <= set(got)
+    assert 4 <= len(got) <= 8
+    world.check("store")
+
+
+def test_a_tier_that_skips_lets_those_that_came_first_keep_their_turn() -> None:
+    world = behind(WhenFull.SKIP)
+    assert save_every_second(world, 8) == 0.0
+    world.go_on(100.0)
+    got = world.steps_on("store")
+    assert got[:2] == [1, 2], "what waited longest came next"
+    assert 8 in got, "the newest is never given up"
+    assert given_up(world) == [step for step in range(1, 9) if step not in got]
+
+
+def test_what_is_given_up_for_a_tier_is_said() -> None:
+    world = behind(WhenFull.SKIP)
+    save_every_second(world, 6)
+    lost = next(h for h in world.handles.values() if h.outcome is SaveOutcome.SUPERSEDED)
+    with pytest.raises(CapacityError, match=r"superseded by step .*, and store skips it"):
+        lost.wait(timeout=0)
+    assert world.coordinator.superseder.superseded == len(given_up(world))
+
+
+def small_nvme(rule: WhenFull | None) -> Throttled:
+    """A fast disk for three images, and a store that is ten times slower than the saves."""
+    return Throttled(
+        [
+            file_rules("nvme", capacity_bytes=int(3.5 * IMAGE)),
+            file_rules("store", shared=True, when_full=rule),
+        ],
+        bytes_per_s={"nvme": IMAGE / 0.1, "store": IMAGE / COPY_S},
+        memory_images=4,
+        max_wait_s=5.0,
+    )
+
+
+def test_a_disk_that_is_full_of_what_a_slow_store_is_owed_goes_on_where_the_store_supersedes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        world = small_nvme(WhenFull.SUPERSEDE)
+        assert save_every_second(world, 20) == 0.0
+    assert world.steps_on("nvme")[-1] == 20, "the disk has the newest, whatever the store does"
+    assert not world.coordinator.ledger.failing
+    assert world.coordinator.turns.given_up["store"] > 5
+    assert "nvme is full of what store is owed" in caplog.text
+    assert world.coordinator.errors == []
+    world.go_on(100.0)
+    assert world.steps_on("store")[-1] == 20
+    lost = next(h for h in world.handles.values() if h.exception() is not None)
+    with pytest.raises(FlushError, match="given up: store: nvme is full of what store is owed"):
+        lost.wait("store", timeout=0)
+    world.check("nvme")
+    world.check("store")
+
+
+def test_without_a_rule_such_a_disk_is_full_and_says_so() -> None:
+    world = small_nvme(None)
+    for step in range(1, 8):
+        world.save_soon(step)
+        world.go_on(1.0)
+    assert "nvme" in world.coordinator.ledger.failing
+    assert world.coordinator.turns.given_up == {}
+
+
+def test_a_save_waits_no_longer_for_a_tier_than_its_own_max_wait() -> None:
+    world = behind(None, images=2, members={"max_wait_s": 2.0}, max_wait_s=60.0)
+    assert world.save_soon(1) is not None
+    assert world.save_soon(2) is not None
+    answer = world.ask_for_region(3)
+    world.go_on(1.9)
+    assert answer == []
+    world.go_on(0.2)
+    region, error = answer
+    assert region is None
+    with pytest.raises(CapacityError, match=r"none became free within max_wait \(2 s\)"):
+        raise error
+
+
+def test_a_longer_max_wait_of_a_tier_holds_while_memory_is_held_for_it() -> None:
+    world = behind(None, images=2, members={"max_wait_s": 30.0}, max_wait_s=2.0)
+    assert world.save_soon(1) is not None
+    assert world.save_soon(2) is not None
+    answer = world.ask_for_region(3)
+    world.go_on(COPY_S + 1.0)
+    region, error = answer
+    assert (region is not None, error) == (True, None)
+
+
+def test_a_tier_that_fails_is_reported_after_its_own_max_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = behind(None, members={"max_wait_s": 3.0}, max_wait_s=600.0)
+    run = world.runner._copy
+
+    def refuse(task: CopyRun) -> float:
+        raise UnreachableError("on purpose")
+
+    monkeypatch.setattr(world.runner, "_copy", refuse)
+    world.save_soon(1)
+    world.go_on(2.0)
+    assert not world.coordinator.ledger.failing
+    world.go_on(8.0)
+    assert "store" in world.coordinator.ledger.failing
+    monkeypatch.setattr(world.runner, "_copy", run)
+    world.go_on(100.0)
+    assert world.steps_on("store") == [1]
+
+
+def test_all_ranks_give_up_what_rank_0_gives_up_for_a_full_disk() -> None:
+    rules = [
+        file_rules(NODE_TIER, capacity_bytes=int(2.5 * IMAGE)),
+        file_rules(SHARED_TIER, shared=True, when_full=WhenFull.SUPERSEDE),
+    ]
+    run = Many((0, 1), rules, max_wait_s=10.0, memory_images=3)
+    for step in range(1, 7):
+        for rank in run.ranks:
+            rank.save(step)
+        talk(run)
+        for _ in range(60):  # the disks of both nodes are at work, the store is not
+            for rank in run.ranks:
+                rank.tasks.sort(key=lambda task: task.tier != NODE_TIER)
+                if rank.tasks and rank.tasks[0].tier == NODE_TIER:
+                    rank.coordinator.post(rank.runner.run(rank.tasks.pop(0)))
+                    rank.step()
+            talk(run)
+    lost = [dict(rank.coordinator.turns.given_up) for rank in run.ranks]
+    assert lost[0] == lost[1]
+    assert lost[0][SHARED_TIER] > 0
+    assert {id.step for id in run.committed(NODE_TIER)} >= {6}
+    run.settle()
+    assert 6 in {id.step for id in run.committed(SHARED_TIER)}
+    for rank in run.ranks:
+        assert rank.coordinator.errors == []
+        assert not rank.coordinator.busy()
