@@ -45,9 +45,9 @@ def test_the_forecast_is_within_a_fifth_of_what_became_durable(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = make_config(
-        a={"bandwidth": "1700kB/s"},
+        a={"bandwidth": "2500kB/s"},
         b={"bandwidth": "900kB/s"},
-        c={"bandwidth": "500kB/s"},
+        c={"bandwidth": "600kB/s"},
         host={"capacity": "16MiB"},
     )
     with tierfall.open(config) as ckpt:
@@ -71,7 +71,6 @@ def test_the_forecast_is_within_a_fifth_of_what_became_durable(
         assert " carry " in caplog.text
         newest = {tier: max(s for s, _, t in report.done if t == tier) for tier in "abc"}
         assert newest["a"] == newest["b"] == 7, "the newest came before what was older"
-        assert {(step, tier) for step, _, tier in report.left} <= late
 
 
 def test_a_close_brings_the_newest_first_and_the_rest_stays_in_memory(

@@ -225,7 +225,8 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
-        self.pacing.hurries = self._admissions.is_short
+        self.pacing.hurries = lambda: self._admissions.is_short() or self.draining.active
+        self.draining.share_of = lambda tier: self.pacing.shares.get(tier, 1.0)
         self._admissions.answered = self.pressure.answered
         self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short

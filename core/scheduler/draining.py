@@ -9,7 +9,7 @@ coordinator's thread, reads no clock and does no I/O.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,7 +39,8 @@ class GaveWayError(FlushError):
 
 class Draining:
     """See the module. Several may ask for a drain at once: the earliest deadline counts. ``others`` are the other
-    ranks."""
+    ranks; ``share_of`` says at which share of its rate a tier was written, as it yields to training: a drain does
+    not."""
 
     def __init__(
         self, *, ledger: Ledger, lanes: Mapping[str, Lane], rates: Rates, plan_drain: PlanDrain
@@ -52,6 +53,8 @@ class Draining:
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s: dict[object, float] = {}
         self._planned_at_s = 0.0
+        self.share_of: Callable[[str], float] = lambda tier: 1.0
+        self._shares: dict[str, float] = {}
 
     @property
     def active(self) -> bool:
@@ -65,6 +68,8 @@ class Draining:
         """
         if not self.others.decides:
             return ()
+        if not self.active:
+            self._shares = {tier: self.share_of(tier) for tier in self._lanes}
         self._until_s[asker] = until_s
         self._make_plan(now_s)
         return self.plan
@@ -111,12 +116,21 @@ class Draining:
         self._planned_at_s = now_s
         self.plan = self._plan_drain(
             self._view(),
-            bytes_per_s={tier: self._rates.delivered_bytes_per_s(tier) for tier in self._lanes},
+            bytes_per_s={tier: self._bytes_per_s(tier) for tier in self._lanes},
             left_s=min(self._until_s.values()) - now_s,
         )
         for decision in self.plan:
             if decision.gives_way and not self.others.land_only:
                 self._give_way(decision)
+
+    def _bytes_per_s(self, tier: str) -> float | None:
+        """How fast copies will come: as they did, but for what the tier was held back by until now."""
+        delivered = self._rates.delivered_bytes_per_s(tier)
+        possible = self._rates.write_bytes_per_s(tier)
+        if delivered is None or possible is None:
+            return delivered
+        share = self._shares.get(tier, 1.0)
+        return delivered if share == 1.0 else min(possible, delivered / share)
 
     def _is_outdated(self) -> bool:
         """Say whether a copy has come, or another is owed, since the plan was made."""

@@ -235,3 +235,19 @@ def test_an_image_that_is_just_captured_is_part_of_the_plan() -> None:
     world.seal(snapshot)
     world.go_on(11.0)
     assert world.steps_on("store") == [1, 2]
+
+
+def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> None:
+    world = throttled("store")
+    world.paces["store"] = RATE / 4
+    world.save(2)
+    world.settle()
+    world.paces.clear()
+    world.coordinator.draining.share_of = lambda tier: 0.25
+    for step in (3, 4):
+        world.save(step)
+    forecast = drained(world, 21.0)
+    assert [d.prospect for d in forecast] == [Prospect.ARRIVES] * 2
+    assert world.coordinator.pacing.hurries(), "a drain yields to nobody"
+    world.go_on(20.5)
+    assert world.steps_on("store") == [1, 2, 3, 4]
