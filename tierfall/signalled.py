@@ -55,9 +55,10 @@ class DrainOnSignal:
         )
         try:
             session.tell(lambda: session.coordinator.ask_rank_0_to_drain(self._deadline_s))
-            report = self._until(ends_s, name)
-            if name in self._saving and self._wait_for_save(before, ends_s):
-                report = self._until(ends_s, name)
+            saves = name in self._saving
+            report = self._until(ends_s, name, goes_on=not saves)
+            if saves and self._wait_for_save(before, ends_s):
+                report = self._until(ends_s, name, goes_on=True)
         except (
             TierfallError
         ) as error:  # closed meanwhile, which drains too; or the coordinator has stopped
@@ -66,10 +67,9 @@ class DrainOnSignal:
         left = few_of([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
         logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
 
-    def _until(self, ends_s: float, name: str) -> DrainReport:
-        return ordering.drain_here(
-            self._session, max(0.0, ends_s - time.monotonic()), doing=name, goes_on=False
-        )
+    def _until(self, ends_s: float, name: str, *, goes_on: bool) -> DrainReport:
+        left_s = max(0.0, ends_s - time.monotonic())
+        return ordering.drain_here(self._session, left_s, doing=name, goes_on=goes_on)
 
     def _wait_for_save(self, before: int, ends_s: float) -> bool:
         """Wait for the save that the signal asks for as well; False where it has not come in time."""
