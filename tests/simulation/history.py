@@ -151,7 +151,7 @@ class History:
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self.superseded: set[CheckpointId] = set()
-        self._drops: list[DropCopy] = []
+        self._drops: dict[int, DropCopy] = {}
         self._read = CommitReader().read
         self._judged: dict[int, object] = {}
         self.before = self.look()
@@ -514,14 +514,13 @@ class History:
         were promised, but where room was short."""
         known = self._known(now)
         left = self._abandoned(known)
-        drops = [task for task in self.world.tasks if isinstance(task, DropCopy)]
-        for task in drops:
-            new = not any(task is other for other in self._drops)
-            if new and not task.unfinished and task.id not in left | self._tombstoned(now):
-                self._check_last(task, now, left)
-        self._drops = drops
         for task in self.world.tasks:
-            if not isinstance(task, DropCopy) or "left behind" not in task.reason:
+            if not isinstance(task, DropCopy) or id(task) in self._drops:
+                continue  # a person may have deleted since what it was judged by
+            self._drops[id(task)] = task
+            if not task.unfinished and task.id not in left | self._tombstoned(now):
+                self._check_last(task, now, left)
+            if "left behind" not in task.reason:
                 continue
             need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
             assert any(
