@@ -109,9 +109,9 @@ class Flusher:
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
-        left: frozenset[CheckpointId] | None = None
-        for entry in self.turns.waiting(lane.tier):
-            left = self._ledger.abandoned() if left is None else left
+        waiting = tuple(self.turns.waiting(lane.tier))
+        left = self._ledger.abandoned() if waiting else ()
+        for entry in waiting:
             if entry.id in left:
                 entry.give_up([lane.tier], entry.given_up("its line was left behind"))
             elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
@@ -154,12 +154,7 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
-        left = self._ledger.abandoned()
-        newer = [d for d in plan.drops if d.checkpoint > entry.id and d.checkpoint not in left]
-        if (newer or plan.missing_bytes) and self.turns.yields(lane.tier, entry):
-            self.turns.give_up(
-                entry, lane.tier, "newer ones came first, and there is no room beside them"
-            )
+        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan):
             return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
             lane.full = False
@@ -180,11 +175,8 @@ class Flusher:
         view = self._ledger.view(settling=settling, restoring=self._dropper.paused)
         decisions = self._plan_relief(view, lane.tier, missing_bytes=missing_bytes)
         for decision in decisions:
-            logger.warning(
-                "flush of %s to %s is given up (when_full): %s",
-                decision.checkpoint, decision.tier, decision.reason,
-            )  # fmt: skip
-            self.turns.give_up(entries[decision.checkpoint], decision.tier, decision.reason)
+            entry, reason = entries[decision.checkpoint], decision.reason
+            self.turns.give_up(entry, decision.tier, reason, level=logging.WARNING)
         return bool(decisions)
 
     def _room_is_missing(

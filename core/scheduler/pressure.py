@@ -108,6 +108,10 @@ class Pressure:
 
     def behind_s(self, tier: str, now_s: float) -> float:
         """Return how many seconds ago the oldest checkpoint was saved that is newer than all that a tier has."""
+        self._forget_left_behind(tier)
+        return self._behind_s(tier, now_s)
+
+    def _behind_s(self, tier: str, now_s: float) -> float:
         return max(0.0, now_s - min(self._due[tier].values(), default=now_s))
 
     # Being told ------------------------------------------------------------------------------------
@@ -159,10 +163,11 @@ class Pressure:
         for tier, rules in self._stored.items():
             if rules.within_s is None:
                 continue
-            if self._due[tier]:
-                self._forget_left_behind(tier)
-            behind_s = self.behind_s(tier, now_s)
+            behind_s = self._behind_s(tier, now_s)
             reason = self._lateness(rules, behind_s)
+            if reason is not None and tier not in self._is_late:
+                behind_s = self.behind_s(tier, now_s)
+                reason = self._lateness(rules, behind_s)
             if reason is None and tier in self._is_late:
                 self._is_late.discard(tier)
                 logger.info("%s has caught up: it is %s behind", tier, format_duration(behind_s))
@@ -185,6 +190,8 @@ class Pressure:
         )
 
     def _forget_left_behind(self, tier: str) -> None:
+        if not self._due[tier]:
+            return
         left = self._ledger.abandoned()
         for id in list(self._due[tier]):
             entry = self._ledger.entries.get(id)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.others import Alone
-from tierfall.core.values import FlushOrder
-from tierfall.core.view import Decision, Verdict, View
+from tierfall.core.values import CheckpointId, FlushOrder
+from tierfall.core.view import Decision, Eviction, Verdict, View
 
 logger = logging.getLogger("tierfall")
 PlanFlush = Callable[[View, str], tuple[Decision, ...]]
@@ -32,6 +32,7 @@ class Turns:
         self.others = Alone(ledger)
         self.given_up: dict[str, int] = {}
         self.draining: Draining | None = None
+        self._announced: set[tuple[str, CheckpointId]] = set()
 
     def waiting(self, tier: str) -> Iterator[Entry]:
         """Give what a tier is owed and this rank may begin to bring, one after the other, whose turn it is first."""
@@ -54,6 +55,7 @@ class Turns:
             yield from self._planned(tier, {entry.id: entry for entry in waiting})
 
     def _planned(self, tier: str, waiting: dict[object, Entry]) -> Iterator[Entry]:
+        planned = []
         for decision in self._plan_flush(self._ledger.view(), tier):
             entry = waiting.pop(decision.checkpoint, None)
             if entry is None:
@@ -61,26 +63,42 @@ class Turns:
             if decision.verdict is Verdict.DROP:
                 self.give_up(entry, tier, decision.reason)
             else:
-                yield entry
+                planned.append(entry)
+        # what a try that failed has left takes room, and is written over by the next one
+        begun = [entry for entry in planned if (tier, entry.id) in self._ledger.unfinished]
+        yield from begun
+        yield from (entry for entry in planned if entry not in begun)
         yield from waiting.values()  # of lines that were left behind
 
-    def yields(self, tier: str, entry: Entry) -> bool:
-        """Say whether a copy takes only room that newer ones leave, which came before it, and no other's."""
-        return (
-            (tier in self._newest_first or (self.draining is not None and self.draining.active))
-            and not entry.pinned
-            and any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
-        )
+    def leaves_room(self, tier: str, entry: Entry, plan: Eviction) -> bool:
+        """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or of what
+        may not go at all."""
+        draining = self.draining is not None and self.draining.active
+        if entry.pinned or not (draining or tier in self._newest_first):
+            return False
+        after = any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
+        left = self._ledger.abandoned()
+        newer = any(d.checkpoint > entry.id and d.checkpoint not in left for d in plan.drops)
+        if not after or not (newer or plan.missing_bytes):
+            return False
+        self.give_up(entry, tier, "newer ones came first, and there is no room beside them")
+        return True
 
-    def give_up(self, entry: Entry, tier: str, reason: str) -> None:
+    def give_up(self, entry: Entry, tier: str, reason: str, *, level: int = logging.INFO) -> None:
         """Give a copy up by a rule that a person has set: all ranks do, whoever waits is told, and it is no error."""
-        if not self.others.gives_up(tier, entry.id, reason):
+        if (tier, entry.id) in self._announced:
+            return
+        logger.log(level, "flush of %s to %s is given up: %s", entry.id, tier, reason)
+        if self.others.gives_up(tier, entry.id, reason):
+            self._announced.add((tier, entry.id))
+        else:
             self.give_up_here(entry, tier, reason)
 
     def give_up_here(self, entry: Entry, tier: str, reason: str) -> None:
+        """Do so on this rank; what it gave up itself it has said already."""
+        self._announced.discard((tier, entry.id))
         if tier not in entry.owed:
             return
-        logger.info("flush of %s to %s is given up: %s", entry.id, tier, reason)
         self.given_up[tier] = self.given_up.get(tier, 0) + 1
         entry.give_up([tier], entry.given_up(f"{tier}: {reason}"))
         self._ledger.forget_if_gone(entry)

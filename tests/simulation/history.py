@@ -127,9 +127,16 @@ class History:
         order = random.Random(f"order {seed}")
         self.drains = random.Random(f"drain {seed}")
         rules = [
-            replace(rules, flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)))
+            replace(
+                rules,
+                flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)),
+                when_full=order.choice((WhenFull.SKIP, *[WhenFull.SUPERSEDE] * 2, *[None] * 3)),
+            )
             for rules in draw_rules(self.draw)
         ]
+        self.gives_up = self.when_full is WhenFull.SUPERSEDE or any(
+            r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for r in rules
+        )
         self.world = World(
             rules,
             memory_images=self.draw.choice((1, 2, 2, 3, 4)) + memory.choice((0, 0, 1)),
@@ -557,7 +564,7 @@ class History:
             assert not there, f"{id} was superseded, and is on {there}"
         for id in told - self.superseded:
             self.superseded.add(id)
-            assert self.when_full is WhenFull.SUPERSEDE
+            assert self.gives_up, f"{id} is superseded, and no tier asks for that"
             assert id not in self.pinned, f"{id} was pinned, and is superseded"
             handle = self.world.handles[id]
             assert isinstance(handle.exception(), CapacityError)

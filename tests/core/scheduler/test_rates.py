@@ -134,6 +134,7 @@ def test_what_failed_says_nothing_and_is_not_counted_on() -> None:
     rates.ended(Outcome(task=abort, seconds=5.0), 65.0)
     bring(rates, 100.0, workers=1, seconds=1.0)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB)
+    assert rates.delivered_bytes_per_s("pfs") == pytest.approx(MIB)
 
 
 def test_only_the_last_stretches_count() -> None:

@@ -1,0 +1,152 @@
+"""Whatever lies where: properties of the policies about what flows to tiers, and what is given up on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.policies.pictures import COPY_BYTES
+from tests.policies.test_policies import views
+from tierfall.core.values import LOSS_CLASSES, CopyState, FlushOrder, LossClass, TierKind, WhenFull
+from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.policies.flush import plan_flush, still_owed
+from tierfall.policies.forecast import forecast
+from tierfall.policies.relief import plan_relief
+from tierfall.policies.retention import plan_retention
+from tierfall.policies.yielding import LEAST, plan_yield
+
+EXAMPLES = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+seconds = st.floats(0.1, 10.0)
+
+
+def stored(view: View) -> list[TierRules]:
+    return [tier for tier in view.tiers if tier.kind is not TierKind.HOST]
+
+
+@EXAMPLES
+@given(views())
+def test_each_copy_that_waits_is_planned_once_in_the_tiers_order(view: View) -> None:
+    for tier in stored(view):
+        plan = plan_flush(view, tier.name)
+        ids = [decision.checkpoint for decision in plan]
+        newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
+        assert ids == sorted(ids, reverse=newest_first)
+        waiting = {
+            c.id
+            for c in view.checkpoints
+            if c.live and tier.name in c.owed and c.state(tier.name) is CopyState.ABSENT
+        }
+        assert set(ids) == waiting
+        assert newest_first or all(decision.verdict is Verdict.KEEP for decision in plan)
+
+
+@EXAMPLES
+@given(views())
+def test_what_is_given_up_for_newer_ones_is_what_retention_drops_when_it_comes(view: View) -> None:
+    for tier in stored(view):
+        for decision in plan_flush(view, tier.name):
+            if decision.verdict is Verdict.KEEP:
+                continue
+            given_up = next(c for c in view.checkpoints if c.id == decision.checkpoint)
+            assert not given_up.pinned
+            assert any(c.live and c.id > given_up.id for c in view.on(tier.name))
+            there = arrived(view, given_up, tier)
+            told = {d.checkpoint: d.verdict for d in plan_retention(there, tier.name)}
+            assert told[given_up.id] is Verdict.DROP
+
+
+def arrived(view: View, checkpoint: CheckpointView, tier: TierRules) -> View:
+    copies = {
+        **checkpoint.copies,
+        tier.name: CopyView(state=CopyState.COMMITTED, bytes=COPY_BYTES),
+    }
+    there = replace(checkpoint, copies=copies, owed=checkpoint.owed - {tier.name})
+    return replace(
+        view, checkpoints=tuple(there if c.id == there.id else c for c in view.checkpoints)
+    )
+
+
+@EXAMPLES
+@given(views())
+def test_the_newest_of_a_line_is_owed_after_a_start_whatever_the_order(view: View) -> None:
+    live = [c for c in view.checkpoints if c.live]
+    if live:
+        newest = live[-1]
+        owed = still_owed(view, newest)
+        for tier in stored(view):
+            due = newest.ordinal % tier.flush_every == 0 and not newest.readable_on(tier.name)
+            assert (tier.name in owed) == due
+
+
+@EXAMPLES
+@given(
+    views(), st.lists(st.sampled_from([*WhenFull, None]), min_size=4, max_size=4), st.integers(1, 2)
+)
+def test_relief_gives_up_nothing_that_was_promised(
+    view: View, words: list[WhenFull | None], copies: int
+) -> None:
+    rules = zip(view.tiers, words, strict=False)
+    view = replace(view, tiers=tuple(replace(tier, when_full=word) for tier, word in rules))
+    for tier in stored(view):
+        plan = plan_relief(view, tier.name, missing_bytes=copies * COPY_BYTES)
+        assert len({decision.checkpoint for decision in plan}) <= 1
+        for decision in plan:
+            behind = view.tier(decision.tier)
+            given_up = next(c for c in view.checkpoints if c.id == decision.checkpoint)
+            assert behind.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE)
+            assert decision.tier in given_up.owed
+            assert not given_up.pinned
+            assert not given_up.copies[tier.name].leased
+            assert given_up.readable_on(tier.name)
+            for lost in LOSS_CLASSES:
+                if comes(view, given_up, lost):
+                    newer = [c for c in view.checkpoints if c.live and c.id > given_up.id]
+                    assert any(comes(view, c, lost) for c in newer), (
+                        f"nothing else survives a {lost}"
+                    )
+
+
+def comes(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
+    """Whether it survives such a loss, or is on its way to where it does: a rule of the tests' own."""
+    order = [LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE]
+    whole = any(checkpoint.readable_on(tier.name) for tier in view.tiers)
+    return whole and any(
+        order.index(tier.survives) >= order.index(lost)
+        and (checkpoint.state(tier.name) is CopyState.COMMITTED or tier.name in checkpoint.owed)
+        for tier in view.tiers
+    )
+
+
+@EXAMPLES
+@given(st.lists(seconds, max_size=20), st.lists(seconds, max_size=20), st.floats(0.1, 1), seconds)
+def test_a_share_is_never_less_than_it_must_be_nor_more_than_all(
+    idle: list[float], busy: list[float], share: float, least: float
+) -> None:
+    told = plan_yield(idle_s=idle, busy_s=busy, share=share, least=least)
+    assert told.reason
+    assert 0 < told.share <= 1.0
+    assert told.share >= min(1.0, max(LEAST, least)) or told.share == share
+    assert told.share == share or min(len(idle), len(busy)) >= 8
+
+
+@EXAMPLES
+@given(st.integers(1, 40), seconds, st.integers(1, 10**6), st.floats(1, 1e7), st.integers(0, 9))
+def test_a_tier_that_keeps_up_is_never_warned_of(
+    saves: int, every_s: float, size: int, rate: float, waiting: int
+) -> None:
+    tier = TierRules(name="t", kind=TierKind.FILE, survives=LossClass.NODE)
+    told = forecast(
+        tier,
+        saves=saves,
+        every_s=every_s,
+        bytes=size,
+        bytes_per_s=rate,
+        stretches=8,
+        waiting=waiting,
+    )
+    assert (told.behind > 0) == (size / every_s > rate)
+    assert told.warning is None or (told.behind > 0 and waiting > 1 and saves > 5)
