@@ -53,11 +53,13 @@ class TierRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyView:
-    """One copy: its state, its size on the tier, and whether somebody is reading or writing it."""
+    """One copy: its state, its size on the tier, and whether somebody is reading or writing it. ``arrived_bytes`` of
+    the image are there of one that is arriving, as far as that is known."""
 
     state: CopyState
     bytes: int
     leased: bool = False
+    arrived_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tierfall.policies.capture_mode import Trial, choose_lazy
+from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
@@ -19,6 +20,7 @@ __all__ = [
     "lateness",
     "least_share",
     "next_due_s",
+    "plan_drain",
     "plan_eviction",
     "plan_flush",
     "plan_relief",

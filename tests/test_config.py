@@ -756,6 +756,7 @@ def sections() -> dict[str, dict[str, Any]]:
             "Interval": "`interval`",
             "Mtbf": "`mtbf`",
             "Capture": "`capture`",
+            "Drain": "`drain`",
             "Flush": "`flush`",
             "Retain": "`retain`",
             "Evict": "`evict`",
@@ -797,7 +798,7 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
         case "`mtbf`":
             times = {"process": "1h", "node": "6h", "site": "100d"}
             return config_of(interval={"mtbf": {**times, key: value}})
-        case "`interval`" | "`capture`":
+        case "`interval`" | "`capture`" | "`drain`":
             return config_of(**{heading.strip("`"): {key: value}})
         case "A host tier":
             return host_of(**{key: value})

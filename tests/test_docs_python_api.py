@@ -38,6 +38,8 @@ THE_SAME = {"maybe_save": "save", "unpin": "pin", "delete": "pin"}
 REPORTS = (
     tierfall.CheckpointInfo,
     tierfall.DrainReport,
+    tierfall.DrainForecast,
+    tierfall.LossBound,
     tierfall.Fallback,
     tierfall.RestoreReport,
     tierfall.SaveStats,

@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from tierfall import ordering, telling
+from tierfall import ordering, signalled, signals, telling
 from tierfall.cadence import cadence_of
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
@@ -50,7 +50,7 @@ from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statist
 from tierfall.restoring import Restorer, say_left_behind
 from tierfall.saving import Saver
 from tierfall.session import Session
-from tierfall.signals import SignalWatch
+from tierfall.signalled import DrainOnSignal, save_on_signal
 from tierfall.starting import opening, ready_together
 from tierfall.step_clock import StepClock
 
@@ -84,6 +84,8 @@ class Checkpointer:
             undo.callback(ranks.leave)
             with opening(ranks):
                 _check_first(config, run)
+                if config.drain is not None:
+                    signals.check_thread(signalled.WHAT)
                 self._session = Session(config, run=run, ranks=ranks, adopts=True)
             undo.callback(self._session.abandon)
             first = self._session.begin_line()
@@ -110,11 +112,16 @@ class Checkpointer:
                 )
                 self._cadence = cadence_of(config, self._session, self._leave_out)
                 self._restorer.has_gone_on = self._goes_on_from
-                self._signals = SignalWatch(config.interval.on_signal, self._cadence.ask)
-                undo.callback(self._signals.close)
+                self._on_save_signal = save_on_signal(config.interval.on_signal, self._cadence.ask)
+                if self._on_save_signal is not None:
+                    undo.callback(signals.stop, self._on_save_signal)
             if fresh:
                 say_left_behind(run, self._session.known(), None)
             self._session.start()
+            self._on_signal = None
+            if config.drain is not None:
+                counts = self._saver.counts
+                self._on_signal = DrainOnSignal(config, self._session, lambda: counts.begun)
             undo.pop_all()
         _open.add(self)
 
@@ -184,6 +191,7 @@ class Checkpointer:
         step = as_step(step)
         with self._saver.lock:
             self._line.check(step)
+            self._saver.counts.steps.note(step, began)
             try:
                 self._finish_capture(in_order=True)
                 handle = self._saver.save(
@@ -220,6 +228,7 @@ class Checkpointer:
         self._check_usable()
         self._line.check_begun(step)
         step = as_step(step)
+        self._saver.counts.steps.note(step, time.monotonic())
         wanted = self._cadence.wants(step)
         if self._config.interval.at_end:
             self._last = LastStep(step, state, metrics, tags, self._capturer.barrier.updates)
@@ -319,6 +328,7 @@ class Checkpointer:
             )
             if only is None:
                 self._restorer.continue_from(restored.checkpoint, any_saved)
+                self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)
         report = telling.restore_report(restored, time.monotonic() - began)
         self._session.tell(partial(telling.note_reads, self._session.coordinator.rates, report))
         return report
@@ -405,8 +415,10 @@ class Checkpointer:
     def drain(self, deadline: float | None = None) -> DrainReport:
         """Wait until every owed copy is durable, for ``deadline`` seconds at most (None: as long as it goes on).
 
-        A tier that does not take copies at present is not waited for; what is left stands in the report, and what was
-        given up meanwhile. With several ranks all call it, and the report is the same on all.
+        With a deadline, what is half done goes first, then the newest; what cannot arrive in time by measured rates is
+        not begun before the end, and the report's ``forecast`` says so. A tier that does not take copies at present is
+        not waited for; what is left stands in the report, and what was given up meanwhile. With several ranks all call
+        it, and the report is the same on all.
         """
         deadline = as_seconds(deadline, what="drain: deadline")
         self._check_usable()
@@ -446,7 +458,7 @@ class Checkpointer:
                 self._finish_capture(left_s())
                 self._capturer.close(left_s())
                 self._session.look(left_s(), last=True)
-                report = ordering.drain_here(self._session, left_s())
+                report = ordering.drain_here(self._session, left_s(), doing="close", goes_on=False)
             finally:
                 together = ordering.settle(self._session, left_s)
             keep = telling.must_keep_memory(self._session)
@@ -455,11 +467,14 @@ class Checkpointer:
             self._closed = True
             _open.discard(self)
             self._last = None
-            self._signals.close()
+            if self._on_save_signal is not None:
+                signals.stop(self._on_save_signal)
             self._saver.close()
             try:
                 self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
             finally:
+                if self._on_signal is not None:
+                    self._on_signal.stop()
                 if together:
                     self._session.ranks.close(max(1.0, left_s()))
                 else:

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.draining_parts import PartsDrain, drain_parts
+from tierfall.forecasting import Foretold
 from tierfall.orders import POLL_S, Watch, check_folders, unread, view_of
 from tierfall.session import Session
 from tierfall.slots import LocalMemory
@@ -54,9 +55,15 @@ class Drained:
 
 
 def drain(
-    config: Config, deadline_s: float | None, watch: Watch = lambda done, total: None
+    config: Config,
+    deadline_s: float | None,
+    watch: Watch = lambda done, total: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Drained:
     """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
+
+    With a deadline, what is most valuable goes first, and what cannot arrive in time is not begun. ``tell`` is given
+    what is to be expected in words: when it begins, and again once a copy has shown how fast the tiers are.
 
     Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives;
     UnreachableError, before anything is made, where a tier's folder is not there.
@@ -67,7 +74,7 @@ def drain(
         if any(
             image.commit.world_size > 1 for of in memory.parts().values() for image in of.values()
         ):
-            return _drain_parts(config, memory, deadline_s, watch, began)
+            return _drain_parts(config, memory, deadline_s, watch, tell, began)
     session = Session(config, run=config.run, accept_arena=True)
     try:
         images = session.host.images()
@@ -78,13 +85,16 @@ def drain(
         session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
         planned = _plan(session)
         session.build()
+        until_s = None if deadline_s is None else began + deadline_s
+        if until_s is not None:  # before anything begins in another order
+            session.coordinator.draining.begin(session, until_s, time.monotonic())
         session.start()
     except BaseException:
         session.abandon()
         raise
     kept = True
     try:
-        _wait(session, planned, deadline_s, watch)
+        _wait(session, planned, until_s, watch, tell)
         if session.coordinator.fenced is not None:
             raise session.coordinator.fenced
         done = session.ask(lambda: _committed(session, planned))
@@ -106,7 +116,12 @@ def drain(
 
 
 def _drain_parts(
-    config: Config, memory: LocalMemory, deadline_s: float | None, watch: Watch, began: float
+    config: Config,
+    memory: LocalMemory,
+    deadline_s: float | None,
+    watch: Watch,
+    tell: Callable[[str], None],
+    began: float,
 ) -> Drained:
     """Do it for the memory of several ranks."""
     stores, errors = open_stores(config, config.run)
@@ -130,7 +145,8 @@ def _drain_parts(
             },
             listings=listings,
             attempt=writer_of(max(held, key=_order), listings, stores, memory.path),
-            ends_s=None if deadline_s is None else time.monotonic() + deadline_s,
+            ends_s=None if deadline_s is None else began + deadline_s,
+            tell=tell,
             on_bytes=moved.add,
         )
         planned = drain.plan()
@@ -240,15 +256,23 @@ def _owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
 
 
 def _wait(
-    session: Session, planned: tuple[Owed, ...], deadline_s: float | None, watch: Watch
+    session: Session,
+    planned: tuple[Owed, ...],
+    ends_s: float | None,
+    watch: Watch,
+    tell: Callable[[str], None],
 ) -> None:
     total = sum(owed.bytes for owed in planned)
-    ends = None if deadline_s is None else time.monotonic() + deadline_s
+    forecast = Foretold(tell)
+    if ends_s is not None:
+        forecast.say(session.ask(lambda: session.coordinator.draining.plan), first=True)
     while True:
-        left = POLL_S if ends is None else min(POLL_S, max(0.0, ends - time.monotonic()))
-        if session.wait_idle(left) or (ends is not None and time.monotonic() >= ends):
+        left = POLL_S if ends_s is None else min(POLL_S, max(0.0, ends_s - time.monotonic()))
+        if session.wait_idle(left) or (ends_s is not None and time.monotonic() >= ends_s):
             return
         watch(session.ask(lambda: _moved(session)), total)
+        if ends_s is not None:
+            forecast.say(session.ask(lambda: session.coordinator.draining.plan))
 
 
 def _moved(session: Session) -> int:

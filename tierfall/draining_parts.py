@@ -30,6 +30,7 @@ from tierfall.core.restore.job import find_images
 from tierfall.core.restore.reader import ChunkReader, Tally
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.draining_turns import DrainTurns
 from tierfall.orders import unread, view_of
 from tierfall.policies.bundle import plan_eviction
 from tierfall.slots import LocalMemory, Parts
@@ -56,13 +57,16 @@ class PartsDrain:
     attempt: Attempt
     ends_s: float | None
     on_bytes: Callable[[int], None]
+    tell: Callable[[str], None] = lambda line: None
     done: list[tuple[CheckpointId, str]] = field(default_factory=list)
     brought: list[tuple[CheckpointId, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     parts: Parts = field(init=False)
+    turns: DrainTurns = field(init=False)
 
     def __post_init__(self) -> None:
         self.parts = self.memory.parts()
+        self.turns = DrainTurns(self.config, self.listings, self.ends_s, self.tell)
 
     # What is to be done ----------------------------------------------------------------------------
 
@@ -100,7 +104,9 @@ class PartsDrain:
         if missing:
             origin = self._origin(known, missing, without=tier)
             self._make_room(store, origin.commit)
+            began = time.monotonic()
             write_parts(store, lane_limits(store, self.config), origin, self._count)
+            self.turns.note(tier, origin.commit.image_bytes, time.monotonic() - began)
         if not self.commit(id, tier):
             self.brought.append((id, tier))
 
@@ -272,7 +278,7 @@ def drain_parts(
 
     Raises FencedError where a newer attempt of the run exists.
     """
-    for id, tier in planned:
+    for id, tier in drain.turns.turns(planned):
         try:
             drain.check_time()
             if tier not in drain.stores:

@@ -17,9 +17,10 @@ from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.values import CheckpointId
 from tierfall.core.view import Decision, Verdict
 from tierfall.core.words import ranks_named
+from tierfall.forecasting import begin_drain, end_drain, from_json, to_json
 from tierfall.orders import give
 from tierfall.policies.bundle import plan_retention
-from tierfall.reports import DrainReport
+from tierfall.reports import DrainForecast, DrainReport
 from tierfall.session import Session
 
 logger = logging.getLogger("tierfall")
@@ -135,12 +136,25 @@ def _nothing(bodies: Bodies) -> None:
 # drain -----------------------------------------------------------------------------------------------
 
 
-def drain_here(session: Session, deadline_s: float | None) -> DrainReport:
-    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most."""
+def drain_here(
+    session: Session, deadline_s: float | None, *, doing: str = "drain", goes_on: bool = True
+) -> DrainReport:
+    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most: with a deadline, what
+    can still arrive goes first. ``goes_on``: what could not is begun afterwards; ``doing`` names it in the log."""
     began = time.monotonic()
     coordinator = session.coordinator
     owed = session.ask(coordinator.left_undone)
-    session.wait_idle(deadline_s)
+    forecast: tuple[DrainForecast, ...] = ()
+    asker = object()
+    try:
+        if deadline_s is not None and owed:
+            forecast = begin_drain(
+                session, asker, began + deadline_s, doing=doing, left_s=deadline_s
+            )
+        session.wait_idle(deadline_s)
+    finally:
+        if goes_on:
+            end_drain(session, asker)
     left = set(session.ask(coordinator.left_undone))
     durable = session.ask(lambda: set(coordinator.durable))
     return DrainReport(
@@ -148,6 +162,7 @@ def drain_here(session: Session, deadline_s: float | None) -> DrainReport:
         left=_triples(sorted(left)),
         lost=_triples(copy for copy in owed if copy not in left | durable),
         seconds=time.monotonic() - began,
+        forecast=forecast,
     )
 
 
@@ -165,8 +180,8 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
         timeout_s=max_wait_s if deadline_s is None else min(max_wait_s, deadline_s),
     )
     report = drain_here(session, deadline)
-    body = [report.done, report.left, report.lost]
-    done, left, lost = session.ranks.agree(
+    body = [report.done, report.left, report.lost, to_json(report.forecast)]
+    done, left, lost, forecast = session.ranks.agree(
         "drain: end", body, _drained, timeout_s=_patience_s(session)
     )
     return DrainReport(
@@ -174,6 +189,7 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
         left=tuple((step, attempt, tier) for step, attempt, tier in left),
         lost=tuple((step, attempt, tier) for step, attempt, tier in lost),
         seconds=time.monotonic() - began,
+        forecast=from_json(forecast),
     )
 
 
@@ -202,8 +218,9 @@ def _triples(copies: Iterable[tuple[CheckpointId, str]]) -> tuple[tuple[int, int
 
 
 def _drained(bodies: Bodies) -> list[list[Any]]:
-    """A copy that one rank knows to be there is there: others are about to hear of it. What one waits for is left."""
+    """Put together what all say; the forecast is rank 0's, which plans. A copy that one rank knows to be there is
+    there: others are about to hear of it. What one waits for is left."""
     done, left, lost = (
         {tuple(copy) for body in bodies.values() for copy in body[place]} for place in range(3)
     )
-    return [sorted(done), sorted(left - done), sorted(lost - left - done)]
+    return [sorted(done), sorted(left - done), sorted(lost - left - done), bodies[0][3]]

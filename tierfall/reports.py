@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierfall.core.loss import LossBound
 from tierfall.core.restore.reader import Fallback
 from tierfall.core.values import CopyState, LossClass
 from tierfall.policies.cadence import TierCadence
@@ -13,8 +14,10 @@ __all__ = [
     "CadenceReport",
     "CheckpointInfo",
     "Compression",
+    "DrainForecast",
     "DrainReport",
     "Fallback",
+    "LossBound",
     "RestoreReport",
     "ShardSource",
     "Statistics",
@@ -72,13 +75,31 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainForecast:
+    """What was to be expected of one copy when a drain with a deadline began. ``arrives``: it would be there in time;
+    None: nobody could say, as nothing was known of the tier's rate, or it took no copies. ``left_bytes`` were still to
+    come; ``reason`` says why."""
+
+    step: int
+    attempt: int
+    tier: str
+    arrives: bool | None
+    left_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """What a drain made durable, what is left, and what was given up meanwhile, as (step, attempt, tier)."""
+    """What a drain made durable, what is left, and what was given up meanwhile, as (step, attempt, tier).
+
+    ``forecast`` is what was to be expected when it began, in the order in which copies go; empty without a deadline.
+    """
 
     done: tuple[tuple[int, int, str], ...]
     left: tuple[tuple[int, int, str], ...]
     seconds: float
     lost: tuple[tuple[int, int, str], ...] = ()
+    forecast: tuple[DrainForecast, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +157,8 @@ class Statistics:
     says, in mode auto, what the last save that had the choice was captured by, and why. ``cadence`` says when
     ``maybe_save`` saves. ``ettr`` is the share of the time since open in which training made progress that is kept, by
     the calls of ``maybe_save``: not what saves added, nor restores, nor steps that were gone back over; failures that
-    ended an earlier process do not count. None before the first of them.
+    ended an earlier process do not count. None before the first of them. ``loss_bound`` says, per loss class, what such
+    a failure would cost now.
 
     ``write_bytes_per_s`` and ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of
     late, in bytes of images; what was not seen has no entry. ``behind`` is, by tier, by how many more checkpoints it
@@ -168,6 +190,7 @@ class Statistics:
     ettr: float | None = None
     write_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    loss_bound: Mapping[LossClass, LossBound] = field(default_factory=dict)
     behind: Mapping[str, float] = field(default_factory=dict)
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)

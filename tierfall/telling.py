@@ -13,15 +13,18 @@ from tierfall.config.sections import OnClose
 from tierfall.core.errors import CaptureError, ConfigError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout
+from tierfall.core.loss import LossBound
 from tierfall.core.names import check_name
 from tierfall.core.records import Line, chunk_count
 from tierfall.core.restore.restore import Restored
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.rates import Rates
-from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, SaveOutcome
+from tierfall.core.values import CopyState, LossClass, SaveOutcome
 from tierfall.core.words import with_article
+from tierfall.policies.loss_bound import loss_bounds
 from tierfall.reports import CheckpointInfo, Compression, RestoreReport, ShardSource, Statistics
+from tierfall.steps_seen import StepsSeen
 
 if TYPE_CHECKING:
     from tierfall.session import Session
@@ -30,7 +33,6 @@ METRIC_BYTES = 64
 CHUNK_DIGEST_BYTES = 48
 RECORD_BYTES = 8192
 SAVES_REMEMBERED = 1000
-_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class SaveCounts:
     skipped: int = 0
     capture: str = ""
     handles: list[SaveHandle] = field(default_factory=list)
+    steps: StepsSeen = field(default_factory=StepsSeen)
 
     def note(self, handle: SaveHandle, *, lazy: bool) -> None:
         self.begun += 1
@@ -184,15 +187,22 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         for tier, seconds in one.durable_s.items():
             durable.setdefault(tier, []).append(seconds)
 
-    def inner() -> tuple[dict[str, int], dict[LossClass, int | None], dict[str, Any]]:
+    def inner() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
         edges = {
             f"{source}->{lane.tier}": count
             for lane in coordinator.lanes.values()
             for source, count in lane.edge_bytes.items()
         }
-        return edges, _newest(coordinator.ledger), _flow(coordinator, time.monotonic())
+        flow = _flow(coordinator, time.monotonic())
+        bounds = loss_bounds(
+            coordinator.ledger.view(),
+            step=counts.steps.last,
+            step_s=counts.steps.step_s,
+            read_bytes_per_s=flow["read_bytes_per_s"],
+        )
+        return edges, bounds, flow
 
-    edges, newest, flow = session.ask(inner)
+    edges, bounds, flow = session.ask(inner)
     counters = coordinator.counters
     return Statistics(
         saves=counts.begun,
@@ -210,7 +220,8 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         dropped_copies=coordinator.dropper.dropped,
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
-        newest=newest,
+        newest={lost: b.survives.step if b.survives else None for lost, b in bounds.items()},
+        loss_bound=bounds,
         capture=counts.capture,
         compression={
             name: Compression(
@@ -241,25 +252,6 @@ def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
         "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
         "flush_shares": dict(coordinator.pacing.shares),
         "late": {tier: pressure.late.get(tier, 0) for tier in stored},
-    }
-
-
-def _newest(ledger: Ledger) -> dict[LossClass, int | None]:
-    left = ledger.abandoned()
-    return {
-        lost: max(
-            (
-                e.id.step
-                for e in ledger.entries.values()
-                if e.id not in left
-                and not e.tombstoned
-                and any(
-                    _RANK[r.survives] >= _RANK[lost] and e.readable_on(r.name) for r in ledger.rules
-                )
-            ),
-            default=None,
-        )
-        for lost in LOSS_CLASSES
     }
 
 

@@ -50,6 +50,8 @@ class _Wait:
     hurried: bool = False
 
 
+_DRAIN: Topic = ("drain",)
+"""A rank has a deadline, as its machine is about to go; in seconds from now."""
 _LEVEL: Topic = ("level",)
 """How many checkpoints the line counts at least: ranks that left a save out come level by it."""
 
@@ -94,6 +96,7 @@ class Commits(Alone):
         self._given_up_on: dict[tuple[str, CheckpointId], FlushError] = {}
         self._waits: dict[CheckpointId, _Wait] = {}
         self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
+        self.wants_drain: Callable[[int, float], None] = lambda rank, left_s: None
 
     # What this rank asks ---------------------------------------------------------------------------
 
@@ -180,6 +183,10 @@ class Commits(Alone):
     def is_fenced(self, error: FencedError) -> None:
         self._council.tell(("fenced",), str(error))
 
+    def ask_for_drain(self, left_s: float) -> None:
+        """Ask rank 0 to let all ranks work towards a deadline that this one has."""
+        self._council.tell(_DRAIN, left_s)
+
     def has_dropped(self, task: DropCopy) -> None:
         latest = task.next_latest
         body = [task.reason, task.tombstoned, [latest.step, latest.attempt] if latest else None]
@@ -188,7 +195,9 @@ class Commits(Alone):
     # What is heard ---------------------------------------------------------------------------------
 
     def hear(self, news: News) -> None:
-        if not self.divider.hear(news):
+        if isinstance(news, Told) and news.topic == _DRAIN:
+            self.wants_drain(news.rank, float(news.body))
+        elif not self.divider.hear(news):
             self._hear(news)
 
     def _hear(self, news: News) -> None:

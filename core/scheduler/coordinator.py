@@ -19,11 +19,13 @@ from tierfall.core.errors import (
     StepError,
 )
 from tierfall.core.packing.files import files_of
+from tierfall.core.prospects import DrainDecision
 from tierfall.core.ranks.council import Council
 from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.commits import Commits
+from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.finding import Finder
 from tierfall.core.scheduler.flushing import Flusher
@@ -81,6 +83,10 @@ class Policies(Protocol):
     def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
 
     def plan_flush(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
+
+    def plan_drain(
+        self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
+    ) -> tuple[DrainDecision, ...]: ...
 
     def forecast(
         self,
@@ -171,6 +177,10 @@ class Coordinator:
             dispatch=self._dispatch,
         )
         self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)
+        self.draining = Draining(
+            ledger=ledger, lanes=self.lanes, rates=self.rates, plan_drain=policies.plan_drain
+        )
+        self.turns.draining = self.draining
         self._flusher = Flusher(
             ledger=ledger,
             lanes=self.lanes,
@@ -217,7 +227,8 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
-        self.pacing.hurries = self._admissions.is_short
+        self.pacing.hurries = lambda: self._admissions.is_short() or self.draining.active
+        self.draining.share_of = lambda tier: self.pacing.shares.get(tier, 1.0)
         self._admissions.answered = self.pressure.answered
         self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
@@ -250,8 +261,10 @@ class Coordinator:
             dispatch=self._dispatch,
             max_wait_s=self._max_wait_s,
         )
-        for part in (self._flusher, self.turns, self._saves, self.superseder, self.pressure):
+        parts = (self._flusher, self.turns, self._saves, self.superseder)
+        for part in (*parts, self.pressure, self.draining):
             part.others = self.commits
+        self.commits.wants_drain = self._others_drain
         for lane in self.lanes.values():
             lane.land_only = True
         self._marks = NodesMarks(
@@ -398,6 +411,7 @@ class Coordinator:
             self._events.append(self._arrived.get_nowait())
         while self._events:
             self._take(self._events.popleft(), now_s)
+        self.draining.tick(now_s)
         for _ in range(2):  # what one of them changes may be what another has waited for
             self._orders.carry_out(now_s)
             for lane in self.lanes.values():
@@ -522,15 +536,29 @@ class Coordinator:
         files = done.files if isinstance(done, Landed) else files_of(done, entry.shard)
         self.commits.landed(lane.tier, entry, files)
 
+    # Draining --------------------------------------------------------------------------------------
+
+    def begin_drain(self, asker: object, until_s: float) -> tuple[DrainDecision, ...]:
+        """Work, until ``asker`` ends it, towards what can be durable at ``until_s`` of the clock that ``step`` is told;
+        return what is to be expected. For whoever runs on this thread (``Ask``)."""
+        return self.draining.begin(asker, until_s, self.ledger.now_s)
+
+    def ask_rank_0_to_drain(self, left_s: float) -> None:
+        """Let all ranks work towards a deadline that only this one knows of."""
+        if self.commits is not None and not self.commits.decides:
+            self.commits.ask_for_drain(left_s)
+
+    def _others_drain(self, rank: int, left_s: float) -> None:
+        self.draining.begin(f"rank {rank}", self.ledger.now_s + left_s, self.ledger.now_s)
+
     # Asking ----------------------------------------------------------------------------------------
 
     def busy(self) -> bool:
-        """Say whether something is under way, or owed to a tier that takes copies."""
+        """Say whether something is under way, or owed to a tier that takes copies, and may begin."""
         if self._tasks_out or self._orders.busy() or self._admissions.busy() or self.dropper.busy():
             return True
         return not self._tending and any(
-            e.snapshot is not None or (e.owed - self.ledger.failing.keys())
-            for e in self.ledger.entries.values()
+            e.snapshot is not None or self._can_be_had(e) for e in self.ledger.entries.values()
         )
 
     def owe_to_all(self, id: CheckpointId) -> None:
@@ -542,6 +570,12 @@ class Coordinator:
             return
         there = entry.states.keys() | entry.damage.keys()
         entry.owed.update(tier for tier in self.lanes if tier not in there)
+
+    def _can_be_had(self, entry: Entry) -> bool:
+        owed = entry.owed - self.ledger.failing.keys()
+        if not owed or not self.draining.active:
+            return bool(owed)
+        return any(not self.draining.is_held_back(entry.id, tier) for tier in owed)
 
     def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
         return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.owed))
@@ -556,7 +590,7 @@ class Coordinator:
         waits = self._admissions.deadlines_s()
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
         retries = [self.dropper.next_s(), self._orders.next_s(), self.pressure.next_s(now_s)]
-        retries.append(self.pacing.next_s(now_s))
+        retries += [self.pacing.next_s(now_s), self.draining.next_s()]
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)

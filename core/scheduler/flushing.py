@@ -14,6 +14,7 @@ from typing import Protocol
 from tierfall.core import names
 from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
 from tierfall.core.records import Mark
+from tierfall.core.scheduler.draining import GaveWayError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
@@ -278,6 +279,9 @@ class Flusher:
             if entry.tombstoned:
                 lane.forget_stall()
             self._ledger.forget_if_gone(entry)
+            return
+        if isinstance(error, GaveWayError):
+            logger.info("%s", error)
             return
         if isinstance(error, StorageFullError):
             lane.full = True

@@ -225,6 +225,7 @@ class Lane:
             del transfer.reading[task.number]
         if outcome.error is None:
             transfer.done += 1
+            transfer.done_bytes += task.end - task.start
             transfer.outstanding.discard(task.number)
             source = task.source.tier
             self.edge_bytes[source] = self.edge_bytes.get(source, 0) + task.end - task.start

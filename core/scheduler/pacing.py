@@ -164,7 +164,7 @@ class Pacing:
 
     def _why_in_full(self, now_s: float) -> str | None:
         if self.hurries():
-            return "a save waits for room in memory"
+            return "a save waits for room in memory, or there is a deadline"
         if self._last_step_s is None or now_s - self._last_step_s >= self._still_s():
             return "training stands still"
         return None

@@ -37,6 +37,7 @@ class Transfer:
     in_flight: int = 0
     in_flight_bytes: int = 0
     done: int = 0
+    done_bytes: int = 0
     stalls: int = 0
     error: BaseException | None = None
     published: bool = False

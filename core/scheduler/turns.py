@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.values import CheckpointId, FlushOrder
@@ -19,7 +20,8 @@ PlanFlush = Callable[[View, str], tuple[Decision, ...]]
 
 
 class Turns:
-    """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks."""
+    """See the module. ``given_up`` counts, by tier, copies that a rule gave up; ``others`` are the other ranks; by
+    ``draining`` the order goes towards a deadline."""
 
     def __init__(self, *, ledger: Ledger, plan_flush: PlanFlush) -> None:
         self._ledger = ledger
@@ -29,6 +31,7 @@ class Turns:
         }
         self.others = Alone(ledger)
         self.given_up: dict[str, int] = {}
+        self.draining: Draining | None = None
         self._announced: set[tuple[str, CheckpointId]] = set()
 
     def waiting(self, tier: str) -> Iterator[Entry]:
@@ -44,6 +47,8 @@ class Turns:
                 (entry for entry in waiting if entry.id in admitted),
                 key=lambda entry: admitted.index(entry.id),
             )
+        elif self.draining is not None and self.draining.active:
+            yield from self.draining.turns(tier, waiting)
         elif tier not in self._newest_first or not waiting:
             yield from waiting
         else:
@@ -68,7 +73,8 @@ class Turns:
     def leaves_room(self, tier: str, entry: Entry, plan: Eviction) -> bool:
         """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or of what
         may not go at all."""
-        if tier not in self._newest_first or entry.pinned:
+        draining = self.draining is not None and self.draining.active
+        if entry.pinned or not (draining or tier in self._newest_first):
             return False
         after = any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
         left = self._ledger.abandoned()

@@ -79,11 +79,29 @@ def test_it_says_what_it_did(make_cli: MakeCli, train: Train) -> None:
     answer = cli("drain", "--deadline", "500ms", code=1)
     assert answer.out.splitlines()[-1] == "host memory is kept"
     assert "drain: not done: 1@1 to far (" in answer.err
+    assert "in 500 ms step 1@1 " in answer.err
     cli.configure(crawling(make_cli, None).config)
     first, summary, memory = cli("drain").out.splitlines()
     assert first.startswith("flushed 1@1 to far (")
     assert summary.startswith("run run: 1 of 1 copy made durable, ")
     assert memory == "host memory is given back"
+
+
+def test_with_a_deadline_it_foretells_what_comes_and_brings_the_newest_first(
+    make_cli: MakeCli, train: Train, tmp_path: Path
+) -> None:
+    cli = crawling(make_cli)
+    die(train(cli), 1, 2, 3, 4)
+    cli.configure(crawling(make_cli, "100kB/s").config)  # an image takes more than a second
+    document = cli.json("drain", "--deadline", "5s", code=1)
+    steps = [one["step"] for one in document["done"] if one["tier"] == "far"]
+    assert max(steps) == 4
+    assert steps == list(range(min(steps), 5)), "the newest came before what was older"
+    assert min(steps) > 1
+    unknown, told = document["forecast"][:4], document["forecast"][4:]
+    assert all("how fast far is nobody knows yet" in line for line in unknown)
+    assert any("not be on far" in line and " carry " in line for line in told), told
+    assert steps_on(tmp_path / "far") == sorted(steps)
 
 
 def test_nothing_is_written_where_a_newer_attempt_exists_elsewhere(

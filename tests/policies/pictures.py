@@ -10,15 +10,19 @@
     restored STEP@ATTEMPT [attempt=N]
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
-        [saved=SECONDS] [tags=A,B] [METRIC:VALUE] TIER=STATE[:leased] ...
+        [saved=SECONDS] [tags=A,B] [METRIC:VALUE] [size=BYTES]
+        TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | due TIER | owed ORDINAL | still-owed STEP@ATTEMPT
         | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
         | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
+    ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
+    ask loss STEP [seconds=OF-A-STEP] TIER=BYTES-READ-PER-SECOND ...
     -> an answer, one line each, with its reason
 
-Every copy has 100 bytes. Times are in seconds on the wall. A host tier supersedes, where nothing else is said.
+Every copy has 100 bytes, or what its checkpoint's ``size`` says. Times are in seconds on the wall. A host tier
+supersedes, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from dataclasses import dataclass, field, replace
 
 from tests.rules import order, retained
 from tierfall.config import Retain
+from tierfall.core.loss import LossBound
 from tierfall.core.policy import Rule
+from tierfall.core.prospects import DrainDecision
 from tierfall.core.values import (
     CheckpointId,
     CopyState,
@@ -40,10 +46,12 @@ from tierfall.core.values import (
 )
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 from tierfall.policies.cadence import should_save
+from tierfall.policies.drain import drain_in_words, plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
+from tierfall.policies.loss_bound import loss_bounds
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import lateness, owed_in_time
@@ -159,7 +167,48 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
         case "save":
             every = int(options["every"])
             return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
+    return _ask_of_what_comes(view, what, words, options)
+
+
+def _ask_of_what_comes(
+    view: View, what: str, words: list[str], options: dict[str, str]
+) -> list[str]:
+    match what:
+        case "loss":
+            bounds = loss_bounds(
+                view,
+                step=int(words[0]),
+                step_s=float(options["seconds"]) if "seconds" in options else None,
+                read_bytes_per_s={
+                    t.name: float(options[t.name]) for t in view.tiers if t.name in options
+                },
+            )
+            return [_bound(lost, bound) for lost, bound in bounds.items()]
+        case "drain":
+            decisions = plan_drain(
+                view,
+                bytes_per_s={name: float(rate) for name, rate in options.items()},
+                left_s=float(words[0]),
+                one_at_a_time="one-at-a-time" in words,
+            )
+            return [*(_drained(d) for d in decisions), *drain_in_words(decisions)]
     raise ValueError(f"no such question: {what}")
+
+
+def _bound(lost: LossClass, bound: LossBound) -> str:
+    if bound.survives is None:
+        return f"{lost}: nothing survives"
+    known = [f"{bound.steps_lost} steps lost"]
+    if bound.seconds_lost is not None:
+        known.append(f"{bound.seconds_lost:g} s of training")
+    if bound.restore_s is not None:
+        known.append(f"restored in {bound.restore_s:g} s")
+    return f"{lost}: {bound.survives} on {bound.tier}, {', '.join(known)}"
+
+
+def _drained(decision: DrainDecision) -> str:
+    does = "gives way" if decision.gives_way else "goes" if decision.goes else "waits"
+    return f"{does} {decision.checkpoint} {decision.tier}: {decision.prospect}"
 
 
 def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str]:
@@ -243,10 +292,13 @@ def _checkpoint(words: list[str]) -> CheckpointView:
     options = _options(words)
     copies = {}
     for name, value in options.items():
-        if name not in ("ordinal", "from", "owed", "saved", "tags"):
-            state, _, leased = value.partition(":")
+        if name not in ("ordinal", "from", "owed", "saved", "tags", "size"):
+            state, _, more = value.partition(":")
             copies[name] = CopyView(
-                state=CopyState(state), bytes=COPY_BYTES, leased=leased == "leased"
+                state=CopyState(state),
+                bytes=int(options.get("size", COPY_BYTES)),
+                leased=more == "leased",
+                arrived_bytes=int(more) if more.isdigit() else 0,
             )
     id = _id(words[0])
     return CheckpointView(

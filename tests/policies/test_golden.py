@@ -27,6 +27,8 @@ FOLDER = Path(__file__).parent / "golden"
         "guard",
         "flush",
         "cadence",
+        "drain",
+        "loss_bound",
     ],
 )
 def test_decisions_and_reasons_are_as_written(name: str) -> None:

@@ -137,6 +137,7 @@ class History:
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
         self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
         order = random.Random(f"order {seed}")
+        self.drains = random.Random(f"drain {seed}")
         drawn, self.wants = draw_rules(self.draw, seed)
         rules = [
             replace(
@@ -257,7 +258,15 @@ class History:
 
     def let_time_pass(self) -> None:
         self.world.now_s += self.draw.choice((0.1, 1.0, 10.0))
+        if self.drains.random() < 0.3:
+            self.drain()
         self.world.step()
+
+    def drain(self) -> None:
+        """A deadline comes up: what the lanes take changes, and nothing that was promised."""
+        until_s = self.world.now_s + self.drains.choice((0.5, 5.0, 50.0))
+        self.log.append(f"drain until {until_s:.1f}")
+        self.world.coordinator.draining.begin(self.drains.random(), until_s, self.world.now_s)
 
     def _order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
         self.log.append(f"{kind} {id}")

@@ -32,7 +32,11 @@ from tierfall.slots import left_in_memory
 def drain(
     deadline: Annotated[
         str | None,
-        typer.Option("--deadline", metavar="TIME", help="Stop after this long: 30s, 10m."),
+        typer.Option(
+            "--deadline",
+            metavar="TIME",
+            help="Stop after this long, the most valuable first: 30s, 10m.",
+        ),
     ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
@@ -47,14 +51,22 @@ def drain(
             _say_nothing_lies_there(reader, answer)
             answer.finish()
             return
+    forecast: list[str] = []
+
+    def tell(line: str) -> None:
+        forecast.append(line)
+        if not as_json:  # while it goes on, and not where the answer is to be read
+            typer.echo(f"in {format_duration(deadline_s or 0.0)} {line}", err=True)
+
     with Watch("drain", 0, shown=watched(as_json)) as watch:
-        drained = drain_run(settings, deadline_s, watch.set)
+        drained = drain_run(settings, deadline_s, watch.set, tell)
     answer.document = {
         "run": settings.run,
         "done": [_members(owed) for owed in drained.done],
         "left": [_members(owed) for owed in drained.left],
         "memory_kept": drained.memory_kept,
         "seconds": drained.seconds,
+        "forecast": forecast,
     }
     _say(answer, settings, drained)
     answer.finish()

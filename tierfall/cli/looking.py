@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from tierfall.cli import losses
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
@@ -49,6 +50,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
+            "loss_bound": losses.members(losses.known_bounds(facts.view)),
         }
         if facts.rows():
             answer.show(_steps(facts))
@@ -204,6 +206,8 @@ def _summary(facts: Facts, settings: Config) -> Iterable[str]:
         if listing.copies
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
+    if facts.known:
+        yield losses.in_words(losses.known_bounds(facts.view), tuple(facts.unread))
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 

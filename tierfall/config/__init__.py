@@ -20,6 +20,7 @@ from tierfall.config.retaining import Best, Evict, Retain
 from tierfall.config.sections import (
     Capture,
     Compress,
+    Drain,
     Flush,
 )
 from tierfall.core.values import FlushOrder
@@ -30,6 +31,7 @@ __all__ = [
     "Compress",
     "Config",
     "DeviceTier",
+    "Drain",
     "Evict",
     "FileTier",
     "Flush",

@@ -33,6 +33,7 @@ from tierfall.config.rules import FOLDER, check_chain, link_of
 from tierfall.config.sections import (
     Capture,
     Compress,
+    Drain,
     Flush,
     OnClose,
     Section,
@@ -260,6 +261,12 @@ class Config(Section):
         default=Capture(),
         description="How the state is copied.",
         examples=[{"mode": "lazy", "verify": False}],
+    )
+    drain: Drain | None = Field(
+        default=None,
+        description="What is done when the process is told that it will end soon; absent: nothing, and signals are not "
+        "listened to.",
+        examples=[{"on_signal": ["SIGTERM"], "deadline": "25s"}],
     )
     on_error: Annotated[OnError, choice(OnError), any_word(OnError)] = Field(
         default=OnError.WARN,

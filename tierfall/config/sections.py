@@ -20,6 +20,7 @@ from tierfall.config.fields import (
     choice,
     wrong,
 )
+from tierfall.config.signal_names import SignalNames
 from tierfall.core.values import CaptureMode, Codec, FlushOrder
 
 
@@ -100,6 +101,26 @@ class Flush(Section):
         description="Whether the tier is written slower while training's steps take longer beside that: down to what "
         "keeps up with the saves and with within, and to a tenth of its rate at least.",
         examples=[False],
+    )
+
+
+class Drain(Section):
+    """What is done when the process is told that it will end soon."""
+
+    on_signal: SignalNames = Field(
+        default=("SIGTERM",),
+        description="The signals that announce the end. On one of them, whatever the training thread is in the middle "
+        "of, what can still become durable until the deadline does, the most valuable first; then the signal has the "
+        "effect that it had before.",
+        examples=[["SIGTERM", "SIGUSR1"]],
+        json_schema_extra={"default": ["SIGTERM"]},
+    )
+    deadline_s: Wait = Field(
+        default=25.0,
+        alias="deadline",
+        description="How long that may take: a little less than the notice that is given.",
+        examples=["110s"],
+        json_schema_extra={"default": "25s"},
     )
 
 

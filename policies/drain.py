@@ -1,0 +1,151 @@
+"""Drain: which copies can still become durable until a deadline, in which order they go, and what will be lost.
+
+Pure: (view, rates, time left) -> one decision for each copy that a tier is still owed, in the order in which they go.
+Half-done copies come first, then the newest; of one checkpoint the tier first that survives the largest loss. What
+cannot arrive in time is not begun. What was begun and cannot arrive goes on only where nothing else could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tierfall.core.prospects import DrainDecision, Prospect
+from tierfall.core.units import format_duration, format_rate, format_size
+from tierfall.core.values import CheckpointId, CopyState, LossClass
+from tierfall.core.view import CheckpointView, View
+
+_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """A copy that a tier waits for."""
+
+    checkpoint: CheckpointView
+    tier: str
+    left_bytes: int
+    begun: bool
+
+
+def plan_drain(
+    view: View,
+    *,
+    bytes_per_s: Mapping[str, float | None],
+    left_s: float,
+    one_at_a_time: bool = False,
+) -> tuple[DrainDecision, ...]:
+    """Decide on every copy of a live checkpoint that is owed, the first to go first.
+
+    ``bytes_per_s`` is how fast copies come to each tier, in bytes of images (None, or missing: not known yet, and then
+    a copy is tried); ``left_s`` the seconds until the deadline. Tiers are written side by side, each one copy after the
+    other; ``one_at_a_time``: there is only one copy under way on all of them.
+    """
+    spent_s: dict[str, float] = {}
+    decisions = []
+    for copy in sorted(_waiting(view), key=lambda copy: _turn(view, copy)):
+        clock = "" if one_at_a_time else copy.tier
+        rest_s = left_s - spent_s.get(clock, 0.0)
+        decision = _decide(view, copy, bytes_per_s.get(copy.tier), rest_s)
+        if decision.prospect is Prospect.ARRIVES:
+            rate = bytes_per_s[copy.tier]
+            assert rate is not None
+            spent_s[clock] = spent_s.get(clock, 0.0) + copy.left_bytes / rate
+        decisions.append((copy, decision))
+    return tuple(_settled(copy, decision, decisions) for copy, decision in decisions)
+
+
+def _waiting(view: View) -> list[_Copy]:
+    return [
+        _Copy(
+            checkpoint=checkpoint,
+            tier=tier.name,
+            left_bytes=_left_bytes(checkpoint, tier.name),
+            begun=checkpoint.state(tier.name) is CopyState.ARRIVING,
+        )
+        for checkpoint in view.checkpoints
+        for tier in view.tiers
+        if checkpoint.live
+        and tier.name in checkpoint.owed
+        and not checkpoint.readable_on(tier.name)
+    ]
+
+
+def _left_bytes(checkpoint: CheckpointView, tier: str) -> int:
+    """Bytes of the image that are still to come: how large it is, the copies that are there tell."""
+    image_bytes = max((copy.bytes for copy in checkpoint.copies.values()), default=0)
+    there = checkpoint.copies.get(tier)
+    return max(0, image_bytes - (there.arrived_bytes if there else 0))
+
+
+def _turn(view: View, copy: _Copy) -> tuple[bool, int, int, int]:
+    """Sort key: half done, then newest, then the tier that survives most."""
+    id = copy.checkpoint.id
+    return (not copy.begun, -id.step, -id.attempt, -_RANK[view.tier(copy.tier).survives])
+
+
+def _decide(view: View, copy: _Copy, rate: float | None, rest_s: float) -> DrainDecision:
+    def answer(prospect: Prospect, reason: str) -> DrainDecision:
+        return DrainDecision(
+            checkpoint=copy.checkpoint.id,
+            tier=copy.tier,
+            prospect=prospect,
+            left_bytes=copy.left_bytes,
+            goes=prospect is not Prospect.TOO_LATE,
+            reason=reason,
+        )
+
+    left = f"{format_size(copy.left_bytes)} {'is' if copy.left_bytes == 1 else 'are'} left"
+    if rest_s <= 0:
+        return answer(Prospect.TOO_LATE, f"{left}, and no time is")
+    if copy.tier in view.failing:
+        return answer(Prospect.UNKNOWN, f"{left}, and {copy.tier} does not take copies at present")
+    if rate is None:
+        return answer(Prospect.UNKNOWN, f"{left}, and how fast {copy.tier} is nobody knows yet")
+    if copy.left_bytes <= rest_s * rate:
+        takes = format_duration(copy.left_bytes / rate)
+        return answer(Prospect.ARRIVES, f"{left}, which take {takes} at {format_rate(rate)}")
+    carried = f"{format_duration(rest_s)} at {format_rate(rate)} carry {format_size(rest_s * rate)}"
+    return answer(Prospect.TOO_LATE, f"{left}, {carried}")
+
+
+def _settled(
+    copy: _Copy, decision: DrainDecision, decisions: Sequence[tuple[_Copy, DrainDecision]]
+) -> DrainDecision:
+    """Let what was begun and comes too late give way to another on its tier, or go on where there is none."""
+    if not copy.begun or decision.prospect is not Prospect.TOO_LATE:
+        return decision
+    if any(
+        other.tier == copy.tier and not other.begun and said.prospect is Prospect.ARRIVES
+        for other, said in decisions
+    ):
+        return replace(decision, gives_way=True)
+    return replace(decision, goes=True)
+
+
+def drain_in_words(decisions: Sequence[DrainDecision]) -> tuple[str, ...]:
+    """Say of each checkpoint, the newest first, on which tiers it will be, on which not, and why not."""
+    by_id: dict[CheckpointId, list[DrainDecision]] = {}
+    for decision in decisions:
+        by_id.setdefault(decision.checkpoint, []).append(decision)
+    return tuple(_sentence(id, by_id[id]) for id in sorted(by_id, reverse=True))
+
+
+def _sentence(id: CheckpointId, decisions: Sequence[DrainDecision]) -> str:
+    there, late, open_ = (
+        [d for d in decisions if d.prospect is prospect]
+        for prospect in (Prospect.ARRIVES, Prospect.TOO_LATE, Prospect.UNKNOWN)
+    )
+    parts = []
+    if there:
+        parts.append(f"will be on {_names(there)}")
+    if late:
+        parts.append(f"{'' if there else 'will '}not {'' if there else 'be '}on {_names(late)}")
+    if open_:
+        parts.append(f"may come to be on {_names(open_)}")
+    why = "; ".join(dict.fromkeys(d.reason for d in (*late, *open_)))
+    return f"step {id} {', '.join(parts)}" + (f": {why}" if why else "")
+
+
+def _names(decisions: Sequence[DrainDecision]) -> str:
+    return " and ".join(d.tier for d in decisions)

@@ -1,0 +1,247 @@
+"""A drain towards a deadline: what can still arrive goes first, what cannot is not begun, and the forecast holds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.simulation.throttled import Throttled
+from tests.simulation.world import CHUNK, IMAGE, file_rules
+from tierfall.core.prospects import Prospect
+from tierfall.core.scheduler.tasks import Ask, CopyRun
+from tierfall.core.values import CheckpointId
+from tierfall.policies.drain import drain_in_words
+
+RATE = IMAGE / 10.0
+"""An image takes ten seconds."""
+
+
+def drained(world: Throttled, seconds: float, asker: object = "test") -> Any:
+    """Begin a drain, as a Checkpointer does; return its forecast."""
+    answer: list[Any] = []
+    until_s = world.now_s + seconds
+    world.coordinator.post(
+        Ask(
+            function=lambda: world.coordinator.begin_drain(asker, until_s),
+            answer=lambda value, error: answer.extend((value, error)),
+        )
+    )
+    world.step()
+    assert answer[1] is None
+    return answer[0]
+
+
+def throttled(*tiers: str, images: int = 8, **options: Any) -> Throttled:
+    """A world whose tiers have shown how fast they are."""
+    rules = options.pop("rules", [file_rules(tier, shared=tier == "store") for tier in tiers])
+    world = Throttled(
+        rules, bytes_per_s=dict.fromkeys(tiers, RATE), memory_images=images, **options
+    )
+    world.save(1)
+    world.settle()
+    return world
+
+
+def test_the_half_done_copy_goes_first_then_the_newest_and_what_cannot_arrive_is_not_begun() -> (
+    None
+):
+    world = throttled("store")
+    for step in (2, 3, 4, 5):
+        world.save(step)
+    world.go_on(5.0)  # step 2 is half done
+    forecast = drained(world, 30.0)
+    said = [(d.checkpoint.step, d.prospect) for d in forecast]
+    assert said == [
+        (2, Prospect.ARRIVES),
+        (5, Prospect.ARRIVES),
+        (4, Prospect.ARRIVES),
+        (3, Prospect.TOO_LATE),
+    ]
+    began: set[int] = set()
+    ends_s = world.now_s + 30.0
+    while world.now_s < ends_s - 0.01:
+        world.go_on(0.25)
+        began |= {task.id.step for *_, task in world._due if isinstance(task, CopyRun)}
+    assert world.steps_on("store") == [1, 2, 4, 5]
+    assert 3 not in began
+    lost = "step 3@1 will not be on store: 15.9 KiB are left, 2.5 s at 1.6 kB/s carry 4 KiB"
+    assert lost in drain_in_words(forecast)
+    world.settle()  # the deadline is over: what was held back comes
+    assert world.steps_on("store") == [1, 2, 3, 4, 5]
+
+
+def test_nothing_is_waited_for_once_all_that_can_arrive_has() -> None:
+    world = throttled("store")
+    for step in (2, 3):
+        world.save(step)
+    drained(world, 15.0)
+    assert world.coordinator.busy()
+    world.go_on(10.5)
+    assert world.steps_on("store") == [1, 2], "it was begun before the drain"
+    assert not world.coordinator.busy()
+    assert world.coordinator.left_undone() == ((CheckpointId(3, 1), "store"),)
+    world.go_on(5.0)
+    assert world.coordinator.busy()
+    assert world.coordinator.draining.next_s() is None
+
+
+def test_a_copy_that_cannot_arrive_gives_way_and_comes_after_the_drain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = throttled("store")
+    world.save(2)
+    world.go_on(1.0)
+    lane = world.coordinator.lanes["store"]
+    assert lane.active is not None
+    lane.active.entry.bytes["host"] = 10 * IMAGE  # a large one, of another world size
+    world.save(3)
+    with caplog.at_level(logging.INFO, logger="tierfall"):
+        forecast = drained(world, 20.0)
+        world.go_on(18.0)
+    assert [(d.checkpoint.step, d.prospect, d.gives_way) for d in forecast] == [
+        (2, Prospect.TOO_LATE, True),
+        (3, Prospect.ARRIVES, False),
+    ]
+    assert "flush of 2@1 to store gives way" in caplog.text
+    assert world.steps_on("store") == [1, 3]
+    assert world.coordinator.counters.flush_failures == 0
+    assert not world.coordinator.errors
+    world.settle()
+    assert world.steps_on("store") == [1, 2, 3]
+    world.check("store")
+
+
+def test_a_copy_that_was_begun_goes_on_where_nothing_else_could_arrive() -> None:
+    world = throttled("store")
+    for step in (2, 3):
+        world.save(step)
+    world.go_on(1.0)
+    forecast = drained(world, 5.0)
+    assert [(d.checkpoint.step, d.prospect, d.goes) for d in forecast] == [
+        (2, Prospect.TOO_LATE, True),
+        (3, Prospect.TOO_LATE, False),
+    ]
+    world.go_on(4.5)
+    lane = world.coordinator.lanes["store"]
+    assert lane.active is not None
+    assert lane.active.entry.id.step == 2
+    assert lane.active.done_bytes > 0
+
+
+def test_rates_that_turn_out_otherwise_change_the_plan() -> None:
+    world = throttled("store")
+    for step in (2, 3, 4, 5):
+        world.save(step)
+    assert [d.prospect for d in drained(world, 40.0)] == [Prospect.ARRIVES] * 4
+    world.bytes_per_s["store"] = RATE / 3
+    world.go_on(39.0)
+    assert world.steps_on("store") == [1, 2], "what was begun came, three times as slowly"
+    late = [d.checkpoint.step for d in world.coordinator.draining.plan if not d.goes]
+    assert late == [5, 4, 3]
+    world.bytes_per_s["store"] = RATE * 100
+
+
+def test_what_is_saved_during_a_drain_is_planned_for_too() -> None:
+    world = throttled("store")
+    world.save(2)
+    world.save(3)
+    drained(world, 25.0)
+    world.go_on(2.0)
+    world.save(4)
+    world.go_on(19.0)
+    assert world.steps_on("store") == [1, 2, 4], "the newest goes before what waited"
+
+
+def test_a_tier_that_nothing_is_known_of_is_tried_and_planned_for_once_it_is_known() -> None:
+    world = Throttled([file_rules("store")], bytes_per_s={"store": RATE}, memory_images=4)
+    for step in (1, 2, 3):
+        world.save(step)
+    forecast = drained(world, 25.0)
+    assert [(d.prospect, d.goes) for d in forecast] == [(Prospect.UNKNOWN, True)] * 3
+    assert "nobody knows yet" in drain_in_words(forecast)[0]
+    world.go_on(11.0)
+    assert [d.prospect for d in world.coordinator.draining.plan] == [
+        Prospect.ARRIVES,
+        Prospect.TOO_LATE,
+    ]
+    world.go_on(13.0)
+    assert world.steps_on("store") == [1, 3]
+
+
+def test_tiers_are_planned_side_by_side_and_the_slow_one_tells_what_it_will_lack() -> None:
+    world = throttled("nvme", "store")
+    world.bytes_per_s["store"] = RATE / 3
+    world.save(2)
+    world.settle()
+    for step in (3, 4):
+        world.save(step)
+    world.go_on(2.0)
+    forecast = drained(world, 30.0)
+    world.go_on(29.9)
+    there = {(d.checkpoint.step, d.tier) for d in forecast if d.prospect is Prospect.ARRIVES}
+    arrived = {(s, t) for t in ("nvme", "store") for s in world.steps_on(t) if s > 2}
+    assert arrived == there == {(3, "nvme"), (4, "nvme"), (3, "store")}
+    assert drain_in_words(forecast)[0].startswith("step 4@1 will be on nvme, not on store: ")
+
+
+def test_a_tier_that_takes_nothing_is_not_waited_for_and_no_promise_is_made() -> None:
+    world = throttled("store")
+    world.save(2)
+    world.coordinator.ledger.failing["store"] = OSError("away")
+    forecast = drained(world, 30.0)
+    assert [d.prospect for d in forecast] == [Prospect.UNKNOWN]
+    assert "store does not take copies at present" in forecast[0].reason
+
+
+def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
+    world = throttled("store")
+    for step in (2, 3, 4):
+        world.save(step)
+    drained(world, 100.0, "patient")
+    assert [d.prospect for d in drained(world, 15.0, "hasty")].count(Prospect.ARRIVES) == 1
+    world.coordinator.draining.end("hasty")
+    world.go_on(1.0)
+    assert [d.prospect for d in world.coordinator.draining.plan] == [Prospect.ARRIVES] * 3
+    world.coordinator.draining.end("patient")
+    assert not world.coordinator.draining.active
+    assert world.coordinator.draining.plan == ()
+
+
+def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:
+    rules = [file_rules("store", capacity_bytes=2 * IMAGE + CHUNK)]
+    world = throttled("store", rules=rules)
+    for step in (2, 3, 4, 5):
+        world.save(step)
+    drained(world, 100.0)
+    world.go_on(60.0)
+    assert world.steps_on("store") == [4, 5]
+
+
+def test_an_image_that_is_just_captured_is_part_of_the_plan() -> None:
+    world = throttled("store")
+    region, _ = world.ask_for_region(2)
+    snapshot = world.begin(2, region)
+    world.advance(snapshot, 1)
+    forecast = drained(world, 30.0)
+    assert [(d.checkpoint.step, d.prospect) for d in forecast] == [(2, Prospect.ARRIVES)]
+    world.seal(snapshot)
+    world.go_on(11.0)
+    assert world.steps_on("store") == [1, 2]
+
+
+def test_a_tier_that_yielded_to_training_is_planned_for_at_its_full_rate() -> None:
+    world = throttled("store")
+    world.paces["store"] = RATE / 4
+    world.save(2)
+    world.settle()
+    world.paces.clear()
+    world.coordinator.draining.share_of = lambda tier: 0.25
+    for step in (3, 4):
+        world.save(step)
+    forecast = drained(world, 21.0)
+    assert [d.prospect for d in forecast] == [Prospect.ARRIVES] * 2
+    assert world.coordinator.pacing.hurries(), "a drain yields to nobody"
+    world.go_on(20.5)
+    assert world.steps_on("store") == [1, 2, 3, 4]

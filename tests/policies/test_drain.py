@@ -1,0 +1,131 @@
+"""What holds of a drain's plan whatever lies where: by Hypothesis, over random pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierfall.core.prospects import DrainDecision, Prospect
+from tierfall.core.values import CheckpointId, CopyState, TierKind, survives
+from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+from tierfall.policies.drain import drain_in_words, plan_drain
+
+TIERS = ("nvme", "store")
+KINDS = {"host": TierKind.HOST, "nvme": TierKind.FILE, "store": TierKind.OBJECT}
+RULES = tuple(
+    TierRules(name=name, kind=kind, survives=survives(kind, shared=False))
+    for name, kind in KINDS.items()
+)
+RATES = st.none() | st.floats(0.5, 1e4)
+
+
+@st.composite
+def checkpoints(draw: Any, step: int) -> CheckpointView:
+    size = draw(st.integers(1, 1000))
+    copies = {"host": CopyView(state=CopyState.SEALED, bytes=size)}
+    owed = set()
+    for tier in TIERS:
+        state = draw(st.sampled_from([CopyState.ABSENT, CopyState.ARRIVING, CopyState.COMMITTED]))
+        if state is not CopyState.ABSENT:
+            came = draw(st.integers(0, size)) if state is CopyState.ARRIVING else 0
+            copies[tier] = CopyView(state=state, bytes=size, arrived_bytes=came)
+        if state is not CopyState.COMMITTED and draw(st.booleans()):
+            owed.add(tier)
+    return CheckpointView(
+        id=CheckpointId(step, 1),
+        ordinal=step,
+        started_from=None,
+        abandoned=draw(st.booleans()) and draw(st.booleans()),
+        tombstoned=draw(st.booleans()) and draw(st.booleans()),
+        copies=copies,
+        owed=frozenset(owed),
+    )
+
+
+@st.composite
+def pictures(draw: Any) -> View:
+    return View(
+        tiers=RULES,
+        checkpoints=tuple(
+            draw(checkpoints(step)) for step in range(1, 1 + draw(st.integers(0, 6)))
+        ),
+        failing=frozenset(draw(st.sets(st.sampled_from(TIERS), max_size=1))),
+    )
+
+
+def seconds(decision: DrainDecision, rates: dict[str, float | None]) -> float:
+    rate = rates[decision.tier]
+    assert rate is not None
+    return decision.left_bytes / rate
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    pictures(),
+    st.fixed_dictionaries({tier: RATES for tier in TIERS}),
+    st.floats(-1, 1000),
+    st.booleans(),
+)
+def test_plans(
+    view: View, rates: dict[str, float | None], left_s: float, one_at_a_time: bool
+) -> None:
+    plan = plan_drain(view, bytes_per_s=rates, left_s=left_s, one_at_a_time=one_at_a_time)
+    by_id = {c.id: c for c in view.checkpoints}
+
+    # each copy that a live checkpoint owes is decided on once; what is durable is never spoken of
+    owed = {(c.id, t) for c in view.checkpoints for t in c.owed if c.live}
+    assert sorted((d.checkpoint, d.tier) for d in plan) == sorted(owed)
+    assert all(by_id[d.checkpoint].state(d.tier) is not CopyState.COMMITTED for d in plan)
+    assert len(drain_in_words(plan)) == len({id for id, _ in owed})
+
+    for group in [plan] if one_at_a_time else [[d for d in plan if d.tier == t] for t in TIERS]:
+        spent_s = 0.0
+        for decision in group:
+            rest_s = left_s - spent_s
+            begun = by_id[decision.checkpoint].state(decision.tier) is CopyState.ARRIVING
+            if decision.prospect is Prospect.ARRIVES:
+                spent_s += seconds(decision, rates)
+                assert decision.goes
+            elif decision.prospect is Prospect.UNKNOWN:
+                assert decision.goes
+                assert decision.tier in view.failing or rates[decision.tier] is None
+                assert rest_s > 0
+            else:  # what can arrive is never held back
+                assert rest_s <= 0 or seconds(decision, rates) > rest_s
+                arrives = any(
+                    d.tier == decision.tier
+                    and d.prospect is Prospect.ARRIVES
+                    and by_id[d.checkpoint].state(d.tier) is not CopyState.ARRIVING
+                    for d in plan
+                )
+                assert decision.gives_way == (begun and arrives)
+                assert decision.goes == (begun and not arrives)
+        assert spent_s <= max(left_s, 0.0) * (1 + 1e-9), "more is promised than the time carries"
+
+    # what was begun stands before what was not, and of these the newer before the older
+    states = [by_id[d.checkpoint].state(d.tier) is not CopyState.ARRIVING for d in plan]
+    assert states == sorted(states)
+    fresh = [d.checkpoint for d, late in zip(plan, states, strict=True) if late]
+    assert fresh == sorted(fresh, reverse=True)
+
+
+@pytest.mark.parametrize("left_s", [10.0, 100.0])
+def test_more_time_never_loses_the_newest(left_s: float) -> None:
+    view = View(
+        tiers=RULES,
+        checkpoints=tuple(
+            CheckpointView(
+                id=CheckpointId(step, 1),
+                ordinal=step,
+                started_from=None,
+                copies={"host": CopyView(state=CopyState.SEALED, bytes=100)},
+                owed=frozenset({"store"}),
+            )
+            for step in (1, 2, 3)
+        ),
+    )
+    plan = plan_drain(view, bytes_per_s={"store": 10.0}, left_s=left_s)
+    assert (plan[0].checkpoint.step, plan[0].prospect) == (3, Prospect.ARRIVES)

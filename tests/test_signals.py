@@ -1,0 +1,326 @@
+"""Signals: a work runs at once whatever the main thread does, then the signal has its previous effect; flags; forks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+import pytest
+
+from tierfall import signals
+from tierfall.core.errors import ConfigError
+
+USR1, TERM = Signals.SIGUSR1, Signals.SIGTERM
+PROGRAM = """
+import hashlib, os, signal, sys, threading, time
+from tierfall import signals
+say = lambda *words: print(*words, flush=True)
+def busy(seconds):
+    "In C, where no handler of Python runs."
+    count = 100_000
+    began = time.monotonic()
+    hashlib.pbkdf2_hmac("sha512", b"", b"", count)
+    hashlib.pbkdf2_hmac("sha512", b"", b"", int(count * seconds / (time.monotonic() - began)))
+"""
+
+
+def run(body: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM + body],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def wait_for(done: Callable[[], object]) -> None:
+    ends = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < ends, "it did not come to that in 30 s"
+        time.sleep(0.005)  # the handler runs in between
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """What was called, in order; SIGUSR1 has a handler of the user's that notes itself and its thread."""
+    noted: list[str] = []
+
+    def users(number: int, frame: object) -> None:
+        noted.append(f"user's on {threading.current_thread().name}")
+
+    before, fd = signal.signal(USR1, users), signal.set_wakeup_fd(-1)
+    yield noted
+    assert signal.getsignal(USR1) is users, "the user's handler was not put back"
+    assert signal.set_wakeup_fd(fd) == -1, "the wakeup fd was not put back"
+    signal.signal(USR1, before)
+
+
+def test_a_work_runs_while_the_main_thread_is_in_c_and_the_process_then_ends_by_the_signal() -> (
+    None
+):
+    done = run(
+        """
+signals.listen({signal.SIGTERM}, what="test", work=lambda number: (time.sleep(0.2), say("worked on", number.name)))
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+began = time.monotonic()
+busy(20)
+say("the main thread came back")
+"""
+    )
+    assert done.stdout == "worked on SIGTERM\n", done.stderr
+    assert done.returncode == -TERM
+
+
+def test_the_previous_handler_runs_once_on_the_main_thread_after_all_works(
+    calls: list[str],
+) -> None:
+    gate = threading.Event()
+
+    def slow(number: Signals) -> None:
+        gate.wait(30)
+        calls.append("slow work")
+
+    listeners = [
+        signals.listen({USR1}, what="test", work=lambda number: calls.append("quick work")),
+        signals.listen({USR1}, what="test", work=slow),
+    ]
+    os.kill(os.getpid(), USR1)
+    wait_for(lambda: calls == ["quick work"])
+    time.sleep(0.1)
+    assert calls == ["quick work"], "the handler did not wait for all works"
+    gate.set()
+    wait_for(lambda: len(calls) == 3)
+    time.sleep(0.1)
+    assert calls == ["quick work", "slow work", "user's on MainThread"]
+    os.kill(os.getpid(), USR1)  # a work is done for the first alone
+    wait_for(lambda: len(calls) == 4)
+    assert calls[3:] == ["user's on MainThread"]
+    for listener in listeners:
+        signals.stop(listener)
+
+
+def test_signals_while_a_work_goes_on_wait_for_it_and_none_is_lost(calls: list[str]) -> None:
+    gate = threading.Event()
+    previous = signal.signal(signal.SIGUSR2, lambda number, frame: calls.append("second"))
+    listener = signals.listen(
+        {USR1, Signals.SIGUSR2}, what="test", work=lambda number: gate.wait(30)
+    )
+    for number in (USR1, Signals.SIGUSR2, USR1):
+        os.kill(os.getpid(), number)
+        time.sleep(0.02)
+    assert calls == []
+    gate.set()
+    wait_for(lambda: len(calls) == 2)
+    assert sorted(calls) == ["second", "user's on MainThread"]
+    signals.stop(listener)
+    signal.signal(signal.SIGUSR2, previous)
+
+
+def test_a_work_that_ends_at_once_is_followed_by_one_call_of_the_handler(calls: list[str]) -> None:
+    for _ in range(50):
+        calls.clear()
+        listener = signals.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+        os.kill(os.getpid(), USR1)
+        wait_for(lambda: len(calls) == 2)
+        time.sleep(0.01)
+        assert calls == ["work", "user's on MainThread"]
+        signals.stop(listener)
+
+
+def test_a_work_that_fails_is_logged_and_the_signal_has_its_effect(
+    calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(number: Signals) -> None:
+        raise RuntimeError("no way")
+
+    listener = signals.listen({USR1}, what="test", work=fails)
+    with caplog.at_level(logging.ERROR, logger="tierfall"):
+        os.kill(os.getpid(), USR1)
+        wait_for(lambda: calls)
+    assert "SIGUSR1 failed" in caplog.text
+    assert "no way" in caplog.text
+    signals.stop(listener)
+
+
+def test_a_flag_is_called_on_the_main_thread_each_time_before_the_previous_handler(
+    calls: list[str],
+) -> None:
+    listener = signals.listen(
+        {USR1},
+        what="test",
+        flag=lambda number: calls.append(f"flag on {threading.current_thread().name}"),
+    )
+    for _ in range(2):
+        os.kill(os.getpid(), USR1)
+        wait_for(lambda: len(calls) % 2 == 0 and calls)
+    assert calls == ["flag on MainThread", "user's on MainThread"] * 2
+    signals.stop(listener)
+
+
+def test_a_process_lives_on_where_flags_alone_listen_to_what_would_end_it() -> None:
+    done = run(
+        """
+listener = signals.listen({signal.SIGTERM}, what="test", flag=lambda number: say("flag", number.name))
+os.kill(os.getpid(), signal.SIGTERM)
+say("lives")
+signals.stop(listener)
+os.kill(os.getpid(), signal.SIGTERM)
+say("still lives")
+"""
+    )
+    assert done.stdout == "flag SIGTERM\nlives\n", done.stderr
+    assert done.returncode == -TERM
+
+
+def test_a_flag_and_a_work_stand_on_one_signal() -> None:
+    done = run(
+        """
+flagged = threading.Event()
+signals.listen({signal.SIGTERM}, what="test", flag=lambda number: (say("flag"), flagged.set()))
+signals.listen({signal.SIGTERM}, what="test", work=lambda number: (flagged.wait(30), say("work")))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+say("was not ended")
+"""
+    )
+    assert done.stdout == "flag\nwork\n", done.stderr
+    assert done.returncode == -TERM
+
+
+def test_an_ignored_signal_is_ignored_after_the_work() -> None:
+    done = run(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ended = threading.Event()
+listener = signals.listen({signal.SIGTERM}, what="test", work=lambda number: (say("work"), ended.set()))
+os.kill(os.getpid(), signal.SIGTERM)
+ended.wait(30)
+os.kill(os.getpid(), signal.SIGTERM)
+signals.stop(listener)
+os.kill(os.getpid(), signal.SIGTERM)
+say("lives", signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
+"""
+    )
+    assert done.stdout == "work\nlives True\n", done.stderr
+    assert done.returncode == 0
+
+
+def test_a_listener_that_stops_while_its_work_goes_on_leaves_the_previous_effect_to_follow() -> (
+    None
+):
+    done = run(
+        """
+called = threading.Event()
+for previous in (signal.SIG_IGN, lambda number, frame: (say("user's"), called.set()), signal.SIG_DFL):
+    signal.signal(signal.SIGTERM, previous)
+    begun, gate, worked = threading.Event(), threading.Event(), threading.Event()
+    listener = signals.listen(
+        {signal.SIGTERM}, what="test", work=lambda number: (begun.set(), gate.wait(30), say("work"), worked.set())
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    begun.wait(30)
+    signals.stop(listener)
+    gate.set()
+    worked.wait(30)
+    called.wait(30 if callable(previous) else 0.1)
+time.sleep(30)
+say("was not ended")
+"""
+    )
+    assert done.stdout == "work\nwork\nuser's\nwork\n", done.stderr
+    assert done.returncode == -TERM
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_forked_child_ends_by_the_signal_and_its_parent_hears_nothing(thread: bool) -> None:
+    fork = "t = threading.Thread(target=fork); t.start(); t.join()" if thread else "fork()"
+    done = run(
+        f"""
+listener = signals.listen({{signal.SIGTERM}}, what="test", work=lambda number: say("work"))
+def fork():
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(3)
+    os.kill(child, signal.SIGTERM)
+    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+{fork}
+time.sleep(0.2)
+say(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+    )
+    assert done.stdout == f"{-TERM}\nFalse\n", done.stderr
+    assert done.returncode == 0
+
+
+def test_a_signal_is_heard_after_an_event_loop_took_the_wakeup_fd(calls: list[str]) -> None:
+    listener = signals.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+
+    async def loop() -> None:
+        asyncio.get_running_loop().add_signal_handler(Signals.SIGUSR2, int)
+        os.kill(os.getpid(), USR1)
+        while len(calls) < 2:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(loop(), 30))
+    assert calls == ["work", "user's on MainThread"]
+    signals.stop(listener)
+
+
+def test_a_handler_that_came_later_is_left_where_it_is(calls: list[str]) -> None:
+    users_handler = signal.getsignal(USR1)
+    listener = signals.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+    ours: Any = signal.getsignal(USR1)
+
+    def later(number: int, frame: object) -> None:
+        calls.append("later")
+        ours(number, frame)
+
+    signal.signal(USR1, later)
+    signals.stop(listener)
+    assert signal.getsignal(USR1) is later
+    os.kill(os.getpid(), USR1)
+    wait_for(lambda: len(calls) == 2)
+    assert calls == ["later", "user's on MainThread"]
+    again = signals.listen({USR1}, what="test", work=lambda number: calls.append("work"))
+    os.kill(os.getpid(), USR1)
+    wait_for(lambda: len(calls) == 5)
+    assert calls[2:] == ["work", "later", "user's on MainThread"], "ours is in the chain twice"
+    signals.stop(again)
+    assert signal.getsignal(USR1) is later
+    signal.signal(USR1, users_handler)
+
+
+def test_off_the_main_thread_it_is_refused() -> None:
+    refused: list[BaseException] = []
+
+    def off() -> None:
+        with pytest.raises(ConfigError, match=r"drain\.on_signal: only the main thread") as error:
+            signals.listen({USR1}, what="drain.on_signal", work=lambda number: None)
+        refused.append(error.value)
+
+    thread = threading.Thread(target=off, name="helper")
+    thread.start()
+    thread.join()
+    assert "thread helper" in str(refused[0])
+
+
+def test_nothing_is_left_open(calls: list[str]) -> None:
+    fds = Path("/proc/self/fd")
+    if not fds.is_dir():
+        pytest.skip("there is no /proc here")
+    before = len(list(fds.iterdir()))
+    for _ in range(20):
+        signals.stop(signals.listen({USR1}, what="test", flag=lambda number: None))
+    wait_for(lambda: len(list(fds.iterdir())) <= before)

@@ -1,0 +1,50 @@
+"""What a failure would cost now, as a command can know it without the trainer: in words, and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tierfall.core.loss import LossBound
+from tierfall.core.units import format_duration
+from tierfall.core.values import LossClass
+from tierfall.core.view import View
+from tierfall.policies.loss_bound import loss_bounds
+
+
+def known_bounds(
+    view: View, read_bytes_per_s: Mapping[str, float] | None = None
+) -> dict[LossClass, LossBound]:
+    """Say what would be lost, counted from the newest step that is anywhere: where training is, is not known."""
+    steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
+    return loss_bounds(view, step=max(steps, default=None), read_bytes_per_s=read_bytes_per_s or {})
+
+
+def in_words(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
+    """Say it in one line."""
+    said = [f"of the {lost}, {_what(bound)}" for lost, bound in bounds.items()]
+    doubt = f" (not asked: {', '.join(unread)})" if unread else ""
+    return f"survives the loss {'; '.join(said)}{doubt}"
+
+
+def _what(bound: LossBound) -> str:
+    if bound.survives is None:
+        return "nothing"
+    where = f"{bound.survives} on {bound.tier}"
+    if bound.restore_s is not None:
+        where += f", read back in {format_duration(bound.restore_s)}"
+    return where
+
+
+def members(bounds: Mapping[LossClass, LossBound]) -> dict[str, Any]:
+    """Write it as JSON has it."""
+    return {
+        str(lost): {
+            "step": None if bound.survives is None else bound.survives.step,
+            "attempt": None if bound.survives is None else bound.survives.attempt,
+            "tier": bound.tier,
+            "steps_lost": bound.steps_lost,
+            "restore_s": bound.restore_s,
+        }
+        for lost, bound in bounds.items()
+    }

@@ -1,0 +1,89 @@
+"""A drain when a signal announces the end of the process: on a thread of its own, whatever training is doing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from signal import Signals
+
+from tierfall import ordering, signals
+from tierfall.config import Config
+from tierfall.config.signal_names import signals_named
+from tierfall.core.errors import TierfallError
+from tierfall.core.units import format_duration
+from tierfall.core.words import few_of
+from tierfall.reports import DrainReport
+from tierfall.session import Session
+
+logger = logging.getLogger("tierfall")
+WHAT = "drain.on_signal"
+POLL_S = 0.05
+
+
+def save_on_signal(names: tuple[str, ...], ask: Callable[[str], None]) -> signals.Listener | None:
+    """Have ``ask`` told the name of each signal that asks for a save, between two instructions of the main thread; None
+    where no signal does."""
+    if not names:
+        return None
+    return signals.listen(
+        signals_named(names), what="open: interval.on_signal", flag=lambda number: ask(number.name)
+    )
+
+
+class DrainOnSignal:
+    """Listens from the time it is made, on the main thread, until ``stop``. The signal has its previous effect once the
+    drain is over: what can be durable is, or the deadline has passed.
+
+    Where the same signal asks for a save (``interval.on_signal``), the drain goes on until that save is durable too, or
+    to the deadline: ``saves`` counts those that have begun.
+    """
+
+    def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
+        assert config.drain is not None
+        self._deadline_s = config.drain.deadline_s
+        self._saving = frozenset(config.interval.on_signal)
+        self._session = session
+        self._saves = saves
+        self._listener = signals.listen(
+            signals_named(config.drain.on_signal), what=WHAT, work=self._drain
+        )
+
+    def stop(self) -> None:
+        """Listen no more."""
+        signals.stop(self._listener)
+
+    def _drain(self, number: Signals) -> None:
+        ends_s = time.monotonic() + self._deadline_s
+        before = self._saves()
+        name, session = number.name, self._session
+        logger.warning(
+            "%s: what can become durable within %s does; then it has the effect that it had before",
+            name,
+            format_duration(self._deadline_s),
+        )
+        try:
+            session.tell(lambda: session.coordinator.ask_rank_0_to_drain(self._deadline_s))
+            saves = name in self._saving
+            report = self._until(ends_s, name, goes_on=not saves)
+            if saves and self._wait_for_save(before, ends_s):
+                report = self._until(ends_s, name, goes_on=True)
+        except (
+            TierfallError
+        ) as error:  # closed meanwhile, which drains too; or the coordinator has stopped
+            logger.warning("%s: nothing more is drained: %s", name, error)
+            return
+        left = few_of([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
+        logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
+
+    def _until(self, ends_s: float, name: str, *, goes_on: bool) -> DrainReport:
+        left_s = max(0.0, ends_s - time.monotonic())
+        return ordering.drain_here(self._session, left_s, doing=name, goes_on=goes_on)
+
+    def _wait_for_save(self, before: int, ends_s: float) -> bool:
+        """Wait for the save that the signal asks for as well; False where it has not come in time."""
+        while self._saves() == before:
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(POLL_S)
+        return True
