@@ -38,6 +38,7 @@ from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision
 from tierfall.core.words import few_of
 from tierfall.inheriting import images_in
+from tierfall.journal import failures_noted
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
 from tierfall.path_saving import PathSaves
@@ -78,6 +79,7 @@ class Checkpointer:
             with opening(ranks):
                 _check_first(config, run)
                 self._session = Session(config, run=run, ranks=ranks, adopts=True)
+            self._journal = self._session.journal
             undo.callback(self._session.abandon)
             first = self._session.begin_line()
             assert self._session.attempt is not None
@@ -167,6 +169,8 @@ class Checkpointer:
                     may_be_lazy=may_be_lazy,
                 )
             except BaseException as error:
+                if not self._line.is_at(step):  # its capture did not begin
+                    self._journal.save_failed(CheckpointId(step, self._line.attempt.number), error)
                 self._saver.tell_others(self._line, step, error)
                 raise
         if many:  # the others save this step whatever has failed here before
@@ -227,6 +231,7 @@ class Checkpointer:
 
     # Restoring ---------------------------------------------------------------------------------------
 
+    @failures_noted("restore")
     def restore(
         self,
         state: Mapping[str, Any],
@@ -273,7 +278,7 @@ class Checkpointer:
             )
             if only is None:
                 self._restorer.continue_from(restored.checkpoint, any_saved)
-        return telling.restore_report(restored, time.monotonic() - began)
+        return self._journal.restored(telling.restore_report(restored, time.monotonic() - began))
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""

@@ -105,7 +105,8 @@ class Statistics:
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
     survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs. ``capture``
-    says, in mode auto, what the last save that had the choice was captured by, and why.
+    says, in mode auto, what the last save that had the choice was captured by, and why. ``lost_events`` counts what the
+    event log could not take.
     """
 
     saves: int
@@ -126,3 +127,4 @@ class Statistics:
     newest: Mapping[LossClass, int | None]
     compression: Mapping[str, Compression] = field(default_factory=dict)
     capture: str = ""
+    lost_events: int = 0

@@ -49,6 +49,7 @@ from tierfall.inheriting import (
     looking_at_others,
     regions_in,
 )
+from tierfall.journal import Journal
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.stores import (
@@ -94,6 +95,7 @@ class Session:
         self._closed = False
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
+        self.journal = Journal(config, run=run, ranks=self.ranks, node=self.node)
         folder = prepare_folder(run_folder(config, run))
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         self._lock = RunLock.take(folder / lock_name(self.ranks.slot), run=run)
@@ -301,12 +303,14 @@ class Session:
             unread=[x.tier for x in self.listings if x.error is not None],
             council=self.ranks.council if self.puts_together else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
+            notify=self.journal.notify,
         )
         self.coordinator.mind(self.inheritance)
 
     def start(self) -> None:
         """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
         only orders are carried out."""
+        self.journal.start(self.attempt)
         if self.attempt is None:
             self.coordinator.start_tending()
         else:
@@ -447,6 +451,7 @@ class Session:
             )
             keep = keep_memory
         finally:
+            self.journal.close()
             self._let_go(keep=keep)
 
     def _abort_writers(self) -> None:

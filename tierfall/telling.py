@@ -205,6 +205,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         host_capacity_bytes=session.host.capacity_bytes,
         newest=newest,
         capture=counts.capture,
+        lost_events=session.journal.lost,
         compression={
             name: Compression(
                 raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds

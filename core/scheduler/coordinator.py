@@ -18,6 +18,7 @@ from tierfall.core.errors import (
     FencedError,
     StepError,
 )
+from tierfall.core.events import Notify, ignore
 from tierfall.core.packing.files import files_of
 from tierfall.core.ranks.council import Council
 from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
@@ -29,6 +30,7 @@ from tierfall.core.scheduler.finding import Finder
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
 from tierfall.core.scheduler.saves import Saves
@@ -104,9 +106,11 @@ class Coordinator:
         unread: Collection[str] = (),
         council: Council | None = None,
         shared: Mapping[str, bool] | None = None,
+        notify: Notify = ignore,
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
-        reached by ``council``, and ``shared`` says of each tier whether all of them see it."""
+        reached by ``council``, and ``shared`` says of each tier whether all of them see it. ``notify`` is told of each
+        event."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -168,6 +172,9 @@ class Coordinator:
         self.dropper.was_deleted = self._orders.was_deleted
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
+        self.notes = Notes(notify)
+        for part in (self.dropper, self._flusher, self.superseder, self._admissions, self._saves):
+            part.notes = self.notes
         self.errors = self._flusher.errors
         self.counters = self._flusher.counters
         self.durable = self._flusher.durable
@@ -338,6 +345,7 @@ class Coordinator:
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
+        self.notes.now_s = now_s
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
         while self._events:
@@ -444,6 +452,7 @@ class Coordinator:
 
     def _copied(self, lane: Lane, entry: Entry, done: Commit | Landed) -> None:
         """All of a copy has arrived; alone, it is committed with that."""
+        self.notes.flush_done(lane, entry)
         if self.commits is None:
             assert isinstance(done, Commit)
             self._flusher.committed(lane.tier, entry.id, done.stored_bytes)
