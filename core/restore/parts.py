@@ -49,6 +49,10 @@ class Parts:
         """Read the headers of all ranks' images; raises as ``header`` does."""
         return {rank: self.header(Shard(rank, world_size)) for rank in range(world_size)}
 
+    def headers_here(self, world_size: int) -> dict[int, ImageHeader]:
+        """Read the headers of all ranks' images, whatever other ranks do; raises as ``header`` does."""
+        return {rank: self.header_here(Shard(rank, world_size)) for rank in range(world_size)}
+
     def manifest(self, shard: Shard) -> Manifest:
         """Return the manifest of an image whose header was read."""
         return self._found[shard][1]

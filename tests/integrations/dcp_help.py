@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.core.capture.lazy_help import Trainer
@@ -46,6 +47,16 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype is other.dtype and torch.equal(one, other)
     return bool(one == other)
+
+
+class Renaming(DefaultSavePlanner):
+    """Plans under other names than the state's."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        renamed = {f"x{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
 
 
 class Bomb:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import tierfall
 from tests.core.capture.lazy_help import PATIENCE_S, Held, Trainer
-from tests.integrations.dcp_help import QUIET, copied, emptied, nested, same
+from tests.integrations.dcp_help import QUIET, Renaming, copied, emptied, nested, same
 from tierfall.core.capture import cutting
 from tierfall.core.errors import CaptureError, ConfigError
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
@@ -198,13 +198,6 @@ def test_a_writer_whose_planning_failed_is_not_captured_for(make_config: MakeCon
 def test_a_planner_that_changes_what_was_captured_is_refused_and_the_capture_stays(
     make_config: MakeConfig,
 ) -> None:
-    class Renaming(DefaultSavePlanner):
-        def set_up_planner(
-            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-        ) -> None:
-            renamed = {f"x{key}": value for key, value in state_dict.items()}
-            super().set_up_planner(renamed, storage_meta, is_coordinator)
-
     with tierfall.open(make_config()) as ckpt:
         future = dcp.async_save(
             {"w": torch.ones(3)},

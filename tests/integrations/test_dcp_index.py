@@ -110,6 +110,26 @@ def test_what_only_another_rank_has_is_found_in_the_headers_of_all(
     assert headers == [2, 0, 1, 2]
 
 
+def test_what_turns_out_to_differ_once_all_headers_are_read_is_named(
+    config: Config, headers: list[int], tmp_path: Path
+) -> None:
+    """Rank 2, whose values count, has nothing under that name."""
+
+    def state(rank: int, step: int) -> dict[str, Any]:
+        return {**state_of(rank, 1), **({"note": f"of rank {rank}"} if rank < 2 else {})}
+
+    save_on_ranks(config, RANKS, [2], state, go_on=True)
+    shutil.rmtree(tmp_path / "memory")
+    with Checkpointer(config, run="run") as ckpt:
+        del headers[:]
+        assert is_loaded(load(empty(), ckpt))
+        assert headers == [2]
+        said = r"note: differs between the ranks that saved it: 'of rank 0' on rank 0; 'of rank 1'"
+        with pytest.raises(dcp.api.CheckpointException, match=said):
+            load({**empty(), "note": ""}, ckpt)
+        assert headers == [2, 2, 0, 1, 2]
+
+
 def test_a_step_that_lacks_another_ranks_image_gives_way_to_an_older_one(
     config: Config, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ The ranks are threads; ``distributed/test_dcp`` has real processes.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +20,17 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tests.core.capture.lazy_help import Trainer
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
-from tests.integrations.dcp_help import QUIET, emptied, nested, same
+from tests.integrations.dcp_help import QUIET, Renaming, emptied, nested, same
 from tests.integrations.dcp_ranks import Group, let_threads_meet
 from tests.test_dividing_ranks import close_all, open_all
 from tests.test_path_saving import commit, write
 from tierfall.checkpointer import Checkpointer
-from tierfall.core.errors import RestoreError
-from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
+from tierfall.core.errors import RestoreError, UnreachableError
+from tierfall.core.image import ImageHeader
+from tierfall.core.index.index import Index
+from tierfall.core.restore.parts import Parts
+from tierfall.core.values import Shard
+from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, opening
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -97,16 +102,6 @@ class Failing(DefaultSavePlanner):
         raise ValueError("this rank cannot plan")
 
 
-class Renaming(DefaultSavePlanner):
-    """Plans under other names than the state's."""
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        renamed = {f"x{key}": value for key, value in state_dict.items()}
-        super().set_up_planner(renamed, storage_meta, is_coordinator)
-
-
 # Failures --------------------------------------------------------------------------------------------
 
 
@@ -166,6 +161,41 @@ def test_what_was_captured_before_dcp_failed_to_plan_is_a_checkpoint_of_the_stat
 
 
 # What comes back -------------------------------------------------------------------------------------
+
+
+def test_ranks_of_which_one_cannot_read_the_index_all_take_the_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.arange(6.0), "v": torch.ones(3)}
+    with job(tmp_path, 2) as pair:
+        assert on(pair, lambda rank: rank.save(state, 1)) == [None, None]
+        read: dict[Any, set[int]] = {rank.ckpt._session: set() for rank in pair}
+        really_open, really_index = opening._open, opening._read_index
+        asking = threading.local()
+
+        def header_here(parts: Parts, shard: Shard) -> ImageHeader:
+            read[asking.session].add(shard.rank)
+            return really_read(parts, shard)
+
+        def open_here(ckpt: Checkpointer, *more: Any) -> Any:
+            asking.session = ckpt._session
+            return really_open(ckpt, *more)
+
+        def read_index(ckpt: Checkpointer, parts: Parts) -> Index | None:
+            if ckpt is pair[1].ckpt:
+                raise UnreachableError("this rank cannot read the index")
+            return really_index(ckpt, parts)
+
+        really_read = Parts.header_here
+        monkeypatch.setattr(Parts, "header_here", header_here)
+        monkeypatch.setattr(opening, "_open", open_here)
+        found = on(pair, lambda rank: rank.load(emptied(state)))
+        assert all(same(one, state) for one in found)
+        assert [*read.values()] == [{0}, {1}], "by the index, each reads its own"
+        monkeypatch.setattr(opening, "_read_index", read_index)
+        found = on(pair, lambda rank: rank.load(emptied(state)))
+        assert all(same(one, state) for one in found)
+        assert [*read.values()] == [{0, 1}, {0, 1}]
 
 
 def test_values_under_one_key_are_each_ranks_own(tmp_path: Path) -> None:

@@ -161,10 +161,9 @@ def _by_index(ckpt: Checkpointer, parts: Parts, own: Shard) -> Entries | None:
     ours = ckpt._session.ranks.shard
     try:
         if (index := _read_index(ckpt, parts)) is not None:
+            # between them the ranks see that all images are there
             for rank in range(ours.rank, own.world_size, ours.world_size):
-                parts.find(
-                    Shard(rank, own.world_size)
-                )  # between them the ranks see that all images are there
+                parts.find(Shard(rank, own.world_size))
             merged = lay_over(parts.header_here(own), own.rank, index, what=what)
     except (*PASSABLE, NotSupportedError) as error:
         logger.warning("dcp.load: the headers of all ranks are read: %s", error)
@@ -175,10 +174,7 @@ def _by_index(ckpt: Checkpointer, parts: Parts, own: Shard) -> Entries | None:
     assert merged is not None, "all have it"
 
     def of_all() -> Merged:
-        headers = {
-            rank: parts.header_here(Shard(rank, own.world_size)) for rank in range(own.world_size)
-        }
-        return merge_headers(headers, what=what, own=own.rank)
+        return merge_headers(parts.headers_here(own.world_size), what=what, own=own.rank)
 
     return Entries(merged, of_all)
 
