@@ -704,6 +704,7 @@ def sections() -> dict[str, dict[str, Any]]:
             "FileTier": "A file tier",
         },
         **{"ObjectTier": "An object tier", "DeviceTier": "A device tier"},
+        "Events": "`events`",
     }
     assert set(headings) == set(schema["$defs"])
     return {"The first level": schema} | {
@@ -745,6 +746,8 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return config_of(tiers=[{**DEVICE, key: value}, {**HOST, "name": "h"}])
         case "`compress`":
             return tier_of(compress={"codec": "zstd", key: value})
+        case "`events`":
+            return config_of(events={"path": "./e.jsonl", key: value})
         case "`best`":
             return tier_of(retain={"best": {"metric": "loss", key: value}})
     return tier_of(**{heading.strip("`"): {key: value}})

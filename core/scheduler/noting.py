@@ -32,14 +32,13 @@ class Notes:
         self._notify = notify
         self.now_s = 0.0
         self._saves: dict[CheckpointId, float] = {}
+        self._ended: dict[CheckpointId, float] = {}
         self._copies: dict[str, _Copying] = {}
 
     # Saves -------------------------------------------------------------------------------------------
 
     def save_begun(self, entry: Entry) -> None:
-        self._saves[entry.id] = self.now_s
-        if len(self._saves) > REMEMBERED:
-            del self._saves[next(iter(self._saves))]
+        self._remember(self._saves, entry.id)
         self._notify(
             events.SaveBegun(
                 at_s=self.now_s, id=entry.id, bytes=_size(entry), tiers=tuple(sorted(entry.owed))
@@ -60,10 +59,19 @@ class Notes:
         )
 
     def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
+        """Say so once, whoever finds it out first."""
         self._saves.pop(id, None)
+        if id in self._ended:
+            return
+        self._remember(self._ended, id)
         self._notify(
             events.SaveEnded(at_s=self.now_s, id=id, outcome=outcome, reason=_reason(error))
         )
+
+    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId) -> None:
+        times[id] = self.now_s
+        if len(times) > REMEMBERED:
+            del times[next(iter(times))]
 
     # Copies ------------------------------------------------------------------------------------------
 

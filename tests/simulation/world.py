@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.simulation.noted import Life
 from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -244,6 +245,7 @@ class World:
         self.started_from: CheckpointId | None = None
         self.ordinal = 0
         self.trace: list[str] = []
+        self.lives: list[Life] = []
         self.start()
 
     # Starts ------------------------------------------------------------------------------------------
@@ -275,7 +277,9 @@ class World:
             {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
             lambda: self.attempt,
         )
-        self.coordinator = Coordinator(
+        life = Life()
+        self.lives.append(life)
+        self.coordinator = life.coordinator = Coordinator(
             ledger=ledger,
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
@@ -284,6 +288,7 @@ class World:
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
+            notify=life.events.append,
         )
         self.coordinator.start()
 
