@@ -734,8 +734,9 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return config_of(**{key: value})
         case "`interval`":
             return config_of(interval={"every": 1, key: value})
-        case "`capture`":
-            return config_of(capture={key: value})
+        case "`capture`" | "`events`":
+            needed = {"path": "./e.jsonl"} if heading == "`events`" else {}
+            return config_of(**{heading.strip("`"): {**needed, key: value}})
         case "A host tier":
             return host_of(**{key: value})
         case "A file tier":
@@ -746,8 +747,6 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return config_of(tiers=[{**DEVICE, key: value}, {**HOST, "name": "h"}])
         case "`compress`":
             return tier_of(compress={"codec": "zstd", key: value})
-        case "`events`":
-            return config_of(events={"path": "./e.jsonl", key: value})
         case "`best`":
             return tier_of(retain={"best": {"metric": "loss", key: value}})
     return tier_of(**{heading.strip("`"): {key: value}})

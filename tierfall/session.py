@@ -52,6 +52,7 @@ from tierfall.inheriting import (
 from tierfall.journal import Journal
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
+from tierfall.status_writing import StatusWriter
 from tierfall.stores import (
     lane_limits,
     lane_pools,
@@ -306,6 +307,7 @@ class Session:
             notify=self.journal.notify,
         )
         self.coordinator.mind(self.inheritance)
+        self._status = StatusWriter(self, self._folder)
 
     def start(self) -> None:
         """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
@@ -317,6 +319,8 @@ class Session:
             self.coordinator.start()
         self.workers.start(self.coordinator)
         self.ranks.listen(self._hear)
+        if self.attempt is not None:
+            self._status.start()
 
     def _hear(self, news: News) -> None:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
@@ -436,6 +440,7 @@ class Session:
         if self._closed:
             return
         keep = True
+        self._status.close()
         try:
             stopped = self.workers.stop(
                 lambda: self.tell(int),

@@ -183,7 +183,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for lane in coordinator.lanes.values()
             for source, count in lane.edge_bytes.items()
         }
-        return edges, _newest(coordinator.ledger)
+        return edges, newest_surviving(coordinator.ledger)
 
     edges, newest = session.ask(inner)
     counters = coordinator.counters
@@ -216,7 +216,8 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
     )
 
 
-def _newest(ledger: Ledger) -> dict[LossClass, int | None]:
+def newest_surviving(ledger: Ledger) -> dict[LossClass, int | None]:
+    """Name the newest step that survives each loss."""
     left = ledger.abandoned()
     return {
         lost: max(

@@ -118,6 +118,7 @@ class Coordinator:
         self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._events: deque[Event] = deque()
         self._tasks_out = 0
+        self.steps = 0
         self._idle_bells: list[Bell] = []
         self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
@@ -346,6 +347,7 @@ class Coordinator:
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
         self.notes.now_s = now_s
+        self.steps += 1
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
         while self._events:
