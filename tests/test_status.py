@@ -15,6 +15,7 @@ import torch
 
 import tierfall
 from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import kill_all, wait_sealed
 from tests.rank_kit import config_of
 from tests.steps import state_of, wait_until
 from tierfall import status, status_writing
@@ -129,7 +130,28 @@ def _fail(timeout: float | None) -> None:
     raise RuntimeError("on purpose")
 
 
-def test_what_a_killed_slot_said_goes_when_its_memory_is_taken_over(
+def test_what_a_killed_rank_said_goes_with_its_memory(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    folder = tmp_path / "memory" / "run"
+    with network(["a", "a"]) as ranks:
+        opened: list[Any] = on_all(
+            [lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks]  # type: ignore[misc]
+        )
+        for one in opened:
+            one.save(1, {"w": torch.ones(4), "rng": None})
+        wait_sealed(opened)
+        wait_until(lambda: status.read_status(folder, 1) is not None, "rank 1's status")
+        said = status.read_status(folder, 1)
+        assert said is not None
+        kill_all(opened)
+    status.write_status(folder, said)  # as a kill leaves it
+    with Checkpointer(config, run="run") as alone:
+        alone.restore({"w": torch.zeros(4), "rng": None})
+        alone.drain()
+    assert status.read_status(folder, 1) is None
+
+
+def test_what_a_killed_process_said_is_replaced_by_the_next_start(
     make_config: MakeConfig, memory: Path
 ) -> None:
     with tierfall.open(make_config()):

@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +152,9 @@ def read_status(folder: Path, slot: int) -> Status | None:
         raise IntegrityError(f"status {path}: {error.errors()[0]['msg']}") from error
 
 
-def remove_status(folder: Path, slots: Iterable[int]) -> None:
-    """Take away what processes said that are gone."""
-    for slot in slots:
-        try:
-            (folder / status_name(slot)).unlink(missing_ok=True)
-        except OSError as error:
-            logger.debug("the status of slot %d stays: %s", slot, error)
+def remove_status(beside: Path) -> None:
+    """Take away what a slot's process said, which is gone; ``beside`` is the slot's arena, or its lock."""
+    try:
+        beside.with_suffix(".status.json").unlink(missing_ok=True)
+    except OSError as error:
+        logger.debug("the status beside %s stays: %s", beside, error)

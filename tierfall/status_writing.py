@@ -98,7 +98,7 @@ class StatusWriter:
         self._closing.set()
         self._thread.join(JOIN_S)
         self._thread = None
-        remove_status(self._folder, [self._session.ranks.slot])
+        remove_status(self._session.host.path)
 
     def _run(self) -> None:
         seen, written_s = -1, 0.0
