@@ -15,7 +15,7 @@ from tierfall.core.view import TierRules
 from tierfall.policies.forecast import Forecast, forecast
 from tierfall.policies.playing import Chain, Workload
 
-GOLDEN = Path(__file__).parent / "golden" / "forecast.txt"
+GOLDEN = Path(__file__).with_name("forecast.txt")
 GB, MB = 10**9, 10**6
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS)
 
