@@ -3,11 +3,14 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+# Which hours make simulate lives through, of one rank and of several each.
+FIRST ?= 10000
+SEEDS ?= 3000
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: help demo test lint types check bench torture clean
+.PHONY: help demo test lint types check bench simulate torture clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +18,7 @@ help:
 	@echo "make test     run the tests"
 	@echo "make check    lint, types and tests"
 	@echo "make bench    run the benchmarks, beside other checkpointing systems"
+	@echo "make simulate live through weeks of training on a virtual clock (long)"
 	@echo "make torture  kill and break saves until something gives (long)"
 	@echo "make clean    remove .venv and caches"
 
@@ -35,6 +39,9 @@ check: lint types test
 
 bench: .venv/.installed-bench
 	$(BIN)/python -m benchmarks
+
+simulate: .venv/.installed-dev
+	$(BIN)/python -m tests.simulation --first $(FIRST) --seeds $(SEEDS)
 
 torture: .venv/.installed-dev
 	$(BIN)/python -m pytest -m torture tests/crash tests/distributed

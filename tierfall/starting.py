@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tierfall import probing
 from tierfall.config import Config, ObjectTier
 from tierfall.config import StoredTier as StoredSection
-from tierfall.core.catalog import Listing, merge
+from tierfall.core.catalog import FoundCopy, Listing, merge
 from tierfall.core.errors import RanksError, TierfallError
+from tierfall.core.packing.files import image_file
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.records import Attempt, Commit, read_commit
@@ -232,10 +233,17 @@ def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
 def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
     """Leave out, of what this rank found, what other ranks do not have their parts of.
 
-    What lies in memory counts as long as the other parts are on some tier: it is read first. A mark that any rank found
-    counts for all.
+    What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is
+    another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all.
     """
-    host = session.config.host.name
+    host, shard = session.config.host.name, session.ranks.shard
+
+    def counts(tier: str, copy: FoundCopy) -> bool:
+        if tier != host:
+            return copy.id in start.whole[tier]
+        is_ours = copy.commit is None or image_file(copy.commit, shard) is not None
+        return is_ours and copy.id in start.complete
+
     return tuple(
         replace(
             listing,
@@ -245,8 +253,7 @@ def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
                     marks=copy.marks | start.marks.get(listing.tier, {}).get(copy.id, frozenset()),
                 )
                 for copy in listing.copies
-                if copy.id
-                in (start.complete if listing.tier == host else start.whole[listing.tier])
+                if counts(listing.tier, copy)
             ),
         )
         for listing in session.listings

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from tierfall.core import names
@@ -88,7 +89,7 @@ class Flusher:
             lane.advance(
                 now_s,
                 self.marks_of(entry),
-                name_latest=self.is_newest(lane.tier, entry),
+                name_latest=partial(self.is_newest, lane.tier, entry),
                 beside=[run for other in others for run in other.reading()],
             )
             transfer = lane.aborted()
@@ -97,11 +98,10 @@ class Flusher:
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
-        left = self._ledger.abandoned()
-        for entry in self._ledger.ordered():
-            if lane.tier not in entry.owed or lane.tier in entry.landed:
-                continue
-            if not self.others.may_begin(lane.tier, entry.id):
+        waiting = [e for e in self._ledger.ordered() if lane.tier in e.owed]
+        left = self._ledger.abandoned() if waiting else ()
+        for entry in waiting:
+            if lane.tier in entry.landed or not self.others.may_begin(lane.tier, entry.id):
                 continue
             if entry.id in left:
                 error = entry.given_up("its line was left behind")

@@ -116,7 +116,7 @@ class Lane:
         now_s: float,
         marks: Sequence[Mark],
         *,
-        name_latest: bool,
+        name_latest: Callable[[], bool],
         beside: Sequence[CopyRun],
     ) -> None:
         """Dispatch what can be done now; ``beside`` is what other lanes are reading."""
@@ -127,7 +127,7 @@ class Lane:
         if transfer.phase is Phase.COPYING and ready:
             self._dispatch_runs(transfer, beside)
         if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
-            self._finish(transfer, marks, name_latest)
+            self._finish(transfer, marks, name_latest())
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
 

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.world import CHUNK, IMAGE, SHARD, World, file_rules, marks_in, read_image
+from tests.simulation.world import (
+    CHUNK,
+    IMAGE,
+    SHARD,
+    CommitReader,
+    World,
+    file_rules,
+    marks_in,
+    read_image,
+)
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -21,7 +30,7 @@ from tierfall.core.contracts import Backend
 from tierfall.core.documents import sha256
 from tierfall.core.errors import CapacityError, CaptureError, TierfallError
 from tierfall.core.packing.files import image_file
-from tierfall.core.records import Commit, Mark, read_commit
+from tierfall.core.records import Commit, Mark
 from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
 from tierfall.core.snapshot import Snapshot
 from tierfall.core.values import (
@@ -136,8 +145,9 @@ class History:
         self.buried: set[CheckpointId] = set()
         self.ever: dict[CheckpointId, Commit] = {}
         self.superseded: set[CheckpointId] = set()
-        self._cache: dict[int, tuple[object, Commit]] = {}
-        self._judged: set[int] = set()
+        self._drops: dict[int, DropCopy] = {}
+        self._read = CommitReader().read
+        self._judged: dict[int, object] = {}
         self.before = self.look()
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
@@ -383,12 +393,6 @@ class History:
                 held.marks.setdefault(id, set()).add(rest.partition("/")[2])
         return held
 
-    def _read(self, data: Any) -> Commit:
-        """Read a commit record once: a published object never changes."""
-        if id(data) not in self._cache:
-            self._cache[id(data)] = (data, read_commit(bytes(data), what="a commit record"))
-        return self._cache[id(data)][1]
-
     def _known(self, now: dict[str, Held]) -> dict[CheckpointId, Commit]:
         return {id: commit for held in now.values() for id, commit in held.commits.items()}
 
@@ -454,8 +458,7 @@ class History:
                 assert named is not None
                 assert named.digest == sha256(bytes(manifest))
                 assert commit.line.checkpoint == checkpoint
-                self._judged.add(id(image))
-                self._cache[id(image)] = (image, commit)  # keeps the object, and so its id
+                self._judged[id(image)] = image  # keeps the object, and so its id
         for region in self.world.memory.regions:
             if region.sealed:
                 sealed = self._read(region.commit()).line.checkpoint
@@ -493,11 +496,17 @@ class History:
         }
 
     def _check_drops(self, now: dict[str, Held]) -> None:
-        """A line that was left behind goes by retention only once the new one is as safe."""
+        """A line that was left behind goes by retention only once the new one is as safe; the live one keeps as many as
+        were promised, but where room was short."""
         known = self._known(now)
         left = self._abandoned(known)
         for task in self.world.tasks:
-            if not isinstance(task, DropCopy) or "left behind" not in task.reason:
+            if not isinstance(task, DropCopy) or id(task) in self._drops:
+                continue  # a person may have deleted since what it was judged by
+            self._drops[id(task)] = task
+            if not task.unfinished and task.id not in left | self._tombstoned(now):
+                self._check_last(task, now, left)
+            if "left behind" not in task.reason:
                 continue
             need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
             assert any(
@@ -506,6 +515,16 @@ class History:
                 if RANK[rules.survives] >= need
                 for id in now[rules.name].commits
             ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
+
+    def _check_last(self, task: DropCopy, now: dict[str, Held], gone: set[CheckpointId]) -> None:
+        rules = next(rules for rules in self.world.rules if rules.name == task.tier)
+        if rules.retain_last is None or rules.capacity_bytes is not None:
+            return
+        # a mark from outside may not have been read yet: what bears one counts
+        newer = [id for id in now[task.tier].commits if id > task.id and id not in gone]
+        assert len(newer) >= rules.retain_last, (
+            f"{task} goes, and the tier is to keep {rules.retain_last}, and has {newer} besides"
+        )
 
     def _check_handles(self, now: dict[str, Held]) -> None:
         for id, handle in self.world.handles.items():

@@ -19,6 +19,7 @@ from tests.simulation.world import (
     CHUNK,
     DATA_START,
     IMAGE,
+    CommitReader,
     FakeMemory,
     FakeRegion,
     found_in,
@@ -355,14 +356,18 @@ class Rank:
         """Carry out one waiting task; False when none waits."""
         if not self.tasks:
             return False
-        task = self.tasks.pop(draw.randrange(len(self.tasks)))
+        self.run(self.tasks[draw.randrange(len(self.tasks))])
+        return True
+
+    def run(self, task: Task) -> None:
+        """Carry out a waiting task."""
+        self.tasks.remove(task)
         outcome = self.runner.run(task)
         what = f"rank {self.number}: {type(task).__name__} {getattr(task, 'id', '')}"
         self.world.trace.append(f"{what} on {task.tier}: {outcome.error or 'done'}")
         self.world.ran(self, task)
         self.coordinator.post(outcome)
         self.step()
-        return True
 
     # Looking -------------------------------------------------------------------------------------
 
@@ -405,6 +410,7 @@ class Many:
         self.said: Callable[[Topic, Any], None] = lambda topic, body: None
         self.ran: Callable[[Rank, Task], None] = lambda rank, task: None
         self._disks: dict[tuple[str, int | None], MemoryBackend] = {}
+        self._read = CommitReader().read
         self.starts = 0
         self.started_from: CheckpointId | None = None
         self.ranks = [Rank(self, number, memory_images) for number in range(len(self.node_of))]
@@ -460,7 +466,7 @@ class Many:
         self.trace.append(f"attempt {self.attempt.number} goes on from {self.started_from}")
         host = SimpleNamespace(host=SimpleNamespace(name="host"))
         for rank in self.ranks:
-            session = SimpleNamespace(config=host, listings=listings[rank])
+            session = SimpleNamespace(config=host, listings=listings[rank], ranks=rank)
             rank.ordinal = commit.line.ordinal if commit else 0
             rank.start(start, listings[rank], held_by_all(cast(Any, session), start))
         for rank in self.ranks:
@@ -513,7 +519,7 @@ class Many:
     def deliver(self, limit: int | None = None) -> None:
         self.network.deliver(limit)
 
-    def settle(self, *, limit_s: float = 300.0, after_each: Callable[[], None] = int) -> None:
+    def settle(self, *, limit_s: float = 3000.0, after_each: Callable[[], None] = int) -> None:
         """Carry out everything, letting time pass where a coordinator waits for it."""
         until = self.now_s + limit_s
         for _ in range(ROUNDS_MAX):
@@ -543,7 +549,7 @@ class Many:
             folder, _, rest = key.removeprefix("run/").partition("/")
             id = names.parse_step_folder(folder)
             if id is not None and rest == names.COMMIT_NAME:
-                found[id] = read_commit(bytes(data), what=f"{tier} of node {node}")
+                found[id] = self._read(data)
         return found
 
     def committed(self, tier: str) -> set[CheckpointId]:

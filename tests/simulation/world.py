@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,9 +80,26 @@ def read_image(store: StoredTier, commit: Commit, shard: Shard = SHARD) -> bytes
     data = bytearray()
     for index in range(manifest.chunk_count):
         view = image.read(manifest, index, memoryview(bytearray(frame_bytes_max(IMAGE))))
-        assert chunk_digest(view) == manifest.digests[index]
+        assert chunk_digest(view) == manifest.digests[index], f"wrong bytes on {store.name}"
         data += view
     return bytes(data)
+
+
+@lru_cache(maxsize=64)
+def _image(id: str) -> bytes:
+    return random.Random(id).randbytes(IMAGE)
+
+
+class CommitReader:
+    """Reads each commit record once: a published object never changes."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[object, Commit]] = {}
+
+    def read(self, data: Any) -> Commit:
+        if id(data) not in self._read:
+            self._read[id(data)] = (data, read_commit(bytes(data), what="a commit record"))
+        return self._read[id(data)][1]
 
 
 class FakeRegion:
@@ -319,7 +337,7 @@ class World:
 
     def image(self, id: CheckpointId) -> bytes:
         """The bytes that checkpoint ``id`` has: a function of its identity alone."""
-        return random.Random(f"{id}").randbytes(IMAGE)
+        return _image(str(id))
 
     def ask_for_region(
         self, step: int, *, image_bytes: int = IMAGE, records_bytes: int = 0
@@ -428,13 +446,17 @@ class World:
         """Carry out one waiting task, chosen by the seed; False when none waits."""
         if not self.tasks:
             return False
-        task = self.tasks.pop(self.random.randrange(len(self.tasks)))
+        self.run(self.tasks[self.random.randrange(len(self.tasks))])
+        return True
+
+    def run(self, task: Task) -> None:
+        """Carry out a waiting task."""
+        self.tasks.remove(task)
         outcome = self.runner.run(task)
         what = f"{type(task).__name__} {getattr(task, 'id', '')} on {task.tier}"
         self.trace.append(f"{what}: {outcome.error or 'done'}")
         self.coordinator.post(outcome)
         self.step()
-        return True
 
     def run_all(self) -> None:
         """Carry out what waits, and what comes of that, while no time passes."""

@@ -9,7 +9,7 @@ from tests.simulation.many import NODE_TIER, SHARED_TIER, Many, image_of
 from tests.simulation.world import marks_in
 from tierfall.backends.faults import Operation
 from tierfall.core import names
-from tierfall.core.errors import StorageFullError
+from tierfall.core.errors import StorageFullError, UnreachableError
 from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.values import CheckpointId, Shard
 
@@ -154,3 +154,23 @@ def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_dur
     assert run.committed(SHARED_TIER) == {CheckpointId(2, 2)}
     assert run.ranks[0].sealed() == {ONE, CheckpointId(2, 2)}
     assert all(ONE in rank.coordinator.ledger.entries for rank in run.ranks)
+
+
+def test_what_is_flushed_from_a_disk_names_all_parts_though_memory_has_those_of_others() -> None:
+    """Step 1 is on every node's disk, not on the shared tier. One machine's memory is lost, and on the other the ranks
+    change places: what a rank finds in its memory is another's part."""
+    run = world((0, 0, 1), "both")
+    for rank in run.ranks:
+        rank.troubles[SHARED_TIER].strike(failing(Operation.CREATE, UnreachableError))
+        rank.save(1)
+    run.settle()
+    assert all(ONE in rank.committed(NODE_TIER) for rank in run.ranks)
+    run.crash(nodes_lost=[1])
+    first, second, _ = run.ranks
+    first.memory, second.memory = second.memory, first.memory
+    run.start()
+    assert run.started_from == ONE
+    run.settle()
+    named = {names.parse_shard(file.name) for file in run.records(SHARED_TIER, 0)[ONE].files}
+    assert named >= {Shard(rank, 3) for rank in range(3)}
+    assert len(images_on(run, SHARED_TIER)) == 2 * 3

@@ -1,0 +1,223 @@
+"""An hour of training on a clock: saves as often as the loop asks, tiers that take their time, and what goes wrong.
+
+The promises, and how they are looked after, are those of a ``History``; here things happen when it is their time, as
+long as they last. A task of the coordinator's takes effect at its end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tests.simulation.clock import INSTANT, Clock, Medium
+from tests.simulation.history import (
+    RANK,
+    History,
+    Weather,
+    check_restorable,
+    live,
+)
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import TierfallError
+from tierfall.core.scheduler.tasks import Task
+from tierfall.core.values import LossClass
+
+HOUR_S = 3600.0
+CAPTURE_PARTS = 2
+
+
+class Outage(Weather):
+    """A backend with its faults, none, or an answer to nothing."""
+
+    def __init__(self, inner: Backend, faulty: Faulty, silent: Faulty) -> None:
+        super().__init__(inner, faulty)
+        self._silent = silent
+        self.down = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._silent, name) if self.down else super().__getattr__(name)
+
+
+class Hour(History):
+    """A run from its first start on. ``go_for`` lets time pass; each event is followed by a look at what must hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        draw = self.draw
+        self.hurry = 0
+        self.save_every_s = draw.choice((90.0, 180.0, 360.0, 600.0))
+        self.capture_s = draw.choice((0.5, 5.0, 20.0))
+        self.media = {
+            tier: Medium(
+                image_s=self.save_every_s * draw.choice((0.02, 0.3, 0.9, 1.5)),
+                latency_s=draw.choice((0.001, 0.05, 0.5)),
+            )
+            for tier in self.world.disks
+        }
+        self.clock = Clock(draw)
+        self.lost: dict[LossClass, int] = {}
+        self._under_way: dict[int, Task] = {}
+
+    def _wrap(self, name: str, inner: Backend) -> Backend:
+        weather = super()._wrap(name, inner)
+        assert isinstance(weather, Weather)
+        everything = [
+            Fault(kind=FaultKind.FAIL_BEFORE, operation=operation, keys="*", times=None)
+            for operation in Operation
+        ]
+        outage = Outage(inner, weather._faulty, Faulty(inner, seed=0, plan=everything))
+        outage.bad = False
+        self.weathers[-1] = outage
+        return outage  # type: ignore[return-value]
+
+    # The clock ---------------------------------------------------------------------------------------
+
+    def go_for(self, seconds: float) -> None:
+        """Let so much time pass, with all that happens in it."""
+        clock, end_s = self.clock, self.clock.now_s + seconds
+        clock.after(self.save_every_s, self._want_save)
+        clock.now_and_then(self._trouble, 0.5 * seconds)
+        clock.now_and_then(self._outage, 0.4 * seconds)
+        clock.now_and_then(self._person, 0.25 * seconds)
+        while True:
+            wake_s = self.world.step()
+            self._schedule()
+            if wake_s is not None and wake_s <= min(clock.next_s, end_s):
+                clock.now_s = self.world.now_s = max(wake_s, clock.now_s)
+                self.world.step()
+            elif clock.next_s < end_s:
+                act = clock.take()
+                self.world.now_s = clock.now_s
+                act()
+            else:
+                self.world.now_s = clock.now_s = end_s
+                clock.clear()
+                return
+            self.take_answers()
+            self.check()
+
+    def _schedule(self) -> None:
+        """Give each new task the time at which it is done."""
+        for task in self.world.tasks:
+            if id(task) not in self._under_way:
+                self._under_way[id(task)] = task
+                seconds = self.media.get(task.tier, INSTANT).done_after_s(task, self.clock.now_s)
+                self.clock.after(seconds, partial(self._done, task))
+
+    def _done(self, task: Task) -> None:
+        if self._under_way.pop(id(task), None) is not None:  # else the process that had it is dead
+            self.world.run(task)
+
+    # The training ------------------------------------------------------------------------------------
+
+    def _want_save(self) -> None:
+        """Save, or wait as the loop does that is blocked in the save before."""
+        if self.asked or self.captures:
+            self.clock.after(1.0, self._want_save)
+            return
+        self.ask()
+        self.clock.after(self.capture_s, self._capture)
+        self.clock.after(self.save_every_s, self._want_save)
+
+    def _capture(self) -> None:
+        self.take_answers()
+        if self.captures and self.draw.random() < 0.02:
+            self.fail_capture()
+        self.capture_on()
+        if self.captures or self.asked:
+            self.clock.after(self.capture_s / CAPTURE_PARTS, self._capture)
+
+    # What goes wrong ---------------------------------------------------------------------------------
+
+    def _trouble(self) -> None:
+        what = self.draw.choices((self._die, self._lose_node, self.go_back_in_process), (4, 2, 1))
+        self.log.append(f"{self.world.now_s:.0f} s: {what[0].__name__}")
+        what[0]()
+
+    def _die(self) -> None:
+        """The process dies; what it was doing may have taken effect."""
+        for task in self.world.tasks:
+            if self.draw.random() < 0.3:
+                self.world.runner.run(task)
+        self._start_again(LossClass.PROCESS)
+
+    def _lose_node(self) -> None:
+        """Another machine goes on: memory, and the disks that it does not share, are empty."""
+        self.world.memory.regions.clear()
+        gone = {r.name for r in self.world.rules[1:] if RANK[r.survives] < RANK[LossClass.NODE]}
+        for tier in gone:
+            self.world.disks[tier]._objects.clear()
+        for id, tiers in list(self.pinned.items()):
+            if left := tiers - gone - {"host"}:
+                self.pinned[id] = left
+            else:
+                del self.pinned[id]
+        self._start_again(LossClass.NODE)
+
+    def _start_again(self, lost: LossClass) -> None:
+        known = self._known(self.before)
+        safe = (
+            self._durable(self.before, lost)
+            - self._abandoned(known)
+            - self._tombstoned(self.before)
+        )
+        self._under_way.clear()
+        self.before = self.look()
+        self.begin_anew(calm=True)
+        there = set(self._known(self.look()))
+        assert not safe or max(safe) in there, f"{max(safe)} was to survive the loss of a {lost}"
+        self.lost[lost] = self.lost.get(lost, 0) + 1
+
+    def begin_anew(self, *, calm: bool) -> None:
+        self._all_is_well()
+        super().begin_anew(calm=calm)
+        self._all_is_well()
+
+    def go_back_in_process(self) -> None:
+        self._all_is_well()
+        super().go_back_in_process()
+        self._all_is_well()
+
+    def _all_is_well(self) -> None:
+        for weather in self.weathers:
+            assert isinstance(weather, Outage)
+            weather.bad = weather.down = False
+
+    def _outage(self) -> None:
+        """A tier answers nothing, or badly, for some minutes."""
+        weather = self.draw.choice(self.weathers)
+        assert isinstance(weather, Outage)
+        how = self.draw.choice(("down", "bad"))
+        setattr(weather, how, True)
+        self.clock.after(self.draw.uniform(10.0, 600.0), lambda: setattr(weather, how, False))
+
+    def _person(self) -> None:
+        self.draw.choices(
+            (self.pin, self.unpin, self.delete, self.mark_from_outside), (3, 2, 1, 1)
+        )[0]()
+
+    def settle(self) -> None:
+        self._all_is_well()
+        super().settle()
+
+
+def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
+    """Live through one hour; what is wrong is said with the seed, how to see it again, and what happened."""
+    hour = Hour(seed)
+    try:
+        hour.go_for(seconds)
+        hour.settle()
+        hour.check_settled()
+        hour.begin_anew(calm=True)
+        hour.settle()
+        hour.check_settled()
+        hour.check_ledger_is_true()
+        check_restorable(hour)
+    except (AssertionError, TierfallError, KeyError) as error:
+        rules = "\n".join(map(str, hour.world.rules))
+        raise AssertionError(
+            f"seed {seed}: {error!r} (again: python -m tests.simulation --first {seed} --seeds 1)\n"
+            f"{rules}\n{live(hour)}"
+        ) from error
+    return hour

@@ -1,0 +1,114 @@
+"""The simulation sees what it is for: each of five bugs, planted by hand, makes an hour of training break a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.simulation.hour import run_hour
+from tests.simulation.many_hour import run_many_hour
+from tierfall.core.scheduler import dropping
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.values import CopyState
+from tierfall.core.view import CheckpointView, CopyView
+from tierfall.policies import eviction, guard
+from tierfall.tiers import stored
+
+SEEDS = 60
+
+
+def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
+    """A newer copy that is only arriving counts for the newest that survives a loss."""
+
+    def is_there(view: CheckpointView, tier: str) -> CopyState:
+        state = real(view, tier)
+        return CopyState.COMMITTED if state is CopyState.ARRIVING else state
+
+    real = CheckpointView.state
+    held = guard._held
+
+    def held_soon(*arguments: Any, **more: Any) -> bool:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(CheckpointView, "state", is_there)
+            return held(*arguments, **more)
+
+    patch.setattr(guard, "_held", held_soon)
+
+
+def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
+    """Neither the policies nor the worker that takes a copy apart know of pins."""
+    real = guard.reason_to_keep
+
+    def reason_to_keep(*arguments: Any) -> str | None:
+        reason = real(*arguments)
+        return None if reason == "pinned" else reason
+
+    for module in (guard, eviction):
+        patch.setattr(module, "reason_to_keep", reason_to_keep)
+    patch.setattr("tierfall.policies.retention.reason_to_keep", reason_to_keep)
+    for module in (dropping, stored):
+        patch.setattr(module, "stops_drop", lambda marks, *, tombstoned: False)
+
+
+def count_uncommitted_ones(patch: pytest.MonkeyPatch) -> None:
+    """A copy that is only arriving takes a place of those that are kept."""
+
+    def readable_on(view: CheckpointView, tier: str) -> bool:
+        return real(view, tier) or view.state(tier) is CopyState.ARRIVING
+
+    real = CheckpointView.readable_on
+    patch.setattr(CheckpointView, "readable_on", readable_on)
+
+
+def drop_a_leased_copy(patch: pytest.MonkeyPatch) -> None:
+    """Whether somebody reads a copy does not count."""
+    patch.setattr(CopyView, "leased", property(lambda view: False, lambda view, value: None))
+
+
+def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
+    """Each rank works out by itself what its tiers retain, and drops it."""
+    real = Coordinator._join
+
+    def join(self: Coordinator, *arguments: Any) -> None:
+        real(self, *arguments)
+        self.dropper.plans = True
+        self.dropper.read_marks = self._dispatch
+        self.dropper.has_dropped = lambda task: None
+        self.dropper.asks_first = lambda task: False
+
+    patch.setattr(Coordinator, "_join", join)
+
+
+def wrong(run: Callable[[int], Any], seed: int) -> str:
+    try:
+        run(seed)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("plant", "run"),
+    [
+        (evict_before_the_successors_commit, run_hour),
+        (forget_a_pin, run_hour),
+        (count_uncommitted_ones, run_hour),
+        (drop_a_leased_copy, run_hour),
+        (decide_per_rank, run_many_hour),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_a_planted_bug_is_found_and_its_seed_is_said(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    run: Callable[[int], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    seed, said = next(
+        ((seed, said) for seed in range(SEEDS) if (said := wrong(run, seed))), (0, "")
+    )
+    assert said, f"none of {SEEDS} hours broke a promise"
+    assert said.startswith(f"seed {seed}")
+    assert f"--first {seed} --seeds 1" in said
