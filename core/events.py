@@ -6,6 +6,7 @@ Sizes are in bytes, spans in seconds. ``docs/event-log.md`` describes each kind,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -279,10 +280,12 @@ def member_names(kind: type[Event]) -> tuple[str, ...]:
 
 @dataclass(slots=True, kw_only=True)
 class Recent:
-    """The last events of a process, for whoever looks at it; one thread adds at a time."""
+    """The last events of a process, for whoever looks at it, from any thread."""
 
     limit: int = 16
     events: tuple[Event, ...] = field(default=())
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, event: Event) -> None:
-        self.events = (*self.events[1 - self.limit :], event)
+        with self.lock:
+            self.events = (*self.events[1 - self.limit :], event)

@@ -15,7 +15,7 @@ from tierfall.core.view import TierRules
 from tierfall.policies.playing import Chain, Mark, Play, Workload, copy_s_of, keeps_all
 
 DAY_S = 86_400.0
-WORK_MAX = 2_000_000
+WORK_MAX = 1_000_000
 """How many looks of a policy at a checkpoint are played: some seconds of one core."""
 
 

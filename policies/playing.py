@@ -16,6 +16,8 @@ from tierfall.policies.flush import tiers_owed
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.superseding import plan_superseding
 
+WORK_OF_EVENT = 10
+MARKS_MAX = 2000
 DEFAULT_IMAGES = 2.2
 """How many images host memory takes where no capacity is given, as ``arena_folder`` chooses."""
 
@@ -119,6 +121,7 @@ class Play:
         marks = [self.mark()]
         next_save_s = self._load.save_every_s
         while self._work_left > 0:
+            self._work_left -= WORK_OF_EVENT + 6 * len(self._held)
             if min(next_save_s, self._next_done_s()) > horizon_s:
                 self.now_s = horizon_s
                 marks.append(self.mark())
@@ -128,6 +131,8 @@ class Play:
                 waited_s = self._save(horizon_s)
                 next_save_s += waited_s + self._load.save_every_s
                 marks.append(self.mark())
+                if len(marks) > MARKS_MAX:
+                    del marks[-2:0:-2]  # the last one stays
             else:
                 self._finish_one()
         end = marks[-1]

@@ -20,6 +20,8 @@ from tierfall.watching import Glimpse, Slot
 ROWS_MAX = 12
 EVENTS_SHOWN = 6
 HANGS_AFTER_S = 15.0
+NUMBER_MAX = 1e18
+TIME_MAX_S = 3e10
 _RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 _TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
@@ -294,8 +296,10 @@ def _step(step: int | None) -> str:
 
 def _told(event: dict[str, Any]) -> str:
     """One event as a line: when, what, of which step, on which tier, and what is known of it."""
-    at = event.get("wall_time_s")
-    when = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "-"
+    at = _number(event.get("wall_time_s"))
+    when = (
+        "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
+    )
     parts = [when, str(event["kind"]).replace("_", " ")]
     if "step" in event:
         parts.append(f"{event['step']}@{event.get('attempt')}")
@@ -303,10 +307,18 @@ def _told(event: dict[str, Any]) -> str:
         parts.append(str(event["tier"]))
     for name in _TOLD:
         value = event.get(name)
-        if isinstance(value, int) and name == "bytes":
-            parts.append(format_size(value))
-        elif isinstance(value, int | float) and name == "seconds":
-            parts.append(f"in {format_duration(value)}")
-        elif isinstance(value, str | int) and name not in ("bytes", "seconds"):
+        number = _number(value)
+        if name == "bytes" and number is not None:
+            parts.append(format_size(number))
+        elif name == "seconds" and number is not None:
+            parts.append(f"in {format_duration(number)}")
+        elif isinstance(value, str | int):
             parts.append(str(value))
     return " ".join(parts)
+
+
+def _number(value: object) -> float | None:
+    """Read a number of a log that anybody may have written; None where no time or size is like that."""
+    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
+        return float(value)
+    return None

@@ -14,14 +14,21 @@ from tierfall.core.units import format_size
 
 MAX_BYTES_LEAST = 64 << 10
 RANK, RUN = "{rank}", "{run}"
+_EXPECTED_FILE = f"a file such as ./events.jsonl, with {RANK} and {RUN} to be filled in"
+_ADDRESS = re.compile(r"/[a-z][a-z0-9+.-]+:/")
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 
 def _known_placeholders(path: Path) -> Path:
+    if _ADDRESS.search(str(path)):  # // has become / by now
+        raise wrong(
+            f"an address cannot be appended to; expected {_EXPECTED_FILE}", expected=_EXPECTED_FILE
+        )
     for found in _PLACEHOLDER.findall(str(path)):
         if found not in (RANK, RUN):
-            expected = f"a file such as ./events.jsonl, with {RANK} and {RUN} to be filled in"
-            raise wrong(f'"{found}" is not filled in; expected {expected}', expected=expected)
+            raise wrong(
+                f'"{found}" is not filled in; expected {_EXPECTED_FILE}', expected=_EXPECTED_FILE
+            )
     return path
 
 
