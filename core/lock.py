@@ -251,7 +251,7 @@ def _query(fd: int) -> tuple[int, int]:
 def _write_owner(fd: int, run: str) -> Owner:
     owner = Owner(
         pid=os.getpid(),
-        start_ticks=_start_ticks(),
+        start_ticks=own_start_ticks(),
         node=platform.node(),
         since_wall_s=time.time(),
     )
@@ -291,7 +291,7 @@ def _typed(value: Any, kind: Any) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _start_ticks() -> int | None:
+def own_start_ticks() -> int | None:
     """Read this process's start time, field 22 of /proc/self/stat; None where there is no /proc."""
     try:
         text = Path("/proc/self/stat").read_text()

@@ -768,6 +768,7 @@ def sections() -> dict[str, dict[str, Any]]:
             "FileTier": "A file tier",
         },
         **{"ObjectTier": "An object tier", "DeviceTier": "A device tier"},
+        "Events": "`events`",
     }
     assert set(headings) == set(schema["$defs"])
     return {"The first level": schema} | {
@@ -798,8 +799,9 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
         case "`mtbf`":
             times = {"process": "1h", "node": "6h", "site": "100d"}
             return config_of(interval={"mtbf": {**times, key: value}})
-        case "`interval`" | "`capture`" | "`drain`":
-            return config_of(**{heading.strip("`"): {key: value}})
+        case "`interval`" | "`capture`" | "`drain`" | "`events`":
+            needed = {"path": "./e.jsonl"} if heading == "`events`" else {}
+            return config_of(**{heading.strip("`"): {**needed, key: value}})
         case "A host tier":
             return host_of(**{key: value})
         case "A file tier":

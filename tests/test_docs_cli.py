@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import tierfall
 from tierfall.cli import app
-from tierfall.cli.app import LATER
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "command-line.md"
 TEXT = PAGE.read_text()
@@ -62,7 +61,6 @@ def test_no_heading_is_about_a_command_that_is_not_there() -> None:
     headings = re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE)
     named = {word for heading in headings[1:] for word in re.findall(r"\b[a-z]+\b", heading)}
     assert named == set(commands())
-    assert not named & set(LATER)
 
 
 # The examples ----------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ from tierfall.core.view import Decision
 from tierfall.core.words import few_of
 from tierfall.ending import Ending, LastStep, agree_on_end
 from tierfall.inheriting import images_in
+from tierfall.journal import failures_noted
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
 from tierfall.path_saving import PathSaves
@@ -87,6 +88,7 @@ class Checkpointer:
                 if config.drain is not None:
                     signals.check_thread(signalled.WHAT)
                 self._session = Session(config, run=run, ranks=ranks, adopts=True)
+            self._journal = self._session.journal
             undo.callback(self._session.abandon)
             first = self._session.begin_line()
             assert self._session.attempt is not None
@@ -205,6 +207,8 @@ class Checkpointer:
                     at_end=at_end,
                 )
             except BaseException as error:
+                if not self._line.is_at(step):  # its capture did not begin
+                    self._journal.save_failed(CheckpointId(step, self._line.attempt.number), error)
                 self._saver.tell_others(self._line, step, error)
                 raise
         if many:  # the others save this step whatever has failed here before
@@ -281,6 +285,7 @@ class Checkpointer:
 
     # Restoring ---------------------------------------------------------------------------------------
 
+    @failures_noted("restore")
     def restore(
         self,
         state: Mapping[str, Any],
@@ -331,7 +336,7 @@ class Checkpointer:
                 self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)
         report = telling.restore_report(restored, time.monotonic() - began)
         self._session.tell(partial(telling.note_reads, self._session.coordinator.rates, report))
-        return report
+        return self._journal.restored(report)
 
     def _wait_sealed(self) -> None:
         """The newest save is hashed and sealed a moment after it was captured; a restore must see it."""

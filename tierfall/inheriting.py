@@ -26,6 +26,7 @@ from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.core.words import ranks_named
+from tierfall.status import remove_status
 from tierfall.stores import any_slot
 from tierfall.tiers.arena import lock_name
 from tierfall.tiers.host import HeldImage, HostTier, slots_in
@@ -45,6 +46,8 @@ class AdoptedSlot:
     def close(self, *, keep: bool) -> None:
         try:
             self.host.close(keep=keep)
+            if not keep:
+                remove_status(self.lock.path)
         finally:
             self.lock.release()
 

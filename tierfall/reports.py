@@ -165,7 +165,7 @@ class Statistics:
     would be behind after an hour of this cadence (0: it keeps up), ``behind_s`` how many seconds ago the oldest
     checkpoint was saved that is newer than all that it has, and ``late`` how often it came to be further behind than
     ``flush.within``. ``flush_shares`` says of each tier that yields to training which share of its rate it is written
-    at now (1: it is not held back).
+    at now (1: it is not held back). ``lost_events`` counts what the event log could not take.
     """
 
     saves: int
@@ -195,3 +195,4 @@ class Statistics:
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)
     flush_shares: Mapping[str, float] = field(default_factory=dict)
+    lost_events: int = 0

@@ -49,8 +49,10 @@ from tierfall.inheriting import (
     looking_at_others,
     regions_in,
 )
+from tierfall.journal import Journal
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
+from tierfall.status_writing import StatusWriter
 from tierfall.stores import (
     lane_limits,
     lane_pools,
@@ -94,6 +96,7 @@ class Session:
         self._closed = False
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
+        self.journal = Journal(config, run=run, ranks=self.ranks, node=self.node)
         folder = prepare_folder(run_folder(config, run))
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         self._lock = RunLock.take(folder / lock_name(self.ranks.slot), run=run)
@@ -303,18 +306,23 @@ class Session:
             council=self.ranks.council if self.puts_together else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
             set_pace=lambda tier, bytes_per_s: self.stores[tier].keep_to(bytes_per_s),
+            notify=self.journal.notify,
         )
         self.coordinator.mind(self.inheritance)
+        self._status = StatusWriter(self, self._folder)
 
     def start(self) -> None:
         """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
         only orders are carried out."""
+        self.journal.start(self.attempt)
         if self.attempt is None:
             self.coordinator.start_tending()
         else:
             self.coordinator.start()
         self.workers.start(self.coordinator)
         self.ranks.listen(self._hear)
+        if self.attempt is not None:
+            self._status.start()
 
     def _hear(self, news: News) -> None:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
@@ -434,6 +442,7 @@ class Session:
         if self._closed:
             return
         keep = True
+        self._status.close()
         try:
             stopped = self.workers.stop(
                 lambda: self.tell(int),
@@ -449,6 +458,7 @@ class Session:
             )
             keep = keep_memory
         finally:
+            self.journal.close()
             self._let_go(keep=keep)
 
     def _abort_writers(self) -> None:

@@ -17,6 +17,7 @@ from tierfall.core.catalog import FoundCopy, Listing
 from tierfall.core.errors import IntegrityError, TierfallError
 from tierfall.core.lock import Owner, RunLock
 from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.status import remove_status
 from tierfall.stores import SHARD, any_slot, run_folder
 from tierfall.tiers.arena import arena_name, lock_name
 from tierfall.tiers.arena_folder import prepare_folder
@@ -74,6 +75,8 @@ class LocalMemory:
 
     def _close(self, host: HostTier) -> None:
         host.close(keep=self._keep)
+        if not self._keep:
+            remove_status(host.path)
 
     @property
     def path(self) -> Path:

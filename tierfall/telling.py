@@ -220,9 +220,10 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         dropped_copies=coordinator.dropper.dropped,
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,
-        newest={lost: b.survives.step if b.survives else None for lost, b in bounds.items()},
+        newest=newest_surviving(bounds),
         loss_bound=bounds,
         capture=counts.capture,
+        lost_events=session.journal.lost,
         compression={
             name: Compression(
                 raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds
@@ -232,6 +233,11 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         },
         **flow,
     )
+
+
+def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
+    """Name the newest step that survives each loss."""
+    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}
 
 
 def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:

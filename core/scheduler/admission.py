@@ -14,11 +14,12 @@ from typing import Protocol
 
 from tierfall.core.errors import CapacityError, FlushError
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import Admission
 from tierfall.core.snapshot import HostMemory, HostRegion
 from tierfall.core.units import format_size
-from tierfall.core.values import CopyState, WhenFull
+from tierfall.core.values import CopyState, SaveOutcome, WhenFull
 from tierfall.core.view import Decision, Eviction, View
 
 logger = logging.getLogger("tierfall")
@@ -60,6 +61,7 @@ class Admissions:
         )
         self.last_resort: Callable[[], bool] = lambda: False
         self.answered: Callable[[float], None] = lambda now_s: None
+        self.notes = Notes()
         self._waiting: deque[Admission] = deque()
         self._found_no_room = False
         self._said: set[str] = set()
@@ -113,6 +115,7 @@ class Admissions:
                     return
                 if region is None:
                     error = self._no_room(request)
+                    self.notes.save_ended(request.id, SaveOutcome.SKIPPED, error)
             self._waiting.popleft()
             request.answer(region, error)
             self.answered(now_s)
@@ -188,10 +191,11 @@ class Admissions:
             for name in tuple(entry.owed):
                 error = FlushError(f"flush of {entry.id} to {name} is given up: {decision.reason}")
                 self._give_up_copy(entry, name, error)
-        self.free(entry)
+        self.free(entry, decision.reason)
 
-    def free(self, entry: Entry) -> None:
+    def free(self, entry: Entry, reason: str = "deleted by a person") -> None:
         """Give an image's region back."""
+        self.notes.evicted(self._ledger.host, entry, reason)
         entry.free()
         entry.final_chunks = 0
         entry.set_state(self._ledger.host, CopyState.ABSENT)
@@ -202,4 +206,4 @@ class Admissions:
         host = self._ledger.host
         for entry in list(self._ledger.entries.values()):
             if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):
-                self.free(entry)
+                self.free(entry, "its save was given up")

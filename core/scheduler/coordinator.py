@@ -18,6 +18,7 @@ from tierfall.core.errors import (
     FencedError,
     StepError,
 )
+from tierfall.core.events import Notify, ignore
 from tierfall.core.packing.files import files_of
 from tierfall.core.prospects import DrainDecision
 from tierfall.core.ranks.council import Council
@@ -31,6 +32,7 @@ from tierfall.core.scheduler.finding import Finder
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.lane import Lane, LaneLimits
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
 from tierfall.core.scheduler.pacing import LeastShare, Pacing, PlanYield
@@ -144,10 +146,11 @@ class Coordinator:
         council: Council | None = None,
         shared: Mapping[str, bool] | None = None,
         set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
+        notify: Notify = ignore,
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
         reached by ``council``, and ``shared`` says of each tier whether all of them see it. ``set_pace`` has
-        a tier be written at so many bytes per second from now on (None: at any)."""
+        a tier be written at so many bytes per second from now on (None: at any); ``notify`` is told of each event."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -156,6 +159,7 @@ class Coordinator:
         self._events: deque[Event] = deque()
         self._tasks_out = 0
         self.rates = Rates()
+        self.steps = 0
         self._idle_bells: list[Bell] = []
         self._tending = False
         order = tuple(rules.name for rules in ledger.rules)
@@ -233,6 +237,9 @@ class Coordinator:
         self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
+        self.notes = Notes(notify)
+        for part in (self.dropper, self._flusher, self.superseder, self._admissions, self._saves):
+            part.notes = self.notes
         self.errors = self._flusher.errors
         self.counters = self._flusher.counters
         self.durable = self._flusher.durable
@@ -406,7 +413,8 @@ class Coordinator:
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
-        self.ledger.now_s = now_s
+        self.ledger.now_s = self.notes.now_s = now_s
+        self.steps += 1
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
         while self._events:
@@ -528,6 +536,7 @@ class Coordinator:
 
     def _copied(self, lane: Lane, entry: Entry, done: Commit | Landed) -> None:
         """All of a copy has arrived; alone, it is committed with that."""
+        self.notes.flush_done(lane, entry)
         if self.commits is None:
             assert isinstance(done, Commit)
             self._flusher.committed(lane.tier, entry.id, done.stored_bytes)

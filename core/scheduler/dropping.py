@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.ageing import Ageing
 from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.core.view import Decision, Verdict, View
@@ -45,6 +46,7 @@ class Dropper:
         self._ageing = Ageing(ledger, next_due_s)
         self._dispatch = dispatch
         self.alone = True
+        self.notes = Notes()
         self.delete: Callable[[CheckpointId], None] = lambda id: None
         self.was_deleted: Callable[[CheckpointId], bool] = lambda id: False
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
@@ -268,6 +270,7 @@ class Dropper:
         entry = self._ledger.entries.get(task.id)
         if outcome.error is not None:
             logger.warning("%s: could not drop %s: %s", task.tier, task.id, outcome.error)
+            self.notes.drop_failed(task, outcome.error)
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
@@ -275,11 +278,13 @@ class Dropper:
             return False
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
-            self._ledger.unfinished.pop((task.tier, task.id), None)
+            size = self._ledger.unfinished.pop((task.tier, task.id), 0)
             if entry is not None:
                 entry.in_doubt.discard(task.tier)
             if outcome.value is not None:
                 self._is_committed(task, outcome.value)
+            else:
+                self.notes.dropped(task, size, outcome.seconds)
             return True
         if entry is not None:
             return self._gone(entry, task, outcome)
@@ -311,6 +316,7 @@ class Dropper:
         if stops_drop(outcome.value, tombstoned=task.tombstoned):
             self._stays(entry, task, outcome.value)
             return False
+        self.notes.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
         entry.set_state(task.tier, CopyState.ABSENT)
         entry.damage.pop(task.tier, None)
         self.dropped += 1

@@ -18,6 +18,7 @@ from tierfall.core.scheduler.draining import GaveWayError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.transfer import Transfer
 from tierfall.core.scheduler.turns import Turns
@@ -75,6 +76,7 @@ class Flusher:
         self._max_wait_s = {r.name: r.max_wait_s or max_wait_s for r in ledger.rules}
         self.others = Alone(ledger)
         self.turns = turns
+        self.notes = Notes()
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
         self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
@@ -113,7 +115,9 @@ class Flusher:
         left = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
             if entry.id in left:
-                entry.give_up([lane.tier], entry.given_up("its line was left behind"))
+                error = entry.given_up("its line was left behind")
+                self.notes.flush_given_up(lane.tier, entry.id, error)
+                entry.give_up([lane.tier], error)
             elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"
@@ -129,6 +133,7 @@ class Flusher:
     def _begin(self, lane: Lane, entry: Entry, part: Entry | None) -> None:
         """Begin a copy that has room; of what other ranks saved, this one may have no part to bring."""
         if part is not None:
+            self.notes.flush_begun(lane, part)
             lane.begin(part, leftover=(lane.tier, entry.id) in self._ledger.unfinished)
         self.others.has_begun(lane.tier, entry)
         if part is None:
@@ -224,6 +229,7 @@ class Flusher:
         if tier in self._ledger.failing:
             return
         self._ledger.failing[tier] = error
+        self.notes.tier_failing(tier, error)
         self.errors.append(error)
         logger.error("%s", error)
         for entry in self._ledger.entries.values():
@@ -242,7 +248,11 @@ class Flusher:
     def recovered(self, tier: str) -> None:
         """A tier takes copies from this rank again."""
         if not self.others.is_stuck(tier):
-            self._ledger.failing.pop(tier, None)
+            self._takes_copies(tier)
+
+    def _takes_copies(self, tier: str) -> None:
+        if self._ledger.failing.pop(tier, None) is not None:
+            self.notes.tier_recovered(tier)
 
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint is committed on a tier, where it takes ``stored_bytes``."""
@@ -253,7 +263,8 @@ class Flusher:
         self._ledger.unfinished.pop((lane.tier, id), None)
         entry.in_doubt.discard(lane.tier)
         lane.succeeded(entry)
-        self._ledger.failing.pop(lane.tier, None)
+        self._takes_copies(lane.tier)
+        self.notes.committed(lane.tier, id, stored_bytes)
         self.counters.commits[lane.tier] = self.counters.commits.get(lane.tier, 0) + 1
         self.durable[id, lane.tier] = None
         if len(self.durable) > DURABLE_REMEMBERED:
@@ -268,6 +279,7 @@ class Flusher:
         """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
+        self.notes.flush_failed(lane.tier, entry.id, error)
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
@@ -303,6 +315,7 @@ class Flusher:
         if not lane.stall(now_s):
             return
         assert lane.active is not None
+        self.notes.flush_stalled(lane.tier, id, error, lane.not_before_s)
         self.counters.flush_failures += 1
         logger.log(
             logging.WARNING if lane.active.stalls == 1 else logging.DEBUG,
@@ -323,6 +336,7 @@ class Flusher:
         """A newer attempt exists: nothing more is written by this process."""
         if self.fenced is None:
             self.fenced = error
+            self.notes.failed("commit", error)
             self.errors.append(error)
             logger.error("%s", error)
         for entry in self._ledger.entries.values():
@@ -354,6 +368,7 @@ class Flusher:
     def give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)
         self.counters.given_up_copies += 1
+        self.notes.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
         lane = self._lanes[tier]
         if lane.is_at(entry.id):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.tasks import (
     CaptureAdvanced,
@@ -32,6 +33,7 @@ class Saves:
         self._lanes = lanes
         self._flusher = flusher
         self.others = Alone(ledger)
+        self.notes = Notes()
 
     def take(
         self,
@@ -69,6 +71,7 @@ class Saves:
         entry.owed.update(name for name in event.tiers if name in self._lanes)
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry
+        self.notes.save_begun(entry)
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
         for tier in entry.owed & self._ledger.failing.keys():
@@ -90,6 +93,7 @@ class Saves:
         if entry.lost:
             self._unseal(entry)
         else:
+            self.notes.captured(entry)
             self.others.sealed(entry)
 
     def _unseal(self, entry: Entry) -> None:
@@ -104,6 +108,7 @@ class Saves:
         if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
         entry.lost = True
+        self.notes.save_ended(entry.id, outcome, error)
         self._flusher.errors.append(error)
         logger.error("%s", error)
         if entry.handle is not None:
@@ -122,6 +127,8 @@ class Saves:
             return
         if entry.snapshot is None:
             return
+        if not entry.lost:
+            self.notes.save_ended(id, SaveOutcome.FAILED, error)
         self._flusher.errors.append(error)
         logger.error("save: step %d is given up: %s", id.step, error)
         if entry.handle is not None:

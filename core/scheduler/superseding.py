@@ -15,6 +15,7 @@ from tierfall.core.errors import CapacityError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
@@ -45,6 +46,7 @@ class Superseder:
         self._dropper = dropper
         self._plan = plan_superseding
         self.others = Alone(ledger)
+        self.notes = Notes()
         self.superseded = 0
         self.kept: tuple[str, ...] = ()
 
@@ -91,6 +93,7 @@ class Superseder:
             "or flush less"
         )
         self.superseded += 1
+        self.notes.save_ended(entry.id, SaveOutcome.SUPERSEDED, error)
         if entry.region.sealed:
             entry.region.unseal()
         entry.owed.clear()

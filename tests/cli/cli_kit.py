@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -132,6 +133,14 @@ class Trainer:
         self.say("close")
         assert self._process.wait(60) == 0
         self._let_go()
+
+    def stop(self) -> None:
+        """Let it stand still, all of its threads."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -76,20 +76,12 @@ def test_a_step_that_is_not_there_names_those_that_are(make_cli: MakeCli, saved:
         assert answer.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["watch"])
-@pytest.mark.parametrize("rest", [[], ["400", "--to", "x"], ["--help"]])
-def test_a_command_of_a_later_version_says_so(name: str, rest: list[str]) -> None:
-    answer = run([name, *rest])
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err == f"tierfall: {name}: not supported yet\n"
-
-
 def test_help_lists_the_commands_that_work_and_no_others() -> None:
     text = run(["--help"]).out
     listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line]
     commands = [
         *("ls", "show", "check", "verify", "export", "copy", "prune", "pin", "unpin", "rm"),
-        *("drain", "schema", "demo"),
+        *("drain", "watch", "schema", "demo"),
     ]
     assert listed == [*commands, "Exit", "configuration;"]
 

@@ -66,7 +66,7 @@ def test_every_tier_is_measured_and_nothing_is_left(cli: Cli, tmp_path: Path, me
 def test_what_a_tier_promises_is_told_in_words(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     text = cli("check", *SMALL).out
     assert "disk: durable, zombies are fenced, " in text
-    assert text.endswith("3 of 3 tiers answered; measured with 300 KiB each\n")
+    assert "\n3 of 3 tiers answered; measured with 300 KiB each\n" in text
     real = PosixBackend.traits.fget
     assert real is not None
 

@@ -731,6 +731,8 @@ def run_history(seed: int, events: int) -> History:
         history.settle()
         history.check_settled()
         history.check_ledger_is_true()
+        for lived in history.world.lives:
+            lived.check()
         check_restorable(history)
     except (AssertionError, TierfallError, KeyError) as error:
         rules = "\n".join(map(str, history.world.rules))

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.core.ranks.network import Network
+from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
 from tests.simulation.world import (
     CHUNK,
@@ -170,7 +171,9 @@ class Rank:
             {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
             lambda: attempt,
         )
-        self.coordinator = Coordinator(
+        life = Life()
+        self.world.lives.append(life)
+        self.coordinator = life.coordinator = Coordinator(
             ledger=ledger,
             lanes={
                 name: LaneLimits(parallel=2, budget_bytes=1 << 20, window=3 if store.packs else 0)
@@ -183,6 +186,7 @@ class Rank:
             when_full=self.world.when_full,
             council=self.world.network.councils[self.number],
             shared={tier: tier == SHARED_TIER for tier in self.world.stored},
+            notify=life.events.append,
         )
         self.coordinator.mind(self.inheritance)
         self._listen()
@@ -407,6 +411,7 @@ class Many:
         self.random = random.Random(f"many {seed}")
         self.now_s = 0.0
         self.trace: list[str] = []
+        self.lives: list[Life] = []
         self.said: Callable[[Topic, Any], None] = lambda topic, body: None
         self.ran: Callable[[Rank, Task], None] = lambda rank, task: None
         self._disks: dict[tuple[str, int | None], MemoryBackend] = {}

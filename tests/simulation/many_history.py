@@ -506,6 +506,8 @@ def run_many(seed: int, events: int) -> ManyHistory:
         history.settle()
         history.check_settled()
         history.person.check_started()
+        for lived in history.world.lives:
+            lived.check()
         history.counts.update(history.person.counts)
     except Exception as error:
         lately = "\n".join(history.world.trace[-150:])

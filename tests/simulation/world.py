@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.rules import retained
+from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
 from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
@@ -273,6 +274,7 @@ class World:
         self.ordinal = 0
         self.trace: list[str] = []
         self.sees: Callable[[Task], None] = lambda task: None
+        self.lives: list[Life] = []
         self.start()
 
     # Starts ------------------------------------------------------------------------------------------
@@ -305,7 +307,9 @@ class World:
             {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
             lambda: self.attempt,
         )
-        self.coordinator = Coordinator(
+        life = Life()
+        self.lives.append(life)
+        self.coordinator = life.coordinator = Coordinator(
             ledger=ledger,
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
@@ -315,6 +319,7 @@ class World:
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
             set_pace=self.set_pace,
+            notify=life.events.append,
         )
         self.coordinator.start()
 

@@ -12,12 +12,20 @@ import typer
 from typer.core import TyperGroup
 
 import tierfall
-from tierfall.cli import changing, checking, copying, draining, exporting, looking, measuring
-from tierfall.cli.common import Exit, Refusal, code_of, end, listen_to_warnings, refuse
+from tierfall.cli import (
+    changing,
+    checking,
+    copying,
+    draining,
+    exporting,
+    looking,
+    measuring,
+    watching,
+)
+from tierfall.cli.common import Exit, Refusal, code_of, end, listen_to_warnings
 from tierfall.core.errors import TierfallError
 from tierfall.demo.command import demo
 
-LATER = ("watch",)
 # Click's UsageError: newer typers carry click within them, so that it has no name to import it by.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _AS_JSON = "tierfall.as_json"
@@ -104,24 +112,8 @@ for _function, _summary in (
     (changing.unpin, "Take the pin off a step."),
     (changing.rm, "Delete a step from every tier."),
     (draining.drain, "Finish the flush of what a dead trainer left in memory."),
+    (watching.watch, "Show tiers, copies and transfers as they are, live."),
     (looking.schema, "Print the JSON schema of the YAML file."),
     (demo, "Train, kill and restore a small model, and show the timeline."),
 ):
     app.command(short_help=_summary)(_function)
-
-
-def _refuse_for_now(name: str) -> None:
-    """Answer to a command that a later version has, whatever its arguments; it is listed nowhere."""
-
-    @app.command(
-        name,
-        hidden=True,
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
-    def _later(ctx: typer.Context) -> None:
-        refuse(f"{name}: not supported yet", Exit.USAGE)
-
-
-for _name in LATER:
-    _refuse_for_now(_name)

@@ -1,4 +1,4 @@
-"""``check``: is the file right, is every tier there, how fast is it, and what does it promise."""
+"""``check``: is the file right, is every tier there, how fast is it, what does it promise, what does a day bring."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tierfall.cli.common import (
     table,
     watched,
 )
+from tierfall.cli.foreseeing import Wishes, foresee
 from tierfall.core.errors import ConfigError
 from tierfall.core.units import format_duration, format_rate, format_size, parse_size
 from tierfall.measuring import SIZE_MAX_BYTES, Measured, measure
@@ -29,13 +30,43 @@ def check(
     size: Annotated[
         str, typer.Option("--size", metavar="SIZE", help="How much to write to each tier.")
     ] = "64MiB",
+    image: Annotated[
+        str | None,
+        typer.Option("--image", metavar="SIZE", help="For the forecast: one rank's image."),
+    ] = None,
+    save_every: Annotated[
+        str | None,
+        typer.Option("--save-every", metavar="TIME", help="For the forecast: from save to save."),
+    ] = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option("--step-time", metavar="TIME", help="For the forecast: one training step."),
+    ] = None,
+    steps_per_hour: Annotated[
+        float | None,
+        typer.Option("--steps-per-hour", metavar="N", help="The same, the other way round."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="For the forecast: all ranks.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", metavar="N", help="For the forecast: their nodes.")
+    ] = None,
     config: ConfigOption = None,
     run: RunOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the file, open every tier, and measure it with real bytes, which are removed again."""
+    """Check the file, open and measure every tier with real bytes, which are removed again, and foresee a day."""
     settings = load_settings(config, run)
     size_bytes = _size(size)
+    wishes = Wishes.read(
+        image=image,
+        save_every=save_every,
+        step_time=step_time,
+        steps_per_hour=steps_per_hour,
+        ranks=ranks,
+        nodes=nodes,
+    )
     answer = Answer(as_json)
     console = Console(stderr=False)
     with console.status("check", spinner="line") if watched(as_json) else _Silent() as status:
@@ -46,6 +77,7 @@ def check(
         "tiers": [_members(tier) for tier in tiers],
     }
     _show(answer, tiers, size_bytes)
+    foresee(answer, settings, tiers, wishes)
     answer.finish()
 
 

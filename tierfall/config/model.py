@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tierfall.config.events import Events, expand_events
 from tierfall.config.fields import (
     Bandwidth,
     Chunk,
@@ -287,6 +288,12 @@ class Config(Section):
         description="The unit of copying, checksum and retry: a multiple of 4KiB from 4KiB to 1GiB.",
         examples=["16MiB"],
         json_schema_extra={"default": "16MiB"},
+    )
+    events: Annotated[Events, BeforeValidator(expand_events, str | Events)] | None = Field(
+        default=None,
+        description="Where to write what happens, a line of JSON each: a file, or a mapping of path and max; absent: "
+        "nowhere.",
+        examples=[{"path": "./events.jsonl"}],
     )
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_expand_tiers, str | tuple[Tier, ...])] = (
         Field(

@@ -1,0 +1,183 @@
+"""``check`` says what a day brings: by options, by what the run has saved, or what is missing to say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import Cli
+
+import tierfall
+from tests.steps import state_of
+from tierfall import measuring
+from tierfall.cli.foreseeing import Learned, Wishes, learned, workload
+from tierfall.config import load_config
+from tierfall.core.catalog import FoundCopy, KnownCheckpoint
+from tierfall.core.records import Commit, Line, NamedFile
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.measuring import Measured
+
+MakeCli = Callable[..., Cli]
+SMALL = ("--size", "64KiB")
+GIB = 1 << 30
+
+
+RATES = {"disk": 1e9, "far": 1e6}
+
+
+@pytest.fixture(autouse=True)
+def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers as fast as these, whatever the machine's are."""
+
+    def measure(*args: Any) -> tuple[Measured, ...]:
+        found = measuring.measure(*args)
+        return tuple(replace(tier, write_bytes_per_s=RATES.get(tier.name)) for tier in found)
+
+    monkeypatch.setattr("tierfall.cli.measuring.measure", measure)
+
+
+@pytest.fixture
+def cli(make_cli: MakeCli, tmp_path: Path) -> Cli:
+    for name in ("disk", "far"):
+        (tmp_path / name).mkdir()
+    return make_cli(
+        disk={"retain": {"last": 3}},
+        far={"flush": {"every": 10}, "bandwidth": "1MB/s", "capacity": "100GiB"},
+        host={"capacity": "30GiB"},
+    )
+
+
+def test_a_day_is_foreseen_by_the_options(cli: Cli) -> None:
+    found = cli.json("check", *SMALL, "--image", "9GiB", "--save-every", "10m")["forecast"]
+    assert (found["image_bytes"], found["save_every_s"]) == (9 * GIB, 600)
+    assert (found["horizon_s"], found["played_s"]) == (86_400, 86_400)
+    host, disk, far = found["tiers"]
+    assert (host["name"], disk["every_s"]) == ("host", 600)
+    assert disk["kept"] == 3 + 6, "the last three, and what far is still owed"
+    assert far["every_s"] == 6000
+    assert far["behind_per_h"] == pytest.approx(3600 / 6000 - 3600 / far["copy_s"])
+    assert far["copy_s"] == 9 * GIB / 1e6
+    (reason,) = [r for r in far["reasons"] if "falls behind" in r]
+    said = "falls behind by 0.2 checkpoints an hour: its 1 MB/s against 1.6 MB/s of images"
+    assert reason == said
+    text = cli("check", *SMALL, "--image", "9GiB", "--save-every", "10m").out
+    assert "a day with a save every 10 min 00 s of 9 GiB (by the options): 144 saves" in text
+    assert f"far: {said}" in text
+
+
+def test_no_tier_is_taken_to_be_faster_than_the_file_allows(cli: Cli) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RATES, "far", 5e6)
+        words = ("--image", "9GiB", "--save-every", "10m")
+        far = cli.json("check", *SMALL, *words)["forecast"]["tiers"][2]
+    assert far["copy_s"] == 9 * GIB / 1e6, "its bandwidth is 1MB/s"
+
+
+def test_steps_and_their_time_make_the_interval(cli: Cli) -> None:
+    cli.configure({**cli.config, "interval": {"every": 300}})
+    by_time = cli.json("check", *SMALL, "--image", "1GiB", "--step-time", "2s")["forecast"]
+    by_rate = cli.json("check", *SMALL, "--image", "1GiB", "--steps-per-hour", "1800")["forecast"]
+    assert by_time["save_every_s"] == by_rate["save_every_s"] == 600
+    assert by_time["saves"] == 144
+
+
+def test_many_ranks_fill_what_they_share(make_cli: MakeCli, tmp_path: Path) -> None:
+    for name in ("disk", "far"):
+        (tmp_path / name).mkdir()
+    cli = make_cli(disk={"retain": {"last": 2}}, far={"shared": True, "retain": {"last": 2}})
+    words = ("--image", "2MiB", "--save-every", "1h", "--ranks", "16", "--nodes", "2")
+    found = cli.json("check", *SMALL, *words)["forecast"]
+    assert [tier["copy_bytes"] >> 20 for tier in found["tiers"]] == [2, 16, 32]
+    assert "of 2 MiB on each of 16 ranks, 2 nodes" in cli("check", *SMALL, *words).out
+
+
+def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
+    host, disk, _ = cli.config["tiers"]
+    with tierfall.open({**cli.config, "tiers": [host | {"capacity": "4MiB"}, disk]}) as ckpt:
+        for step in (10, 20, 30):
+            ckpt.save(step, state_of(step), block=True)
+    found = cli.json("check", *SMALL, "--save-every", "10m")["forecast"]
+    assert 80_000 < found["image_bytes"] < 200_000
+    assert found["saves"] == 144
+    assert "(by the options and the run)" in cli("check", *SMALL, "--save-every", "10m").out
+    assert "(by the run's own checkpoints)" in cli("check", *SMALL).out
+
+
+def test_what_is_missing_is_named(cli: Cli) -> None:
+    assert cli.json("check", *SMALL)["forecast"] is None
+    assert "no forecast of a day: it takes the size" in cli("check", *SMALL).out
+    assert "no forecast" in cli("check", *SMALL, "--image", "9GiB").out
+    assert "no forecast" in cli("check", *SMALL, "--image", "9GiB", "--step-time", "2s").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--image", "9Gib"), "--image: unknown unit"),
+        (("--image", "0"), "--image: '0' is none"),
+        (("--save-every", "often"), "--save-every: "),
+        (("--step-time", "0s"), "--step-time: '0s' is none"),
+        (("--steps-per-hour", "0"), "--steps-per-hour: 0.0 is none"),
+        (("--steps-per-hour", "nan"), "--steps-per-hour: nan is none"),
+        (("--step-time", "1s", "--steps-per-hour", "9"), "give one of them"),
+        (("--ranks", "0"), "--ranks: 0 does not fit"),
+        (("--ranks", "2", "--nodes", "3"), "--nodes: 3 nodes have no 2 ranks"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    cli: Cli, words: tuple[str, ...], said: str
+) -> None:
+    answer = cli("check", *words, code=2)
+    assert said in answer.err
+    assert answer.out == ""
+
+
+# What checkpoints tell -------------------------------------------------------------------------------
+
+
+def known(step: int, at_s: float, *, attempt: int = 1, abandoned: bool = False) -> KnownCheckpoint:
+    """A checkpoint of four ranks on two nodes, whose record here names one node's two images."""
+    id = CheckpointId(step, attempt)
+    commit = Commit(
+        line=Line(run="r", checkpoint=id, attempt_id="a", ordinal=step // 100, started_from=None),
+        world_size=4,
+        files=tuple(NamedFile(name=f"i{n}", bytes=1000, digest=None) for n in range(2))
+        + (NamedFile(name="m", bytes=77, digest="sha256:0"),),
+        nodes=("a", "a", "b", "b"),
+        wall_time_s=at_s,
+    )
+    copy = FoundCopy(id=id, state=CopyState.COMMITTED, bytes=2077, commit=commit)
+    return KnownCheckpoint(id=id, commit=commit, copies={"disk": copy}, abandoned=abandoned)
+
+
+def test_size_and_times_are_those_of_the_live_line() -> None:
+    found = learned(
+        [
+            known(100, 0.0),
+            known(200, 5.0, abandoned=True),
+            known(200, 1000.0, attempt=2),
+            known(300, 1200.0, attempt=2),
+            known(400, 1400.0, attempt=2),
+            known(500, 9000.0, attempt=2),  # it stood still meanwhile
+            known(600, 9200.0, attempt=2),
+        ]
+    )
+    assert found == Learned(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
+    assert learned([]) == Learned()
+    assert learned([known(100, 0.0)]).save_every_s is None
+
+
+def test_options_come_before_what_the_run_tells(make_config: Callable[..., Any]) -> None:
+    settings = load_config(make_config(disk={}))
+    run = Learned(image_bytes=1000, step_s=2.0, save_every_s=200.0, ranks=4, nodes=2)
+    nothing = {"image_bytes": None, "save_every_s": None, "step_s": None, "ranks": None}
+    load = workload(settings, Wishes(**nothing, nodes=None), run)  # type: ignore[arg-type]
+    assert load is not None
+    assert (load.image_bytes, load.save_every_s, load.ranks, load.nodes) == (1000, 200.0, 4, 2)
+    wishes = Wishes(**{**nothing, "image_bytes": 5, "save_every_s": 60.0}, nodes=None)  # type: ignore[arg-type]
+    load = workload(settings, wishes, run)
+    assert load is not None
+    assert (load.image_bytes, load.save_every_s, load.ranks, load.nodes) == (5, 60.0, 1, 1)

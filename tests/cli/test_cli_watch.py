@@ -1,0 +1,283 @@
+"""``watch``: beside a trainer that lives, after one that died, and where there was none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_kit import ROOT, Cli, Trainer
+
+from tests.steps import wait_until
+from tierfall import status, status_writing
+from tierfall.core import documents
+
+MakeCli = Callable[..., Cli]
+Train = Callable[[Cli], Trainer]
+
+
+def status_file(memory: Path) -> Path:
+    return memory / "run" / "slot-0.status.json"
+
+
+def says(cli: Cli, condition: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+    """Wait until ``watch`` shows something; a status is up to a second old."""
+    found: dict[str, Any] = {}
+
+    def look() -> bool:
+        found.clear()
+        found.update(cli.json("watch", "--once"))
+        return bool(found["slots"]) and condition(found)
+
+    wait_until(look, what)
+    return found
+
+
+def steps_of(document: dict[str, Any]) -> dict[int, dict[str, str]]:
+    return {
+        c["step"]: {tier: copy["state"] for tier, copy in c["copies"].items()}
+        for c in document["checkpoints"]
+    }
+
+
+# A trainer that lives --------------------------------------------------------------------------------
+
+
+def test_a_living_trainer_is_shown_as_it_says_it_is(
+    make_cli: MakeCli, train: Train, memory: Path
+) -> None:
+    cli = make_cli(disk={"capacity": "1GiB"}, far={"flush": {"every": 2}})
+    trainer = train(cli)
+    for step in (1, 2):
+        trainer.tell(f"save {step}")
+    found = says(cli, lambda d: steps_of(d).get(2, {}).get("far") == "committed", "step 2 is far")
+    (slot,) = found["slots"]
+    assert slot["alive"]
+    assert (slot["pid"], slot["rank"], slot["world_size"]) == (trainer.pid, 0, 1)
+    assert slot["age_s"] < 10
+    assert found["owner"]["pid"] == trainer.pid
+    assert steps_of(found)[1] == {"host": "sealed", "disk": "committed"}
+    tiers = {tier["name"]: tier for tier in found["tiers"]}
+    assert tiers["disk"]["capacity_bytes"] == 1 << 30
+    assert tiers["disk"]["used_bytes"] > 2 * 80_000
+    assert (tiers["disk"]["checkpoints"], tiers["far"]["checkpoints"]) == (2, 1)
+    assert tiers["host"]["capacity_bytes"] >= tiers["host"]["used_bytes"] > 0
+    assert found["newest"] == {"process": 2, "node": None, "site": None}
+    kinds = [event["kind"] for event in found["events"]]
+    assert {"captured", "committed"} <= set(kinds)
+    assert (found["ok"], found["transfers"]) == (True, [])
+    out = cli("watch", "--once").out
+    assert f"run run: process {trainer.pid} on " in out
+    assert "survives the loss of the process: step 2, the node: nothing" in out
+    assert "2@1  sealed  committed  committed" in out
+    trainer.close()
+    assert not status_file(memory).exists(), "who closed its run says nothing any more"
+
+
+def test_what_is_on_its_way_is_shown_with_how_much_of_it_is_there(
+    make_cli: MakeCli, train: Train
+) -> None:
+    cli = make_cli(disk={}, slow={"bandwidth": "20kB/s"})
+    trainer = train(cli)
+    trainer.tell("capture 1")
+    found = says(
+        cli,
+        lambda d: any(t["tier"] == "slow" and t["bytes_per_s"] for t in d["transfers"]),
+        "the slow tier's rate",
+    )
+    (transfer,) = [t for t in found["transfers"] if t["tier"] == "slow"]
+    assert (transfer["step"], transfer["phase"]) == (1, "copying")
+    assert 0 < transfer["done_bytes"] < transfer["bytes"]
+    left = transfer["bytes"] - transfer["done_bytes"]
+    assert transfer["left_s"] == pytest.approx(left / transfer["bytes_per_s"])
+    (one,) = found["checkpoints"]
+    assert one["copies"]["slow"]["state"] == "arriving"
+    assert one["owed"] == ["slow"]
+    assert 0 < one["copies"]["slow"]["fraction"] < 1
+    out = cli("watch", "--once").out
+    assert "arriving " in out
+    assert "1@1         slow  copying" in out
+
+
+def test_a_trainer_that_says_nothing_for_long_may_hang(
+    make_cli: MakeCli, train: Train, memory: Path
+) -> None:
+    cli = make_cli()
+    trainer = train(cli)
+    says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
+    trainer.stop()
+    try:
+        old = status.read_status(memory / "run", 0)
+        assert old is not None
+        said = old.model_copy(update={"wall_time_s": old.wall_time_s - 60})
+        status.write_status(memory / "run", said)
+        assert "it has said nothing for 1 min" in cli("watch", "--once").out
+    finally:
+        trainer.go_on()
+
+
+# No trainer that lives -------------------------------------------------------------------------------
+
+
+def test_a_dead_trainers_status_is_said_to_be_so_with_its_age(
+    make_cli: MakeCli, train: Train, memory: Path
+) -> None:
+    cli = make_cli(disk={}, slow={"bandwidth": "20kB/s"})
+    trainer = train(cli)
+    trainer.tell("capture 1")
+    says(cli, lambda d: steps_of(d).get(1, {}).get("slow") == "arriving", "it is on its way")
+    trainer.kill()
+    found = cli.json("watch", "--once")
+    (slot,) = found["slots"]
+    assert (slot["alive"], slot["owner"], slot["pid"]) == (False, None, trainer.pid)
+    assert found["transfers"] == [], "nothing is on its way any more"
+    assert [t["tier"] for t in slot["transfers"]] == ["slow"], "but it was"
+    assert steps_of(found)[1]["host"] == "sealed"
+    out = cli("watch", "--once").out
+    assert "no trainer lives on this machine" in out
+    assert f"process {trainer.pid} is gone, and said last, " in out
+    assert "1@1 was on its way to slow: " in out
+    assert "1@1  sealed  committed  " in out
+    assert "arriving" not in out
+
+
+def test_without_any_trainer_the_tiers_are_listed(
+    make_cli: MakeCli, saved: Callable[..., None]
+) -> None:
+    cli = make_cli(disk={}, far={"flush": {"every": 2}})
+    saved(cli, (1, 2, 3))
+    found = cli.json("watch", "--once")
+    assert found["owner"] is None
+    assert [slot["status"] for slot in found["slots"] if "status" in slot] == []
+    assert steps_of(found) == {
+        1: {"disk": "committed"},
+        2: {"disk": "committed", "far": "committed"},
+        3: {"disk": "committed"},
+    }
+    assert found["newest"]["process"] == 3
+    assert "no trainer lives on this machine" in cli("watch", "--once").out
+
+
+def test_a_tier_that_cannot_be_read_is_said(
+    make_cli: MakeCli, saved: Callable[..., None], tmp_path: Path
+) -> None:
+    cli = make_cli(disk={}, far={})
+    saved(cli, (1,))
+    (tmp_path / "far").rename(tmp_path / "gone")
+    answer = cli("watch", "--once", code=1)
+    assert "tier far" in answer.err
+    assert "1@1  -     committed" in answer.out
+
+
+def test_events_of_a_run_that_ended_come_from_its_log(
+    make_cli: MakeCli, saved: Callable[..., None], tmp_path: Path
+) -> None:
+    cli = make_cli(events=str(tmp_path / "events.jsonl"))
+    saved(cli, (1, 2))
+    with (tmp_path / "events.jsonl").open("ab") as log:
+        log.write(b'{"torn')
+    kinds = [event["kind"] for event in cli.json("watch", "--once")["events"]]
+    assert kinds[-1] == "closed"
+    assert len(kinds) == 10
+    assert " closed" in cli("watch", "--once").out
+
+
+# What is not to be believed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", documents.seal({"run": "run"}), documents.seal({"run": 7, "pid": "x"})],
+    ids=["empty", "no envelope", "members missing", "wrong types"],
+)
+def test_a_status_that_is_none_is_said_and_the_tiers_are_listed(
+    make_cli: MakeCli, saved: Callable[..., None], memory: Path, data: bytes
+) -> None:
+    cli = make_cli()
+    saved(cli, (1,))
+    status_file(memory).write_bytes(data)
+    answer = cli("watch", "--once", code=1)
+    assert str(status_file(memory)) in answer.err
+    assert "committed" in answer.out
+
+
+def test_a_link_in_the_place_of_a_status_is_not_followed(
+    make_cli: MakeCli, train: Train, memory: Path, tmp_path: Path
+) -> None:
+    cli = make_cli()
+    trainer = train(cli)
+    says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
+    target = tmp_path / "elsewhere"
+    target.write_text("not to be touched")
+    trainer.kill()
+    status_file(memory).unlink()
+    status_file(memory).symlink_to(target)
+    assert "is a link or a pipe" in cli("watch", "--once", code=1).err
+    train(cli)
+    says(cli, lambda d: d["slots"][0]["alive"], "the next trainer's status")
+    assert target.read_text() == "not to be touched"
+    assert not status_file(memory).is_symlink()
+
+
+def test_nobody_else_can_read_a_status(make_cli: MakeCli, train: Train, memory: Path) -> None:
+    cli = make_cli()
+    train(cli)
+    says(cli, lambda d: d["slots"][0]["alive"], "the trainer's status")
+    assert status_file(memory).stat().st_mode & 0o077 == 0
+
+
+# Frames ----------------------------------------------------------------------------------------------
+
+
+def test_each_frame_is_one_document_until_it_is_interrupted(
+    make_cli: MakeCli, train: Train
+) -> None:
+    cli = make_cli()
+    trainer = train(cli)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierfall", "watch", "--json", "--every", "100ms"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TIERFALL_CONFIG": str(cli.path)},
+    )
+    assert process.stdout is not None
+    try:
+        first = json.loads(process.stdout.readline())
+        trainer.tell("save 1")
+        for line in process.stdout:
+            frame = json.loads(line)
+            assert frame["ok"]
+            if steps_of(frame).get(1, {}).get("disk") == "committed":
+                break
+        assert frame["wall_time_s"] > first["wall_time_s"]
+        process.send_signal(2)
+        assert process.wait(30) == 0, "an interrupt is how it ends"
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+@pytest.mark.parametrize("every", ["0s", "10ms", "soon"])
+def test_a_frame_comes_not_too_often(make_cli: MakeCli, every: str) -> None:
+    assert "--every" in make_cli()("watch", "--every", every, code=2).err
+
+
+# How often a status is written -----------------------------------------------------------------------
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    rates = status_writing.Rates()
+    for second in range(60):
+        rates.add(float(second), {"disk": min(second, 50) * 10, "far": 0})
+    assert rates.of("disk") == pytest.approx(10 * 1 / 10)
+    assert rates.of("far") == 0
+    rates.add(60.0, {"far": 5})
+    assert rates.of("disk") is None
+    assert status_writing.Rates().of("disk") is None

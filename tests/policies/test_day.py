@@ -1,0 +1,177 @@
+"""What a file does over a day: a golden table of chains, and what holds of every one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierfall.core.values import LossClass, TierKind, WhenFull
+from tierfall.core.view import TierRules
+from tierfall.policies.day import DayForecast, forecast_day
+from tierfall.policies.playing import Chain, Workload
+
+GOLDEN = Path(__file__).with_name("forecast.txt")
+GB, MB = 10**9, 10**6
+HOST = TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS)
+
+
+def disk(name: str = "nvme", **rules: int) -> TierRules:
+    return TierRules(name=name, kind=TierKind.FILE, survives=LossClass.PROCESS, **rules)
+
+
+def store(**rules: int) -> TierRules:
+    return TierRules(name="store", kind=TierKind.OBJECT, survives=LossClass.SITE, **rules)
+
+
+def every(seconds: float, size: int = 9 * GB, **more: int) -> Workload:
+    return Workload(image_bytes=size, save_every_s=seconds, **more)
+
+
+FAST = Chain(
+    rules=(HOST, disk(retain_last=3), store(flush_every=10, retain_last=5)),
+    rates={"nvme": 3.0 * GB, "store": 0.5 * GB},
+    shared=frozenset({"store"}),
+)
+SLOW = Chain(rules=(HOST, disk(retain_last=3)), rates={"nvme": 500.0 * MB}, host_bytes=5 * 7 * GB)
+CASES: dict[str, tuple[Chain, Workload]] = {
+    "a disk and a store that keep up": (FAST, every(600)),
+    "the same, saved every 5 s: 17,280 saves": (FAST, every(5, GB)),
+    "two tiers that fall behind a little: 2.1 checkpoints an hour": (
+        replace(SLOW, rates={"nvme": 7 * GB / 3600 * 6.9}, host_bytes=100 * GB),
+        every(400, 7 * GB),
+    ),
+    "a disk at 500 MB/s against 700 MB/s of images: saves wait": (SLOW, every(10, 7 * GB)),
+    "the same, skipped": (replace(SLOW, when_full=WhenFull.SKIP), every(10, 7 * GB)),
+    "the same, superseded": (replace(SLOW, when_full=WhenFull.SUPERSEDE), every(10, 7 * GB)),
+    "a disk that fills, where the oldest makes room": (
+        replace(FAST, rules=(HOST, disk(capacity_bytes=1000 * GB), FAST.rules[2])),
+        every(60),
+    ),
+    "a disk with room for one, that must keep the newest": (
+        replace(FAST, rules=(HOST, disk(capacity_bytes=10 * GB))),
+        every(600),
+    ),
+    "a disk that cannot hold one": (
+        replace(FAST, rules=(HOST, disk(capacity_bytes=8 * GB)), max_wait_s=60.0),
+        every(3600),
+    ),
+    "a store whose rate nobody knows, and that keeps all": (
+        replace(FAST, rules=(HOST, disk(retain_last=2), store(flush_every=4)), rates={}),
+        every(300),
+    ),
+    "eight ranks on two nodes, one store": (FAST, every(600, ranks=8, nodes=2)),
+    "memory for one image alone": (replace(FAST, host_bytes=10 * GB), every(60)),
+}
+
+
+def told(made: DayForecast) -> str:
+    """A forecast as text that a person can check."""
+    lines = [
+        f"{made.saves} saves, {made.skipped} skipped, {made.superseded} superseded, waited {made.waited_s:.0f} s, "
+        f"played {made.played_s:.0f} s"
+    ]
+    for tier in made.tiers:
+        takes = "?" if tier.copy_s is None else f"{tier.copy_s:.1f} s"
+        busy = "?" if tier.busy is None else f"{tier.busy:.3f}"
+        full = "never" if tier.full_s is None else f"after {tier.full_s:.0f} s"
+        lag = "?" if tier.lag_s is None else f"{tier.lag_s:.1f} s"
+        lines.append(
+            f"  {tier.tier}: {tier.copy_bytes / GB:g} GB every {tier.every_s:g} s takes {takes}, busy {busy}, behind "
+            f"{tier.behind_per_h:.2f}/h, keeps {tier.kept} (most {tier.kept_max}), {tier.bytes / GB:g} GB, full {full}"
+            f"{', waits' if tier.waits else ''}, lag {lag}"
+        )
+        lines += [f"    {reason}" for reason in tier.reasons]
+    lines += [f"  {reason}" for reason in made.reasons]
+    return "\n".join(lines)
+
+
+def test_what_a_day_brings_is_as_written() -> None:
+    now = "\n\n".join(
+        f"## {title}\n{told(forecast_day(chain, load))}" for title, (chain, load) in CASES.items()
+    )
+    if os.environ.get("TIERFALL_GOLDEN") == "write":
+        GOLDEN.write_text(now + "\n")
+    assert now + "\n" == GOLDEN.read_text()
+
+
+def test_a_day_that_is_too_long_goes_on_as_what_was_played() -> None:
+    """The whole day is affordable here; a hundredth of its work comes to the same."""
+    whole = forecast_day(FAST, every(30, GB))
+    part = forecast_day(FAST, every(30, GB), work_max=20_000)
+    assert whole.played_s == 86_400
+    assert part.played_s < 10_000
+    assert part.saves == whole.saves == 2880
+    assert [t.kept for t in part.tiers] == [t.kept for t in whole.tiers]
+    assert "were played, the rest follows the trend" in part.reasons[-1]
+    assert whole.reasons == ()
+
+
+def test_what_fills_after_what_was_played_is_foreseen() -> None:
+    chain = replace(FAST, rules=(HOST, disk(retain_last=1), store(capacity_bytes=800 * GB)))
+    whole = forecast_day(chain, every(60, GB))
+    part = forecast_day(chain, every(60, GB), work_max=5_000)
+    assert part.played_s < 40_000 < 800 * 60
+    full = {made.played_s: made.tiers[2].full_s for made in (whole, part)}
+    assert whole.tiers[2].full_s == pytest.approx(part.tiers[2].full_s, rel=0.02), full
+    assert whole.tiers[2].kept == part.tiers[2].kept == 800
+
+
+@pytest.mark.parametrize("work_max", [1, 10, 100])
+def test_however_little_is_played_there_is_an_answer(work_max: int) -> None:
+    made = forecast_day(FAST, every(600), work_max=work_max)
+    assert made.saves >= 0
+    assert 0 <= made.played_s <= 86_400
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
+    size = draw(st.integers(1, 20)) * GB
+    tiers = [HOST]
+    rates = {}
+    for number in range(draw(st.integers(1, 3))):
+        name = f"t{number}"
+        capacity = draw(st.one_of(st.none(), st.integers(1, 30)))
+        tiers.append(
+            replace(
+                disk(name),
+                flush_every=draw(st.integers(1, 5)),
+                retain_last=draw(st.one_of(st.none(), st.integers(1, 6))),
+                capacity_bytes=None if capacity is None else capacity * size,
+            )
+        )
+        rates[name] = size / draw(st.floats(0.1, 2000.0))
+    chain = Chain(
+        rules=tuple(tiers),
+        rates=rates,
+        host_bytes=size * draw(st.integers(1, 6)),
+        when_full=draw(st.sampled_from(WhenFull)),
+        max_wait_s=draw(st.floats(0.1, 600.0)),
+    )
+    return chain, every(draw(st.floats(20.0, 7200.0)), size)
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains())
+def test_no_chain_is_filled_beyond_its_bounds_and_nothing_is_lost_count_of(
+    case: tuple[Chain, Workload],
+) -> None:
+    chain, load = case
+    made = forecast_day(chain, load, work_max=30_000)
+    assert made.saves + made.skipped <= 86_400 / load.save_every_s + 1
+    assert made.superseded <= made.saves
+    assert 0 <= made.waited_s <= 86_400
+    for rules, tier in zip(chain.rules, made.tiers, strict=True):
+        if rules.capacity_bytes is not None:
+            assert tier.bytes_max <= rules.capacity_bytes
+        assert 0 <= tier.kept <= tier.kept_max
+        assert tier.kept <= made.saves
+        assert tier.busy is None or (tier.busy > 1) == (tier.behind_per_h > 0)
+        if tier.behind_per_h or tier.waits:
+            assert tier.reasons
+    if chain.when_full is WhenFull.SKIP:
+        assert made.waited_s == 0

@@ -1,0 +1,273 @@
+"""The event log as a file: bounded, whole lines, and never in the way of whoever tells of an event."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.steps import wait_until
+from tierfall import event_log
+from tierfall.core import events
+from tierfall.core.events import Event
+from tierfall.core.values import CheckpointId
+from tierfall.event_log import EventLog, LogFile, part_before
+from tierfall.event_reading import Tail, last_events
+
+MAX_BYTES = 64 << 10
+
+
+def event(number: int) -> Event:
+    return events.TierFailing(at_s=float(number), tier="disk", reason=f"number {number}")
+
+
+def number_of(line: dict[str, Any]) -> int:
+    return int(line["reason"].rpartition(" ")[2])
+
+
+def numbers(lines: list[dict[str, Any]]) -> list[int]:
+    return [number_of(line) for line in lines if line["kind"] == "tier_failing"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "events.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def impatient_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "BATCH_S", 0.001)
+    monkeypatch.setattr(event_log, "FIRST_RETRY_S", 0.005)
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[EventLog]:
+    made = make(path)
+    yield made
+    made.close(5.0)
+
+
+def make(path: Path, *, max_bytes: int = MAX_BYTES, **words: Any) -> EventLog:
+    file = LogFile(path, max_bytes=max_bytes)
+    made = EventLog(file, common={"run": "r", "rank": 0}, wall=lambda at_s: at_s + 1000, **words)
+    made.start()
+    return made
+
+
+def write(path: Path, count: int, *, first: int = 0) -> None:
+    made = make(path)
+    for number in range(first, first + count):
+        made.put(event(number))
+    made.close(5.0)
+    assert made.lost == 0
+
+
+# What is written -------------------------------------------------------------------------------------
+
+
+def test_a_line_says_what_happened_when_and_to_whom(path: Path) -> None:
+    made = make(path)
+    id = CheckpointId(400, 7)
+    made.put(
+        events.FlushDone(
+            at_s=1.5, id=id, tier="disk", bytes=9, seconds=float("inf"), sources={"host": 9}
+        )
+    )
+    made.close(5.0)
+    assert json.loads(path.read_text()) == {
+        "format": 1,
+        "wall_time_s": 1001.5,
+        "run": "r",
+        "rank": 0,
+        "kind": "flush_done",
+        "step": 400,
+        "attempt": 7,
+        "tier": "disk",
+        "bytes": 9,
+        "seconds": "inf",
+        "sources": {"host": 9},
+    }
+
+
+def test_a_later_start_appends(path: Path) -> None:
+    write(path, 3)
+    write(path, 2, first=3)
+    assert numbers(last_events(path, 100)) == [0, 1, 2, 3, 4]
+    assert numbers(last_events(path, 2)) == [3, 4]
+
+
+def test_the_file_is_bounded_and_keeps_the_newest(path: Path) -> None:
+    write(path, 3000)
+    sizes = [part.stat().st_size for part in (path, part_before(path))]
+    assert max(sizes) <= MAX_BYTES // 2
+    assert sum(p.stat().st_size for p in path.parent.iterdir()) <= MAX_BYTES
+    found = numbers(last_events(path, 10_000))
+    assert found == list(range(found[0], 3000))
+    assert len(found) > 200
+
+
+def test_a_line_longer_than_the_bound_is_written_all_the_same(path: Path) -> None:
+    file = LogFile(path, max_bytes=64)
+    assert file.append([b"x" * 100 + b"\n", b"y\n"]) == 1
+    assert file.append([b"y\n"]) == 1
+    assert (path.read_bytes(), part_before(path).stat().st_size) == (b"y\n", 101)
+    file.close()
+
+
+def test_a_file_that_was_moved_away_is_begun_anew(path: Path, log: EventLog) -> None:
+    log.put(event(1))
+    wait_until(path.exists, "the first line")
+    wait_until(lambda: path.stat().st_size > 0, "the first line")
+    path.rename(path.with_name("moved"))
+    log.put(event(2))
+    wait_until(path.exists, "a new file")
+    wait_until(lambda: numbers(last_events(path, 9)) == [2], "the second line")
+
+
+# Readers ---------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_a_kill_has_torn_is_skipped_and_ends_where_the_next_begins(path: Path) -> None:
+    write(path, 2)
+    with path.open("ab") as file:
+        file.write(b'{"format":1,"kind":"tier_fail')
+    assert numbers(last_events(path, 9)) == [0, 1]
+    write(path, 1, first=2)
+    assert numbers(last_events(path, 9)) == [0, 1, 2]
+    assert path.read_bytes().count(b"\n") == 4
+
+
+def test_a_reader_follows_over_every_move_of_the_file(path: Path) -> None:
+    tail, file, seen = Tail(path), LogFile(path, max_bytes=1000), []
+    assert tail.read() == []
+    for number in range(200):
+        line = json.dumps({"kind": "tier_failing", "reason": f"number {number}"}).encode() + b"\n"
+        assert file.append([line]) == 1
+        if number % 3 == 0:  # less often than a part is full, so none is missed
+            seen += numbers(tail.read())
+    seen += numbers(tail.read())
+    tail.close()
+    file.close()
+    assert part_before(path).exists()
+    assert seen == list(range(200))
+
+
+def test_a_reader_waits_for_the_end_of_a_line(path: Path) -> None:
+    path.parent.mkdir()
+    line = b'{"kind":"tier_failing","reason":"number 5"}\n'
+    path.write_bytes(line[:20])
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_bytes(line)
+    assert numbers(tail.read()) == [5]
+    tail.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"[1]\n", b'"kind"\n', b'{"kind":3}\n', b"\xff\n", b"[" * 9999 + b"\n"]
+)
+def test_what_is_no_event_is_skipped(path: Path, line: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(line + b'{"kind":"tier_failing","reason":"number 1"}\n')
+    assert numbers(last_events(path, 9)) == [1]
+
+
+# A disk that does not take it ------------------------------------------------------------------------
+
+
+class Disk:
+    """Stands between the log and its disk: it may be full, or hang."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.room: int | None = None
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self._write = os.write
+        patch.setattr(event_log.os, "write", self.write)
+
+    def write(self, fd: int, data: bytes) -> int:
+        self.goes_on.wait(30)
+        if self.room is None:
+            return self._write(fd, data)
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = self._write(fd, data[: self.room])
+        self.room -= done
+        return done
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def test_a_full_disk_loses_nothing_where_it_has_room_again_in_time(
+    path: Path, disk: Disk, log: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.room = 250  # in the midst of the second or third line
+    with caplog.at_level(logging.WARNING, "tierfall"):
+        for number in range(20):
+            log.put(event(number))
+        wait_until(lambda: bool(caplog.records), "it is said")
+        disk.room = None
+        wait_until(lambda: numbers(last_events(path, 99)) == list(range(20)), "all are there")
+    assert log.lost == 0
+    assert len(caplog.records) == 1, "it is said once"
+    assert "No space left on device" in caplog.text or "less than a line" in caplog.text
+    assert "training goes on" in caplog.text
+
+
+def test_what_a_full_disk_has_lost_is_counted_and_the_log_says_so(path: Path, disk: Disk) -> None:
+    disk.room = 0
+    log = make(path, waiting_max=10)
+    for number in range(15):
+        log.put(event(number))
+    assert log.lost == 5
+    disk.room = None
+    wait_until(lambda: len(last_events(path, 99)) == 11, "all that waited is there")
+    *waited, lost = last_events(path, 99)
+    assert numbers(waited) == list(range(10))
+    assert (lost["kind"], lost["count"]) == ("events_lost", 5)
+    log.close(5.0)
+    assert log.lost == 5
+
+
+def test_what_never_came_to_the_disk_is_counted_at_the_end(path: Path, disk: Disk) -> None:
+    disk.room = 0
+    log = make(path)
+    for number in range(7):
+        log.put(event(number))
+    log.close(5.0)
+    assert log.lost == 7
+
+
+def test_a_disk_that_hangs_holds_up_neither_events_nor_close(path: Path, disk: Disk) -> None:
+    disk.goes_on.clear()
+    log = make(path, waiting_max=10)
+    for number in range(100):
+        log.put(event(number))
+    assert log.lost >= 89, "ten wait, and one may be with the disk"
+    log.close(0.05)
+    disk.goes_on.set()
+
+
+@pytest.mark.parametrize("make_it", [os.mkdir, os.mkfifo])
+def test_a_place_that_is_no_file_is_said_and_fails_nothing(
+    path: Path, make_it: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir()
+    make_it(path)
+    with caplog.at_level(logging.WARNING, "tierfall"):
+        log = make(path)
+        log.put(event(1))
+        wait_until(lambda: bool(caplog.records), "it is said")
+        log.close(5.0)
+    assert str(path) in caplog.text
+    assert log.lost == 1

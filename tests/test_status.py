@@ -1,0 +1,216 @@
+"""The status that a trainer leaves for whoever watches: never in its way, and as large as it need be."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import kill_all, wait_sealed
+from tests.rank_kit import config_of
+from tests.steps import state_of, wait_until
+from tierfall import status, status_writing
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import load_config
+from tierfall.watching import Watcher
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_writing, "EVERY_S", 0.02)
+
+
+def read(memory: Path) -> status.Status:
+    found: list[status.Status] = []
+
+    def look() -> bool:
+        said = status.read_status(memory / "run", 0)
+        found[:] = [] if said is None else [said]
+        return bool(found)
+
+    wait_until(look, "a status")
+    return found[0]
+
+
+def test_an_idle_trainer_writes_only_to_say_that_all_is_well(
+    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    real = status_writing.write_status
+
+    def write(folder: Path, said: status.Status) -> None:
+        written.append(said.wall_time_s)
+        real(folder, said)
+
+    monkeypatch.setattr(status_writing, "write_status", write)
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        wait_until(lambda: read(memory).checkpoints_known == 1, "the save is seen")
+        ckpt.drain()
+        threading.Event().wait(0.2)
+        before = len(written)
+        threading.Event().wait(0.3)
+        assert len(written) == before, "nothing happened in 15 turns"
+        monkeypatch.setattr(status_writing, "AT_LEAST_EVERY_S", 0.05)
+        wait_until(lambda: len(written) > before + 2, "it says that it lives")
+
+
+def test_of_many_checkpoints_the_newest_are_told(
+    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_writing, "CHECKPOINTS_MAX", 3)
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(1, 6):
+            ckpt.save(step, state_of(step), block=True)
+        wait_until(lambda: read(memory).tiers[1].checkpoints == 5, "all are there")
+        said = read(memory)
+        assert [one.step for one in said.checkpoints] == [3, 4, 5]
+        assert said.checkpoints_known == 5
+
+
+def test_memory_that_is_full_costs_the_status_alone_and_is_said_once(
+    make_config: MakeConfig,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real, full = os.write, threading.Event()
+
+    def write(fd: int, data: bytes) -> int:
+        if full.is_set():
+            real(fd, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    monkeypatch.setattr(status.os, "write", write)
+    with caplog.at_level(logging.WARNING), tierfall.open(make_config()) as ckpt:
+        wait_until(lambda: read(memory).attempt == 1, "the first status")
+        full.set()
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+        wait_until(lambda: "is not written" in caplog.text, "it is said")
+        assert read(memory).checkpoints_known == 0, "the last whole one stays"
+        assert [p.name for p in (memory / "run").glob("*.new")] == []
+        full.clear()
+        ckpt.save(4, state_of(4), block=True)
+        wait_until(lambda: read(memory).checkpoints_known == 4, "it goes on")
+    assert caplog.text.count("is not written") == 1
+
+
+def test_a_coordinator_that_stopped_is_the_last_thing_said(
+    make_config: MakeConfig, memory: Path
+) -> None:
+    ckpt = tierfall.open(make_config())
+    try:
+        wait_until(lambda: read(memory).attempt == 1, "the first status")
+        ckpt._session.workers._coordinator.wait_for_event = _fail  # type: ignore[union-attr, method-assign]
+        ckpt._session.tell(int)
+        wait_until(lambda: read(memory).failure is not None, "the failure")
+        said = read(memory)
+        assert "on purpose" in str(said.failure)
+        assert said.events[-1]["kind"] == "error"
+        assert said.events[-1]["doing"] == "coordinate"
+    finally:
+        with pytest.raises(tierfall.errors.TierfallError, match="on purpose"):
+            ckpt.close()
+
+
+def _fail(timeout: float | None) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_what_a_killed_rank_said_goes_with_its_memory(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    folder = tmp_path / "memory" / "run"
+    with network(["a", "a"]) as ranks:
+        opened: list[Any] = on_all(
+            [lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks]  # type: ignore[misc]
+        )
+        for one in opened:
+            one.save(1, {"w": torch.ones(4), "rng": None})
+        wait_sealed(opened)
+        wait_until(lambda: status.read_status(folder, 1) is not None, "rank 1's status")
+        said = status.read_status(folder, 1)
+        assert said is not None
+        kill_all(opened)
+    status.write_status(folder, said)  # as a kill leaves it
+    with Checkpointer(config, run="run") as alone:
+        alone.restore({"w": torch.zeros(4), "rng": None})
+        alone.drain()
+    assert status.read_status(folder, 1) is None
+
+
+def test_what_a_killed_process_said_is_replaced_by_the_next_start(
+    make_config: MakeConfig, memory: Path
+) -> None:
+    with tierfall.open(make_config()):
+        wait_until(lambda: read(memory).attempt == 1, "the first status")
+        said = read(memory)
+    status.write_status(memory / "run", said.model_copy(update={"slot": 0}))
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.restore(state_of(0))
+        wait_until(lambda: read(memory).attempt == 2, "the next start's own")
+    assert status.read_status(memory / "run", 0) is None
+
+
+# Several ranks ---------------------------------------------------------------------------------------
+
+
+def test_ranks_of_one_node_are_slots_and_rank_0s_view_is_shown(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with network(["a", "a"]) as ranks:
+        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        states = [{"w": torch.full((4,), float(rank)), "rng": None} for rank in range(2)]
+        handles = on_all(
+            [lambda c=c, s=s: c.save(1, s) for c, s in zip(opened, states, strict=True)]
+        )  # type: ignore[misc]
+        for handle in handles:
+            handle.wait(timeout=20)  # type: ignore[attr-defined]
+        with Watcher(config, run="run") as watcher:
+            wait_until(
+                lambda: all(
+                    s.status is not None
+                    and any("shared" in c.copies and not c.owed for c in s.status.checkpoints)
+                    for s in watcher.look().slots
+                ),
+                "both say that it is committed",
+            )
+            glimpse = watcher.look()
+        assert [slot.number for slot in glimpse.slots] == [0, 1]
+        assert [slot.status.rank for slot in glimpse.slots if slot.status] == [0, 1]
+        assert all(slot.alive for slot in glimpse.slots)
+        assert glimpse.live is not None
+        assert (glimpse.live.rank, glimpse.live.world_size) == (0, 2)
+        assert on_all([one.close for one in opened]) == [None, None]  # type: ignore[attr-defined]
+        assert [status.read_status(tmp_path / "memory" / "run", slot) for slot in (0, 1)] == [
+            None,
+            None,
+        ]
+
+
+def test_where_rank_0_is_elsewhere_this_nodes_first_rank_is_shown(
+    make_config: MakeConfig, memory: Path
+) -> None:
+    config = make_config()
+    with tierfall.open(config):
+        wait_until(lambda: read(memory).attempt == 1, "the first status")
+        said = read(memory)
+        other = said.model_copy(update={"slot": 1, "rank": 8, "world_size": 16, "pid": 1})
+        status.write_status(memory / "run", other)
+        (memory / "run" / "slot-1.lock").touch(0o600)
+        with Watcher(load_config(config), run="run") as watcher:
+            glimpse = watcher.look()
+        assert [(slot.number, slot.alive) for slot in glimpse.slots] == [(0, True), (1, False)]
+        assert glimpse.live is not None
+        assert glimpse.live.rank == 0

@@ -1,0 +1,265 @@
+"""What ``check`` says of a day: how a run would do with this file, on the tiers as they were measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
+
+from tierfall.cli.common import Answer, Exit, counted, refuse, table
+from tierfall.config import Config
+from tierfall.core.catalog import KnownCheckpoint, merge
+from tierfall.core.errors import ConfigError
+from tierfall.core.records import Commit
+from tierfall.core.units import (
+    format_duration,
+    format_share,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+from tierfall.core.values import Codec
+from tierfall.measuring import Measured
+from tierfall.policies.day import DayForecast, TierForecast, forecast_day
+from tierfall.policies.playing import Chain, Workload
+from tierfall.reading import Reader
+from tierfall.starting import is_shared
+from tierfall.stores import tier_rules
+
+LATEST = 50
+"""How many of a run's newest checkpoints say how long its steps take."""
+WHAT_HELPS = (
+    "no forecast of a day: it takes the size of one rank's image (--image 9GiB) and how often it is saved "
+    "(--save-every 10m, or --step-time 2s with interval.every); a run that has saved twice tells both"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a person says of the training; None is left to the run to tell."""
+
+    image_bytes: int | None
+    save_every_s: float | None
+    step_s: float | None
+    ranks: int | None
+    nodes: int | None
+
+    @classmethod
+    def read(
+        cls,
+        *,
+        image: str | None,
+        save_every: str | None,
+        step_time: str | None,
+        steps_per_hour: float | None,
+        ranks: int | None,
+        nodes: int | None,
+    ) -> Wishes:
+        """Read the options; ends the command where one makes no sense."""
+        if step_time is not None and steps_per_hour is not None:
+            refuse("--step-time and --steps-per-hour say the same: give one of them", Exit.USAGE)
+        if steps_per_hour is not None and not 0 < steps_per_hour < float("inf"):
+            refuse(f"--steps-per-hour: {steps_per_hour} is none; expected more than 0", Exit.USAGE)
+        for word, count in (("--ranks", ranks), ("--nodes", nodes)):
+            if count is not None and count < 1:
+                refuse(f"{word}: {count} does not fit; expected 1 or more", Exit.USAGE)
+        if ranks is not None and (nodes or 1) > ranks:
+            refuse(f"--nodes: {nodes} nodes have no {ranks} ranks between them", Exit.USAGE)
+        step_s = _positive("--step-time", step_time, parse_duration)
+        return cls(
+            image_bytes=_positive("--image", image, parse_size),
+            save_every_s=_positive("--save-every", save_every, parse_duration),
+            step_s=3600 / steps_per_hour if steps_per_hour else step_s,
+            ranks=ranks,
+            nodes=nodes,
+        )
+
+
+NO_WISHES = Wishes(image_bytes=None, save_every_s=None, step_s=None, ranks=None, nodes=None)
+
+
+def _positive(word: str, text: str | None, parse: Any) -> Any:
+    if text is None:
+        return None
+    try:
+        value = parse(text)
+    except ConfigError as error:
+        refuse(f"{word}: {error}", Exit.USAGE)
+    if value <= 0:
+        refuse(f"{word}: {text!r} is none; expected more than 0", Exit.USAGE)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a run's own checkpoints say of it."""
+
+    image_bytes: int | None = None
+    step_s: float | None = None
+    save_every_s: float | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+
+
+def learned(known: Sequence[KnownCheckpoint]) -> Learned:
+    """Read sizes and times off the newest checkpoints of the live line, as far as one attempt saved them."""
+    commits = [c.commit for c in known if c.commit is not None and not c.abandoned]
+    if not commits:
+        return Learned()
+    newest = commits[-1]
+    attempt = newest.line.checkpoint.attempt
+    line = [c for c in commits if c.line.checkpoint.attempt == attempt][-LATEST:]
+    spans = [(b.wall_time_s - a.wall_time_s, b, a) for a, b in pairwise(line)]
+    steps = [
+        span / (b.line.checkpoint.step - a.line.checkpoint.step) for span, b, a in spans if span > 0
+    ]
+    saves = [
+        span / (b.line.ordinal - a.line.ordinal)
+        for span, b, a in spans
+        if span > 0 and b.line.ordinal > a.line.ordinal
+    ]
+    return Learned(
+        image_bytes=max(_one_rank(c) for c in line),
+        step_s=statistics.median(steps) if steps else None,
+        save_every_s=statistics.median(saves) if saves else None,
+        ranks=newest.world_size,
+        nodes=len(set(newest.nodes)) or 1,
+    )
+
+
+def _one_rank(commit: Commit) -> int:
+    """The size of one image: a record of one node names its own ranks' alone."""
+    images = sum(file.digest is None for file in commit.files)
+    return -(-commit.image_bytes // max(1, images))
+
+
+def workload(settings: Config, wishes: Wishes, run: Learned) -> Workload | None:
+    """Put together what is known; None where size or interval are not."""
+    image = wishes.image_bytes or run.image_bytes
+    interval = settings.interval
+    steps = interval.every_steps
+    step_s = wishes.step_s or run.step_s
+    by_rule = steps * step_s if steps and step_s else interval.every_s
+    save_every_s = wishes.save_every_s or by_rule or run.save_every_s
+    if image is None or save_every_s is None:
+        return None
+    ranks = wishes.ranks or (run.ranks if wishes.image_bytes is None else None) or 1
+    nodes = wishes.nodes or (run.nodes if ranks == run.ranks else None) or 1
+    return Workload(
+        image_bytes=image,
+        save_every_s=save_every_s,
+        steps_per_save=steps or 1,
+        ranks=ranks,
+        nodes=min(nodes, ranks),
+    )
+
+
+def foresee(answer: Answer, settings: Config, tiers: Sequence[Measured], wishes: Wishes) -> None:
+    """Say what a day brings, or what is missing to say it."""
+    load = workload(settings, wishes, Learned())
+    source = "by the options"
+    if load is None:
+        source = (
+            "by the run's own checkpoints" if wishes == NO_WISHES else "by the options and the run"
+        )
+        with Reader(settings) as reader:
+            load = workload(settings, wishes, learned(merge(reader.list())))
+    if load is None:
+        answer.document["forecast"] = None
+        answer.show("", WHAT_HELPS)
+        return
+    rates = _rates(settings, tiers)
+    chain = Chain(
+        rules=tier_rules(settings),
+        rates=rates,
+        shared=frozenset(tier.name for tier in settings.stored if is_shared(tier)),
+        host_bytes=settings.host.capacity_bytes,
+        when_full=settings.host.when_full,
+        max_wait_s=settings.max_wait_s,
+    )
+    made = forecast_day(chain, load)
+    answer.document["forecast"] = _members(made, load)
+    answer.show("", *_shown(made, load, source))
+    packed = [t.name for t in settings.stored if t.compress.codec is not Codec.NONE]
+    if packed:
+        answer.show(f"{', '.join(packed)}: packed copies take less; they are counted unpacked here")
+
+
+def _rates(settings: Config, tiers: Sequence[Measured]) -> dict[str, float]:
+    """What was measured, and no more than the file allows: a short measurement may be faster than that."""
+    allowed = {tier.name: tier.bandwidth_bytes_per_s for tier in settings.stored}
+    found: dict[str, float] = {}
+    for tier in tiers:
+        known = [r for r in (tier.write_bytes_per_s, allowed.get(tier.name)) if r]
+        if known:
+            found[tier.name] = min(known)
+    return found
+
+
+def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
+    of = (
+        ""
+        if load.ranks == 1
+        else f" on each of {load.ranks} ranks, {counted(load.nodes, 'node', 'nodes')}"
+    )
+    saves = counted(made.saves, "save", "saves")
+    head = (
+        f"a day with a save every {format_duration(load.save_every_s)} of "
+        f"{format_size(load.image_bytes)}{of} ({source}): {saves}"
+    )
+    right = ("COPY", "EVERY", "TAKES", "BUSY", "KEPT", "HELD", "AT MOST", "FULL AFTER")
+    rows = table("TIER", *right, right=right)
+    for tier in made.tiers:
+        rows.add_row(
+            tier.tier,
+            format_size(tier.copy_bytes),
+            format_duration(tier.every_s),
+            "-" if tier.copy_s is None else format_duration(tier.copy_s),
+            "-" if tier.busy is None else format_share(tier.busy),
+            str(tier.kept),
+            format_size(tier.bytes),
+            format_size(tier.bytes_max),
+            "-" if tier.full_s is None else format_duration(tier.full_s),
+        )
+    said = [f"{tier.tier}: {reason}" for tier in made.tiers for reason in tier.reasons]
+    return [head, rows, *said, *made.reasons]
+
+
+def _members(made: DayForecast, load: Workload) -> dict[str, Any]:
+    return {
+        "image_bytes": load.image_bytes,
+        "save_every_s": load.save_every_s,
+        "ranks": load.ranks,
+        "nodes": load.nodes,
+        "horizon_s": made.horizon_s,
+        "played_s": made.played_s,
+        "saves": made.saves,
+        "skipped": made.skipped,
+        "superseded": made.superseded,
+        "waited_s": made.waited_s,
+        "reasons": list(made.reasons),
+        "tiers": [_tier_members(tier) for tier in made.tiers],
+    }
+
+
+def _tier_members(tier: TierForecast) -> dict[str, Any]:
+    return {
+        "name": tier.tier,
+        "copy_bytes": tier.copy_bytes,
+        "every_s": tier.every_s,
+        "copy_s": tier.copy_s,
+        "busy": tier.busy,
+        "behind_per_h": tier.behind_per_h,
+        "kept": tier.kept,
+        "kept_max": tier.kept_max,
+        "bytes": tier.bytes,
+        "bytes_max": tier.bytes_max,
+        "full_s": tier.full_s,
+        "waits": tier.waits,
+        "lag_s": tier.lag_s,
+        "reasons": list(tier.reasons),
+    }

@@ -1,0 +1,324 @@
+"""What ``watch`` shows: one picture of a run, as a document and as tables, whoever it came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from tierfall.cli.common import counted, of_tier, owner_members, table
+from tierfall.cli.facts import Facts
+from tierfall.core.units import format_duration, format_rate, format_share, format_size
+from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
+from tierfall.core.view import View
+from tierfall.status import CheckpointStatus, CopyStatus, Status, TierStatus, TransferStatus
+from tierfall.watching import Glimpse, Slot
+
+ROWS_MAX = 12
+EVENTS_SHOWN = 6
+HANGS_AFTER_S = 15.0
+NUMBER_MAX = 1e18
+TIME_MAX_S = 3e10
+_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
+_TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A run at a moment. ``problems`` are what could not be read."""
+
+    run: str
+    glimpse: Glimpse
+    tiers: tuple[TierStatus, ...]
+    checkpoints: tuple[CheckpointStatus, ...]
+    checkpoints_known: int
+    transfers: tuple[TransferStatus, ...]
+    newest: dict[LossClass, int | None]
+    problems: tuple[str, ...]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "wall_time_s": self.glimpse.wall_time_s,
+            "owner": owner_members(self.glimpse.owner),
+            "slots": [_slot_members(self.glimpse, slot) for slot in self.glimpse.slots],
+            "tiers": [tier.model_dump(mode="json") for tier in self.tiers],
+            "checkpoints": [one.model_dump(mode="json") for one in self.checkpoints],
+            "checkpoints_known": self.checkpoints_known,
+            "transfers": [one.model_dump(mode="json") for one in self.transfers],
+            "newest": {str(lost): step for lost, step in self.newest.items()},
+            "events": list(self.glimpse.events),
+        }
+
+    def shown(self) -> Iterator[Table | str]:
+        """What a person sees of it."""
+        yield from _heading(self)
+        yield ""
+        yield _tier_table(self.tiers)
+        yield from (of_tier(tier.name, tier.failing) for tier in self.tiers if tier.failing)
+        if self.checkpoints:
+            yield ""
+            yield _grid(self)
+        if more := self.checkpoints_known - len(self.checkpoints[-ROWS_MAX:]):
+            yield f"and {counted(more, 'older one', 'older ones')}"
+        if self.transfers:
+            yield ""
+            yield _transfer_table(self.transfers)
+        yield ""
+        yield "survives the loss of " + ", ".join(
+            f"the {lost}: {_step(self.newest.get(lost))}" for lost in LOSS_CLASSES
+        )
+        if len(self.glimpse.slots) > 1:
+            yield ""
+            yield _slot_table(self.glimpse)
+        if self.glimpse.events:
+            yield ""
+            yield from (_told(event) for event in self.glimpse.events[-EVENTS_SHOWN:])
+
+
+def of_status(status: Status, glimpse: Glimpse) -> Picture:
+    """What a living trainer says."""
+    return Picture(
+        run=status.run,
+        glimpse=glimpse,
+        tiers=status.tiers,
+        checkpoints=status.checkpoints,
+        checkpoints_known=status.checkpoints_known,
+        transfers=status.transfers,
+        newest=status.newest,
+        problems=glimpse.problems,
+    )
+
+
+def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
+    """What the tiers hold, where no trainer says it."""
+    unread = (of_tier(tier, error) for tier, error in facts.unread.items())
+    return Picture(
+        run=run,
+        glimpse=glimpse,
+        tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
+        checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
+        checkpoints_known=len(facts.rows()),
+        transfers=(),
+        newest=_newest(facts.view),
+        problems=(*glimpse.problems, *unread),
+    )
+
+
+def _listed_tier(facts: Facts, name: str) -> TierStatus:
+    rules = facts.view.tier(name)
+    listing = next(listing for listing in facts.listings if listing.tier == name)
+    return TierStatus(
+        name=name,
+        kind=rules.kind,
+        used_bytes=sum(c.bytes for c in listing.copies) + sum(listing.unfinished.values()),
+        capacity_bytes=rules.capacity_bytes,
+        checkpoints=len(listing.copies),
+    )
+
+
+def _listed(facts: Facts, id: CheckpointId) -> CheckpointStatus:
+    known = facts.by_id.get(id)
+    copies = {
+        listing.tier: CopyStatus(state=CopyState.ARRIVING, bytes=listing.unfinished[id])
+        for listing in facts.listings
+        if id in listing.unfinished
+    }
+    if known is None:
+        return CheckpointStatus(step=id.step, attempt=id.attempt, copies=copies)
+    held = {t: CopyStatus(state=c.state, bytes=c.bytes) for t, c in known.copies.items()}
+    return CheckpointStatus(
+        step=id.step,
+        attempt=id.attempt,
+        copies=copies | held,
+        owed=facts.owed(id),
+        pinned=known.pinned,
+        abandoned=known.abandoned,
+    )
+
+
+def _newest(view: View) -> dict[LossClass, int | None]:
+    """Name the newest step that survives each loss, as ``statistics`` does."""
+    return {
+        lost: max(
+            (
+                c.id.step
+                for c in view.checkpoints
+                if c.live
+                and any(
+                    _RANK[tier.survives] >= _RANK[lost] and c.readable_on(tier.name)
+                    for tier in view.tiers
+                )
+            ),
+            default=None,
+        )
+        for lost in LOSS_CLASSES
+    }
+
+
+# For programs ----------------------------------------------------------------------------------------
+
+
+def _slot_members(glimpse: Glimpse, slot: Slot) -> dict[str, Any]:
+    status = slot.status
+    return {
+        "slot": slot.number,
+        "alive": slot.alive,
+        "owner": owner_members(slot.owner),
+        "rank": status.rank if status else None,
+        "world_size": status.world_size if status else None,
+        "attempt": status.attempt if status else None,
+        "pid": status.pid if status else None,
+        "node": status.node if status else None,
+        "age_s": glimpse.age_s(status) if status else None,
+        "failure": status.failure if status else None,
+        "lost_events": status.lost_events if status else None,
+        "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
+    }
+
+
+# For people ------------------------------------------------------------------------------------------
+
+
+def _heading(picture: Picture) -> Iterator[str]:
+    glimpse = picture.glimpse
+    if (live := glimpse.live) is not None:
+        yield (
+            f"run {live.run}: process {live.pid} on {live.node} is at it, rank {live.rank} of "
+            f"{live.world_size}, attempt {live.attempt}"
+        )
+        if live.failure:
+            yield f"it flushes nothing any more: {live.failure}"
+        elif (age_s := glimpse.age_s(live)) > HANGS_AFTER_S:
+            yield f"it has said nothing for {format_duration(age_s)}: it may hang"
+        return
+    if glimpse.owner is not None:
+        yield f"run {picture.run}: a process owns it, and has said nothing yet: {glimpse.owner}"
+    else:
+        yield f"run {picture.run}: no trainer lives on this machine; this is what the tiers hold"
+    if (last := glimpse.last_words) is not None:
+        yield f"process {last.pid} is gone, and said last, {_ago(glimpse, last)}:"
+        for transfer in last.transfers:
+            share = format_share(transfer.done_bytes / max(1, transfer.bytes))
+            yield f"  {transfer.step}@{transfer.attempt} was on its way to {transfer.tier}: {share}"
+        if not last.transfers:
+            yield "  nothing was on its way"
+
+
+def _ago(glimpse: Glimpse, status: Status) -> str:
+    return f"{format_duration(round(glimpse.age_s(status)))} ago"
+
+
+def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
+    right = ("STEPS", "USED", "OF", "FILL", "RATE")
+    made = table("TIER", "KIND", *right, right=right)
+    for tier in tiers:
+        of = tier.capacity_bytes
+        made.add_row(
+            tier.name,
+            str(tier.kind),
+            str(tier.checkpoints),
+            format_size(tier.used_bytes),
+            "-" if of is None else format_size(of),
+            "-" if not of else format_share(tier.used_bytes / of),
+            format_rate(tier.bytes_per_s) if tier.bytes_per_s else "-",
+        )
+    return made
+
+
+def _grid(picture: Picture) -> Table:
+    names = [tier.name for tier in picture.tiers]
+    made = table("STEP", *names, "", right=("STEP",))
+    for one in picture.checkpoints[-ROWS_MAX:]:
+        remarks = [
+            w for w, said in (("pinned", one.pinned), ("left behind", one.abandoned)) if said
+        ]
+        cells = (_cell(one, name, alive=picture.glimpse.live is not None) for name in names)
+        made.add_row(f"{one.step}@{one.attempt}", *cells, ", ".join(remarks))
+    return made
+
+
+def _cell(one: CheckpointStatus, tier: str, *, alive: bool) -> str:
+    copy = one.copies.get(tier)
+    if copy is None:
+        return "owed" if tier in one.owed else "-"
+    if copy.state is CopyState.ARRIVING and not alive:
+        return "unfinished"
+    return str(copy.state) + (
+        "" if copy.fraction is None else f" {format_share(round(copy.fraction, 2))}"
+    )
+
+
+def _transfer_table(transfers: tuple[TransferStatus, ...]) -> Table:
+    right = ("DONE", "SIZE", "RATE", "LEFT")
+    made = table("ON ITS WAY", "TO", "PHASE", *right, right=right)
+    for one in transfers:
+        made.add_row(
+            f"{one.step}@{one.attempt}",
+            one.tier,
+            one.phase,
+            format_share(round(one.done_bytes / max(1, one.bytes), 2)),
+            format_size(one.bytes),
+            format_rate(one.bytes_per_s) if one.bytes_per_s else "-",
+            "-" if one.left_s is None else format_duration(one.left_s),
+        )
+    return made
+
+
+def _slot_table(glimpse: Glimpse) -> Table:
+    right = ("SLOT", "RANK", "PROCESS", "SEEN")
+    made = table(*right, "IN MEMORY", "ON ITS WAY", right=right)
+    for slot in glimpse.slots:
+        status = slot.status
+        if status is None:
+            process = "-" if slot.owner is None else str(slot.owner.pid)
+            made.add_row(str(slot.number), "-", process, "-", "-", "-")
+            continue
+        host = status.tiers[0]
+        made.add_row(
+            str(slot.number),
+            str(status.rank),
+            str(status.pid) if slot.alive else f"{status.pid} (gone)",
+            _ago(glimpse, status),
+            format_size(host.used_bytes),
+            ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
+        )
+    return made
+
+
+def _step(step: int | None) -> str:
+    return "nothing" if step is None else f"step {step}"
+
+
+def _told(event: dict[str, Any]) -> str:
+    """One event as a line: when, what, of which step, on which tier, and what is known of it."""
+    at = _number(event.get("wall_time_s"))
+    when = (
+        "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
+    )
+    parts = [when, str(event["kind"]).replace("_", " ")]
+    if "step" in event:
+        parts.append(f"{event['step']}@{event.get('attempt')}")
+    if "tier" in event:
+        parts.append(str(event["tier"]))
+    for name in _TOLD:
+        value = event.get(name)
+        number = _number(value)
+        if name == "bytes" and number is not None:
+            parts.append(format_size(number))
+        elif name == "seconds" and number is not None:
+            parts.append(f"in {format_duration(number)}")
+        elif isinstance(value, str | int):
+            parts.append(str(value))
+    return " ".join(parts)
+
+
+def _number(value: object) -> float | None:
+    """Read a number of a log that anybody may have written; None where no time or size is like that."""
+    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
+        return float(value)
+    return None
