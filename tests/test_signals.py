@@ -198,6 +198,21 @@ say("was not ended")
     assert done.returncode == -TERM
 
 
+def test_a_watch_is_told_names_and_a_work_stands_beside_it(calls: list[str]) -> None:
+    watch = signals.SignalWatch(["SIGUSR1"], calls.append)
+    listener = signals.listen({USR1}, what="test", work=lambda number: None)
+    os.kill(os.getpid(), USR1)
+    wait_for(lambda: len(calls) == 2)
+    assert calls == ["SIGUSR1", "user's on MainThread"]
+    signals.stop(listener)
+    watch.close()
+    watch.close()
+    signals.SignalWatch([], calls.append).close()
+    os.kill(os.getpid(), USR1)
+    wait_for(lambda: len(calls) == 3)
+    assert calls[2:] == ["user's on MainThread"]
+
+
 def test_an_ignored_signal_is_ignored_after_the_work() -> None:
     done = run(
         """

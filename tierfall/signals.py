@@ -73,6 +73,31 @@ def stop(listener: Listener) -> None:
     _hub.remove(listener)
 
 
+class SignalWatch:
+    """Calls ``asked`` with a signal's name, on the main thread, for as long as it is open: a flag, as ``listen`` has
+    it. Without names it watches nothing."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        asked: Callable[[str], None],
+        *,
+        what: str = "open: interval.on_signal",
+    ) -> None:
+        self._listener: Listener | None = None
+        if names:
+            self._listener = listen(
+                [Signals[name] for name in names],
+                what="open: interval.on_signal",
+                flag=lambda number: asked(number.name),
+            )
+
+    def close(self) -> None:
+        """Watch no more; may be called twice."""
+        if self._listener is not None:
+            stop(self._listener)
+
+
 class _Hub:
     """All listeners of this process, and what was there before them.
 
