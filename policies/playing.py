@@ -226,7 +226,7 @@ class Play:
         self.counted[tier].lag_s = self.now_s - one.saved_s
         self._note_most(tier)
         for other in self._lanes:
-            if _has_retention(other.rules):
+            if other.rules.retain:
                 self._retain(other.rules.name)
         self._settle()
         self._begin_all()
@@ -341,3 +341,21 @@ class Play:
         return not any(
             other != tier and state is CopyState.COMMITTED for other, state in one.copies.items()
         )
+
+
+def keeps_all(rules: TierRules) -> bool:
+    is_stored = rules.kind is not TierKind.HOST
+    return is_stored and rules.capacity_bytes is None and not rules.retain
+
+
+def copy_bytes_of(rules: TierRules, chain: Chain, load: Workload) -> int:
+    """The bytes of a checkpoint that a tier's capacity counts."""
+    if rules.kind is TierKind.HOST:
+        return load.image_bytes
+    return load.image_bytes * (load.ranks if rules.name in chain.shared else load.ranks_per_node)
+
+
+def copy_s_of(rules: TierRules, chain: Chain, load: Workload) -> float | None:
+    """How long a node's part of a checkpoint takes to a tier; None where nobody knows."""
+    rate = chain.rates.get(rules.name)
+    return None if not rate else load.image_bytes * load.ranks_per_node / rate
