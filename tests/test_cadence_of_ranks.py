@@ -12,13 +12,14 @@ import pytest
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all
 from tests.steps import state_of, wait_until
-from tierfall import announcing, checkpointer, signalled
+from tierfall import announcing
 from tierfall.announcing import AnnouncedSteps
 from tierfall.checkpointer import Checkpointer
 from tierfall.core.errors import ConfigError, RanksError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.values import CopyState, SaveOutcome
+from tierfall.signals import SignalWatch
 
 STEP_S = 0.004
 
@@ -218,12 +219,12 @@ def test_what_was_announced_before_a_restore_is_not_saved_after_it(
 def test_a_rank_that_may_not_set_signals_keeps_all_from_opening(
     opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = signalled.save_on_signal
+    real = SignalWatch.__init__
 
-    def only_rank_0(names: Any, ask: Any) -> Any:  # and in no main thread
-        return real(("SIGUSR1",) if ask.__self__._others.decides else (), ask)
+    def watch(self: SignalWatch, names: Any, asked: Any) -> None:
+        real(self, ["SIGUSR1"] if asked.__self__._others.decides else [], asked)
 
-    monkeypatch.setattr(checkpointer, "save_on_signal", only_rank_0)
+    monkeypatch.setattr(SignalWatch, "__init__", watch)  # rank 0 alone, and in no main thread
     found = opener.all_open()
     assert [type(one) for one in found] == [ConfigError, RanksError]
     assert all("only the main thread" in str(one) for one in found)

@@ -51,7 +51,8 @@ from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statist
 from tierfall.restoring import Restorer, say_left_behind
 from tierfall.saving import Saver
 from tierfall.session import Session
-from tierfall.signalled import DrainOnSignal, save_on_signal
+from tierfall.signalled import DrainOnSignal
+from tierfall.signals import SignalWatch
 from tierfall.starting import opening, ready_together
 from tierfall.step_clock import StepClock
 
@@ -114,9 +115,8 @@ class Checkpointer:
                 )
                 self._cadence = cadence_of(config, self._session, self._leave_out)
                 self._restorer.has_gone_on = self._goes_on_from
-                self._on_save_signal = save_on_signal(config.interval.on_signal, self._cadence.ask)
-                if self._on_save_signal is not None:
-                    undo.callback(signals.stop, self._on_save_signal)
+                self._saves_on = SignalWatch(config.interval.on_signal, self._cadence.ask)
+                undo.callback(self._saves_on.close)
             if fresh:
                 say_left_behind(run, self._session.known(), None)
             self._session.start()
@@ -472,8 +472,7 @@ class Checkpointer:
             self._closed = True
             _open.discard(self)
             self._last = None
-            if self._on_save_signal is not None:
-                signals.stop(self._on_save_signal)
+            self._saves_on.close()
             self._saver.close()
             try:
                 self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))

@@ -21,16 +21,6 @@ WHAT = "drain.on_signal"
 POLL_S = 0.05
 
 
-def save_on_signal(names: tuple[str, ...], ask: Callable[[str], None]) -> signals.Listener | None:
-    """Have ``ask`` told the name of each signal that asks for a save, between two instructions of the main thread; None
-    where no signal does."""
-    if not names:
-        return None
-    return signals.listen(
-        signals_named(names), what="open: interval.on_signal", flag=lambda number: ask(number.name)
-    )
-
-
 class DrainOnSignal:
     """Listens from the time it is made, on the main thread, until ``stop``. The signal has its previous effect once the
     drain is over: what can be durable is, or the deadline has passed.

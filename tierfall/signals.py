@@ -77,13 +77,7 @@ class SignalWatch:
     """Calls ``asked`` with a signal's name, on the main thread, for as long as it is open: a flag, as ``listen`` has
     it. Without names it watches nothing."""
 
-    def __init__(
-        self,
-        names: Collection[str],
-        asked: Callable[[str], None],
-        *,
-        what: str = "open: interval.on_signal",
-    ) -> None:
+    def __init__(self, names: Collection[str], asked: Callable[[str], None]) -> None:
         self._listener: Listener | None = None
         if names:
             self._listener = listen(
