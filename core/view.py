@@ -38,7 +38,7 @@ class CopyView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
     """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one; ``settling`` says
-    that a commit of it, or a person's order about it, is under way."""
+    that a commit of it, or a person's order about it, is under way; ``at_end`` that every tier is to get it."""
 
     id: CheckpointId
     ordinal: int
@@ -49,6 +49,7 @@ class CheckpointView:
     copies: Mapping[str, CopyView] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
     settling: bool = False
+    at_end: bool = False
 
     def state(self, tier: str) -> CopyState:
         copy = self.copies.get(tier)

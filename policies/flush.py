@@ -1,7 +1,7 @@
 """Flush: which tiers are owed a copy of a checkpoint.
 
-Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, in rising order; what it has moved past is
-not sent again.
+Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with, in
+rising order; what it has moved past is not sent again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from tierfall.core.view import CheckpointView, TierRules, View
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
 
 
-def tiers_owed(tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]:
-    """Name the tiers that a new checkpoint of this ordinal is flushed to, fastest first."""
-    return tuple(t.name for t in tiers if t.kind not in _IN_MEMORY and ordinal % t.flush_every == 0)
+def tiers_owed(
+    tiers: tuple[TierRules, ...], ordinal: int, *, at_end: bool = False
+) -> tuple[str, ...]:
+    """Name the tiers that a new checkpoint of this ordinal is flushed to, fastest first; ``at_end``: all of them."""
+    stored = (t for t in tiers if t.kind not in _IN_MEMORY)
+    return tuple(t.name for t in stored if at_end or ordinal % t.flush_every == 0)
 
 
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
@@ -27,7 +30,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         return ()
     return tuple(
         name
-        for name in tiers_owed(view.tiers, checkpoint.ordinal)
+        for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
         if not checkpoint.readable_on(name)
         and not any(c.live and c.id > checkpoint.id for c in view.on(name))
         and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
@@ -43,7 +46,7 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
         for c in view.checkpoints
         if c.live
         and c.id > checkpoint.id
-        and c.ordinal % tier.flush_every == 0
+        and (c.at_end or c.ordinal % tier.flush_every == 0)
         and any(c.readable_on(name) for name in c.copies)
     ]
     return len(newer) >= tier.retain_last

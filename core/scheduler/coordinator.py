@@ -463,6 +463,16 @@ class Coordinator:
             for e in self.ledger.entries.values()
         )
 
+    def owe_to_all(self, id: CheckpointId) -> None:
+        """Let every tier have a checkpoint that this process saved, whatever it is usually given."""
+        entry = self.ledger.entries.get(id)
+        if entry is None or entry.lost or self.fenced is not None:
+            return
+        if entry.snapshot is None and not entry.readable_on(self.ledger.host):
+            return
+        there = entry.states.keys() | entry.damage.keys()
+        entry.owed.update(tier for tier in self.lanes if tier not in there)
+
     def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
         return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.owed))
 

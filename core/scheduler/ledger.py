@@ -273,6 +273,7 @@ class Ledger:
             },
             owed=frozenset(entry.owed),
             settling=settling,
+            at_end=entry.commit is not None and entry.commit.line.at_end,
         )
 
     def used_bytes(self, tier: str) -> int:

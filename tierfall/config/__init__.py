@@ -5,6 +5,7 @@
 tier or looks at the machine, except for the working directory and the environment.
 """
 
+from tierfall.config.interval import Interval, Mtbf
 from tierfall.config.loading import load_config
 from tierfall.config.model import (
     Config,
@@ -21,7 +22,6 @@ from tierfall.config.sections import (
     Compress,
     Flush,
     FlushOrder,
-    Interval,
     Retain,
 )
 
@@ -36,6 +36,7 @@ __all__ = [
     "FlushOrder",
     "HostTier",
     "Interval",
+    "Mtbf",
     "ObjectTier",
     "Retain",
     "StoredTier",

@@ -25,13 +25,13 @@ from tierfall.config.fields import (
     any_word,
     choice,
 )
+from tierfall.config.interval import Interval
 from tierfall.config.places import write_place
 from tierfall.config.rules import FOLDER, check_chain, link_of
 from tierfall.config.sections import (
     Capture,
     Compress,
     Flush,
-    Interval,
     OnClose,
     Retain,
     Section,
@@ -201,6 +201,10 @@ def _expand_tiers(value: object) -> object:
     return value
 
 
+def _or_default(value: object) -> object:
+    return Interval() if value is None else value
+
+
 class Config(Section):
     """Where checkpoints of a training run go, and when."""
 
@@ -208,10 +212,9 @@ class Config(Section):
         description="The name of the training run: a folder of that name in every tier.",
         examples=["gpt-small"],
     )
-    # The default will be {overhead: 3.5%}. Until that is acted on, None says that nobody chose a cadence.
-    interval: Interval | None = Field(
-        default=None,
-        description="When maybe_save saves; absent: it does not know, and says so. save needs none.",
+    interval: Annotated[Interval, BeforeValidator(_or_default, Interval | None)] = Field(
+        default=Interval(),
+        description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
         examples=[{"every": 100}],
     )
     capture: Capture = Field(

@@ -17,8 +17,6 @@ from tierfall.config.fields import (
     Flag,
     Level,
     Rate,
-    Share,
-    Steps,
     any_word,
     choice,
     not_yet,
@@ -54,46 +52,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, serialize_by_alias=True
     )
-
-
-class Interval(Section):
-    """When maybe_save saves."""
-
-    every: Steps | None = Field(
-        default=None,
-        description="Save every so many training steps. A time such as 10m is not supported yet.",
-        examples=[100],
-    )
-    overhead: Annotated[Share | None, not_yet("a cadence by overhead is")] = Field(
-        default=None,
-        description="The share of training time that saving may cost. Not supported yet.",
-        examples=["3.5%"],
-    )
-    mtbf_s: Annotated[Duration | None, not_yet("a cadence by mtbf is")] = Field(
-        default=None,
-        alias="mtbf",
-        description="The mean time between failures to find the best cadence for. Not supported yet.",
-        examples=["4h"],
-    )
-    on_signal: Annotated[tuple[str, ...] | None, not_yet("saving on a signal is", ())] = Field(
-        default=None,
-        description="Signals on which to save. Not supported yet.",
-        examples=[["SIGTERM"]],
-    )
-    at_end: Annotated[Flag, not_yet("saving at the end is", False)] = Field(
-        default=False,
-        description="Whether to save the last step. Not supported yet.",
-        examples=[True],
-    )
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.every is None:
-            raise wrong(
-                "says no interval; expected {every: 100} (or leave interval out and call save)",
-                expected="{every: 100}",
-            )
-        return self
 
 
 class Capture(Section):
