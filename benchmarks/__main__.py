@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, machine, memory, objects, plots, report, small, training
+from benchmarks import gpu, in_flight, machine, memory, objects, plots, report, small, training
 from benchmarks.figures import Results, exit_code
 from benchmarks.peers import measure as peers
 from benchmarks.peers import registry
@@ -24,11 +24,22 @@ from benchmarks.suite import Suite
 from tierfall.tiers.arena_folder import SHARED_MEMORY
 
 FILE_PARTS = ("durable", "host", "cold", "warm")
-PARTS = (*FILE_PARTS, "memory", "objects", "throttled", "peers", "training", "small", "gpu")
+PARTS = (
+    *FILE_PARTS,
+    "memory",
+    "objects",
+    "throttled",
+    "peers",
+    "training",
+    "small",
+    "in_flight",
+    "gpu",
+)
 MORE_PARTS = {
     "peers": peers.measure,
     "training": training.measure,
     "small": small.measure,
+    "in_flight": in_flight.measure,
     "gpu": gpu.measure,
 }
 EPILOGUE = (
