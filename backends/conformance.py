@@ -66,12 +66,13 @@ def check_promise(
     make: Callable[[], Backend],
     *,
     reopen: Callable[[Backend], Backend] | None = None,
+    leaves_unfinished: bool = True,
 ) -> None:
     """Run one check of ``CHECKS``; raises AssertionError, naming the promise, where the backend breaks it."""
     check = CHECKS[name]
     promise = f"the promise: {' '.join((check.__doc__ or name).split())}"
     try:
-        check(Bench(make=make, reopen=reopen))
+        check(Bench(make=make, reopen=reopen, leaves_unfinished=leaves_unfinished))
     except AssertionError as error:
         error.add_note(promise)
         raise
@@ -82,13 +83,16 @@ def check_promise(
 
 
 def check_backend(
-    make: Callable[[], Backend], *, reopen: Callable[[Backend], Backend] | None = None
+    make: Callable[[], Backend],
+    *,
+    reopen: Callable[[Backend], Backend] | None = None,
+    leaves_unfinished: bool = True,
 ) -> None:
     """Run every check, each on a fresh backend.
 
     ``make`` returns an empty backend; ``reopen`` opens a second one on the place of the first, as another process
-    would, and is None only where a place lives and dies with its backend object. Raises AssertionError at the first
-    promise that is broken.
+    would, and is None only where a place lives and dies with its backend object. ``leaves_unfinished``: something stays
+    at the place of a writer that dies. Raises AssertionError at the first promise that is broken.
     """
     for name in CHECKS:
-        check_promise(name, make, reopen=reopen)
+        check_promise(name, make, reopen=reopen, leaves_unfinished=leaves_unfinished)

@@ -21,10 +21,12 @@ MEMORY_ALIGNMENT_BYTES = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """How a check gets backends: ``make`` an empty one; ``reopen`` a second one on the same place, as another process
-    would (None: the place lives and dies with its backend object)."""
+    would (None: the place lives and dies with its backend object). ``leaves_unfinished``: something stays there of a
+    writer that dies."""
 
     make: Callable[[], Backend]
     reopen: Callable[[Backend], Backend] | None = None
+    leaves_unfinished: bool = True
 
     @contextmanager
     def backend(self) -> Iterator[Backend]:

@@ -1,7 +1,8 @@
 """From a URL and fsspec's option names to a backend, with the library that serves it best.
 
 Folders are served by this package itself, ``s3://``, ``gs://`` and ``az://`` by obstore where it is installed and
-knows every option, and all else by fsspec. No library is loaded that is not used.
+knows every option, what was registered (``registry``) by that, and all else by fsspec. No library is loaded that is
+not used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tierfall.backends import registry
 from tierfall.backends.object_client import NotServedError, ObjectClient
 from tierfall.backends.object_store import ObjectStoreBackend
 from tierfall.backends.posix import PosixBackend
@@ -31,8 +33,13 @@ _WITH_BUCKET = ("s3", "gs", "gcs", *_AZURE)
 # How often a store is asked at open, and for how long, so that silence does not hold up a start.
 _TRIES = 4
 _TRIES_S = 5.0
-REMOTE = _WITH_BUCKET
-"""Protocols of stores that lie somewhere else, whatever happens here."""
+
+
+def is_remote(url: str) -> bool:
+    """Say whether what lies at an address lies somewhere else, whatever happens here."""
+    scheme = url.partition("://")[0]
+    found = registry.find(scheme)
+    return scheme in _WITH_BUCKET if found is None else found.remote
 
 
 def open_backend(
@@ -64,6 +71,12 @@ def open_backend(
         sleep=sleep,
         rng=random.Random(),
     )
+    found = registry.find(scheme) if driver is None else None
+    if found is not None:
+        given = dict(options or {})
+        return patience.again(
+            lambda: registry.open_by(found, url, options=given, read_only=read_only)
+        )
     return patience.again(
         lambda: ObjectStoreBackend(_client(scheme, url, options, driver), read_only=read_only)
     )

@@ -110,11 +110,18 @@ def of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
 
 
 def to_view(
-    tiers: Sequence[TierRules], known: Iterable[KnownCheckpoint], **members: object
+    tiers: Sequence[TierRules],
+    known: Sequence[KnownCheckpoint],
+    *,
+    wall_time_s: float,
+    **members: object,
 ) -> View:
-    """Make the picture that policies see of what lies on disk, for callers without a coordinator."""
+    """Make the picture that policies see of what lies on disk, for callers without a coordinator; ``wall_time_s`` is
+    now."""
     return View(
         tiers=tuple(tiers),
+        wall_time_s=wall_time_s,
+        many_ranks=any(c.commit is not None and c.commit.world_size > 1 for c in known),
         checkpoints=tuple(
             CheckpointView(
                 id=c.id,
@@ -123,6 +130,9 @@ def to_view(
                 abandoned=c.abandoned,
                 pinned=c.pinned,
                 tombstoned=c.tombstoned,
+                metrics=c.commit.metrics if c.commit else {},
+                tags=names.tags_of(c.commit.tags if c.commit else (), c.marks),
+                wall_time_s=c.commit.wall_time_s if c.commit else None,
                 copies={
                     tier: CopyView(state=copy.state, bytes=copy.bytes)
                     for tier, copy in c.copies.items()

@@ -185,6 +185,13 @@ class SaveHandle:
                 self._outcome = SaveOutcome.FAILED
             self._ring()
 
+    def tell_settled(self) -> bool:
+        """Say whether nothing of this save goes on: every tier that it is flushed to has it, or does not take it."""
+        with self._lock:
+            if self._failure is not None:
+                return True
+            return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
+
     def tell_stopped(self, error: BaseException) -> None:
         """Nobody goes on with what is still missing; what has failed before stays the reason."""
         with self._lock:

@@ -31,6 +31,13 @@ class Members:
             raise IntegrityError(f"{self._what}: {name!r} is {value}, not within {low} to {high}")
         return value
 
+    def flag(self, name: str) -> bool:
+        """Read what is true or false; what is not there is false."""
+        value = self._members.get(name, False)
+        if not isinstance(value, bool):
+            raise IntegrityError(f"{self._what}: member {name!r} is neither true nor false")
+        return value
+
     def list_of(self, name: str, kind: type[T]) -> list[T]:
         values = self.get(name, list)
         if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):

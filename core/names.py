@@ -13,6 +13,7 @@ never touched.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from tierfall.core.errors import ConfigError
 from tierfall.core.values import CheckpointId, Codec, Shard
@@ -128,3 +129,10 @@ def belongs_to(name: str, shard: Shard) -> bool:
     """Say whether a file of a step folder is one that this rank writes there before the commit record: the index of all
     ranks is rank 0's."""
     return parse_shard(name) == shard or (name == INDEX_NAME and shard.rank == 0)
+
+
+def tags_of(given: Iterable[str], marks: Iterable[str]) -> frozenset[str]:
+    """Name the tags of a checkpoint: those ``given`` at its save and marked since, less those that were taken away."""
+    added = {mark.removeprefix("tag-") for mark in marks if mark.startswith("tag-")}
+    taken = {mark.removeprefix("untag-") for mark in marks if mark.startswith("untag-")}
+    return frozenset({*given, *added} - taken)

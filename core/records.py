@@ -28,7 +28,8 @@ class Line:
     """Where a checkpoint stands among the others of its run.
 
     ``ordinal`` is its place in its line, 1 above the one it continues from; ``started_from`` is the checkpoint that its
-    attempt restored before it saved, or None where it began anew.
+    attempt restored before it saved, or None where it began anew. ``at_end``: it is the last of its training, and every
+    tier is to get it.
     """
 
     run: str
@@ -36,6 +37,7 @@ class Line:
     attempt_id: str
     ordinal: int
     started_from: CheckpointId | None
+    at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +298,7 @@ def read_mark(data: bytes, *, what: str) -> Mark:
 
 def _line_members(line: Line) -> dict[str, object]:
     start = line.started_from
+    last = {"at_end": True} if line.at_end else {}
     return {
         "run": line.run,
         "step": line.checkpoint.step,
@@ -303,6 +306,7 @@ def _line_members(line: Line) -> dict[str, object]:
         "attempt_id": line.attempt_id,
         "ordinal": line.ordinal,
         "started_from": None if start is None else {"step": start.step, "attempt": start.attempt},
+        **last,
     }
 
 
@@ -313,6 +317,7 @@ def _line(reader: Members) -> Line:
         attempt_id=reader.get("attempt_id", str),
         ordinal=reader.number("ordinal", 1, 10**18),
         started_from=reader.optional("started_from", _checkpoint),
+        at_end=reader.flag("at_end"),
     )
 
 

@@ -199,6 +199,15 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d} h"
 
 
+def format_period(seconds: float) -> str:
+    """Write a time as a configuration has it, exactly, in the largest unit that fits: ``1d``, ``36h``, ``0.5s``."""
+    exact = Decimal(str(seconds))
+    for unit, factor in reversed(list(DURATION_UNITS.items())):
+        if exact >= factor and exact % factor == 0:
+            return f"{int(exact / factor)}{unit}"
+    return f"{exact.normalize():f}s"
+
+
 def _scaled(value: float, base: int, units: Sequence[str]) -> str:
     """Scale to the unit in which the rounded number stays below ``base``."""
     scaled, last = float(value), len(units) - 1

@@ -127,6 +127,13 @@ class FlushOrder(StrEnum):
     NEWEST_FIRST = "newest_first"
 
 
+class Direction(StrEnum):
+    """Which end of a metric is the good one."""
+
+    MIN = "min"
+    MAX = "max"
+
+
 class OnError(StrEnum):
     """What a failed flush does to the training loop."""
 

@@ -9,31 +9,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tierfall.core.policy import Rule
 from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, WhenFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """What the configuration asks of one tier. ``retain_last`` None keeps all there is room for; ``within_s`` is how
-    soon, in seconds, a checkpoint that the tier is owed must have arrived (None: there is no bound).
+    """What the configuration asks of one tier. ``within_s`` is how soon, in seconds, a checkpoint that the tier is owed
+    must have arrived (None: there is no bound).
+
+    What any rule of ``retain`` wants is kept; without one, all there is room for. Where more than the share
+    ``evict_high`` of the capacity would be taken, copies go until it is ``evict_low`` (None: they go only where room is
+    short), in the order of ``evict`` (None: the cheapest to lose first).
 
     ``when_full`` says what becomes of what waits for the tier where that fills those above (None: what the host tier
     says, and there that it is waited for); ``max_wait_s`` for how long a save waits for it (None: as long as for any).
     ``yields``: it is written slower where training's steps take longer; ``bandwidth_share`` is the share of its
-    measured rate that it is written at (None: all of it)."""
+    measured rate that it is written at (None: all of it).
+    """
 
     name: str
     kind: TierKind
     survives: LossClass
     capacity_bytes: int | None = None
     flush_every: int = 1
-    retain_last: int | None = None
+    retain: tuple[Rule, ...] = ()
+    evict_high: float | None = None
+    evict_low: float | None = None
+    evict: Rule | None = None
     within_s: float | None = None
     flush_order: FlushOrder = FlushOrder.IN_ORDER
     when_full: WhenFull | None = None
     max_wait_s: float | None = None
     yields: bool = False
     bandwidth_share: float | None = None
+
+    def is_high(self, used_bytes: int) -> bool:
+        """Say whether so many bytes on the tier are above its high watermark."""
+        if self.capacity_bytes is None or self.evict_high is None:
+            return False
+        return used_bytes > self.evict_high * self.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +63,9 @@ class CopyView:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
     """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one; ``settling`` says
-    that a commit of it, or a person's order about it, is under way."""
+    that a commit of it, or a person's order about it, is under way; ``at_end`` that every tier is to get it.
+    ``metrics`` and ``tags`` are those that it was saved with, and tags since; ``wall_time_s`` is when that was, None
+    where that is not known."""
 
     id: CheckpointId
     ordinal: int
@@ -59,6 +76,10 @@ class CheckpointView:
     copies: Mapping[str, CopyView] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
     settling: bool = False
+    at_end: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+    wall_time_s: float | None = None
 
     def state(self, tier: str) -> CopyState:
         copy = self.copies.get(tier)
@@ -78,7 +99,8 @@ class View:
     """Every tier, fastest first, and every checkpoint.
 
     ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
-    as number ``attempt``; ``restoring`` says that a restore is reading the tiers.
+    as number ``attempt``; ``restoring`` says that a restore is reading the tiers. ``wall_time_s`` is now, in seconds
+    since 1970; ``many_ranks``: other ranks make a view of their own, in which metrics, tags and time may differ.
     """
 
     tiers: tuple[TierRules, ...]
@@ -87,6 +109,8 @@ class View:
     restored_from: CheckpointId | None = None
     attempt: int | None = None
     restoring: bool = False
+    wall_time_s: float = 0.0
+    many_ranks: bool = False
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)
@@ -98,6 +122,16 @@ class View:
 
     def used_bytes(self, tier: str) -> int:
         return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierView:
+    """What a policy of one tier is asked about: ``checkpoints`` are what the tier holds that may be kept or given up,
+    oldest first, ``tier`` what is asked of it, ``view`` all tiers and checkpoints."""
+
+    checkpoints: tuple[CheckpointView, ...]
+    tier: TierRules
+    view: View
 
 
 class Verdict(StrEnum):

@@ -7,7 +7,7 @@ from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
 from tierfall.policies.relief import plan_relief
-from tierfall.policies.retention import plan_retention
+from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import lateness
 from tierfall.policies.superseding import plan_superseding
 from tierfall.policies.yielding import least_share, plan_yield
@@ -18,6 +18,7 @@ __all__ = [
     "forecast",
     "lateness",
     "least_share",
+    "next_due_s",
     "plan_eviction",
     "plan_flush",
     "plan_relief",

@@ -1,8 +1,243 @@
-"""Cadence: whether a step is saved. Pure."""
+"""Cadence: how often a run saves, by what saving was seen to cost, and why.
+
+Pure. The formulas stand in ``cadence_formulas``; here they are asked with what was measured, and the choice says which
+of them decided. A measured interval is in training steps: every rank counts these alike.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tierfall.core.values import LOSS_CLASSES, LossClass, TierKind
+from tierfall.core.view import TierRules
+from tierfall.policies.cadence_formulas import (
+    checkfreq_steps,
+    daly_s,
+    overhead_steps,
+    pccheck_steps,
+)
+
+PROFILE_STEPS = 10
+"""So many steps are measured before the first save, and so many lie at least between it and the second."""
 
 
 def should_save(step: int, *, every_steps: int) -> bool:
     """Say whether ``step`` is one of every ``every_steps``: with 100, steps 100, 200 and so on, never step 0."""
     return step > 0 and step % every_steps == 0
+
+
+class Bound(StrEnum):
+    """What decided an interval."""
+
+    EVERY = "every"
+    MEASURING = "measuring"
+    OVERHEAD = "overhead"
+    FAILURES = "failures"
+    DURABLE = "durable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceRules:
+    """What the configuration asks for: one of ``every_steps``, ``every_s`` (seconds), ``overhead`` (a share of training
+    time) and ``mtbf_s``, the mean seconds between failures that lose at least so much, by loss class."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    overhead: float | None = None
+    mtbf_s: Mapping[LossClass, float] = field(default_factory=dict)
+    tiers: tuple[TierRules, ...] = ()
+
+    @property
+    def measured(self) -> bool:
+        """Whether the interval follows what was measured."""
+        return self.every_steps is None and self.every_s is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a run was seen to take, in seconds; None is what is not known yet.
+
+    ``step_s`` is a step while nothing is saved, ``cost_s`` what a save adds to the steps from it to the next one,
+    ``foreground_s`` what of it the training thread waited, ``durable_s`` per tier the time from a save until that tier
+    has it. ``saved`` says whether there was a save, ``images`` how many host memory holds.
+    """
+
+    step_s: float | None = None
+    cost_s: float | None = None
+    foreground_s: float = 0.0
+    durable_s: Mapping[str, float] = field(default_factory=dict)
+    saved: bool = False
+    images: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """An interval in steps (None: not in steps, or not known yet), what decided it, and why, in words."""
+
+    interval_steps: int | None
+    bound: Bound
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCadence:
+    """How often a tier would best get a checkpoint: for failures that come every ``mtbf_s`` seconds and that no faster
+    tier survives, every ``interval_s`` seconds, which is every ``flush_every`` saves; and why."""
+
+    tier: str
+    mtbf_s: float | None
+    interval_s: float | None
+    flush_every: int | None
+    reason: str
+
+
+def choose_interval(rules: CadenceRules, measured: Measured) -> Choice:
+    """Say after how many steps the next save is due."""
+    if rules.every_steps is not None:
+        reason = f"interval.every: {_steps(rules.every_steps)}"
+        return Choice(interval_steps=rules.every_steps, bound=Bound.EVERY, reason=reason)
+    if rules.every_s is not None:
+        steps = None if not measured.step_s else max(1, round(rules.every_s / measured.step_s))
+        reason = f"interval.every: {rules.every_s:g} s, at the first step from then on"
+        return Choice(interval_steps=steps, bound=Bound.EVERY, reason=reason)
+    if not measured.step_s:
+        return _measuring(None, f"{PROFILE_STEPS} steps are measured before the first save")
+    if not measured.saved:
+        return _measuring(1, "the first save, to measure what saving costs")
+    if measured.cost_s is None:
+        return _second(measured, measured.step_s)
+    wanted = _wanted(rules, measured.step_s, measured.cost_s)
+    bound = durable_bound(rules, measured)
+    if bound is None or (wanted.interval_steps or 1) >= (bound.interval_steps or 1):
+        return wanted
+    return bound
+
+
+def _measuring(steps: int | None, why: str) -> Choice:
+    return Choice(interval_steps=steps, bound=Bound.MEASURING, reason=why)
+
+
+def _second(measured: Measured, step_s: float) -> Choice:
+    """The first save also allocates, and is captured blocking: the second one tells what saving costs. It comes where
+    CheckFreq begins: once the first is through."""
+    full_s = max(measured.durable_s.values(), default=0.0)
+    steps = max(PROFILE_STEPS, checkfreq_steps(full_s, measured.foreground_s, step_s))
+    return _measuring(steps, "the second save, to measure what saving costs once all is set up")
+
+
+def _wanted(rules: CadenceRules, step_s: float, cost_s: float) -> Choice:
+    facts = f"a save costs {cost_s:.3g} s and a step takes {step_s:.3g} s"
+    if rules.overhead is not None:
+        steps = overhead_steps(cost_s, step_s, rules.overhead)
+        reason = f"{facts}: {_steps(steps)} keep it within {rules.overhead:.3%} of the training"
+        return Choice(interval_steps=steps, bound=Bound.OVERHEAD, reason=reason)
+    mtbf_s = min(rules.mtbf_s.values())
+    best_s = daly_s(cost_s, mtbf_s)
+    steps = max(1, round(best_s / step_s))
+    reason = f"{facts}: with a failure every {mtbf_s:.4g} s, {_steps(steps)} lose the least time"
+    return Choice(interval_steps=steps, bound=Bound.FAILURES, reason=reason)
+
+
+def durable_bound(rules: CadenceRules, measured: Measured) -> Choice | None:
+    """Say how many steps must lie between saves, for the slowest tier to keep up; None where none has taken any yet."""
+    assert measured.step_s is not None
+    slowdown = 1.0 + (rules.overhead or 0.0)
+    slowest: tuple[int, str] | None = None
+    for tier in rules.tiers:
+        durable_s = measured.durable_s.get(tier.name)
+        if durable_s is None or tier.kind in (TierKind.DEVICE, TierKind.HOST):
+            continue
+        share_s = durable_s / tier.flush_every
+        steps = pccheck_steps(share_s, measured.images, slowdown, measured.step_s)
+        if slowest is None or steps > slowest[0]:
+            slowest = steps, tier.name
+    if slowest is None:
+        return None
+    steps, name = slowest
+    reason = (
+        f"tier {name} has a save after {measured.durable_s[name]:.3g} s, and host memory holds {measured.images}: "
+        f"it keeps up with one every {_steps(steps)}"
+    )
+    return Choice(interval_steps=steps, bound=Bound.DURABLE, reason=reason)
+
+
+def tier_cadences(
+    rules: CadenceRules, measured: Measured, interval_steps: int | None
+) -> tuple[TierCadence, ...]:
+    """Say for each tier how often it would best get a checkpoint, by Daly's formula with the failures that it is for.
+
+    What a save costs in all is taken for what a tier's share in it costs: the most that it can be.
+    """
+    if not rules.mtbf_s or measured.cost_s is None or not measured.step_s:
+        return ()
+    covered = LossClass.NONE
+    found = []
+    for tier in rules.tiers:
+        faced = next((c for c in LOSS_CLASSES if _rank(c) > _rank(covered)), None)
+        if faced is None or _rank(tier.survives) < _rank(faced):
+            reason = "a faster tier survives whatever it survives"
+            found.append(_no_cadence(tier.name, reason))
+            continue
+        covered = tier.survives
+        found.append(_cadence_of(tier, faced, rules, measured, interval_steps))
+    return tuple(found)
+
+
+def _no_cadence(tier: str, reason: str) -> TierCadence:
+    return TierCadence(tier=tier, mtbf_s=None, interval_s=None, flush_every=None, reason=reason)
+
+
+def _cadence_of(
+    tier: TierRules,
+    faced: LossClass,
+    rules: CadenceRules,
+    measured: Measured,
+    interval_steps: int | None,
+) -> TierCadence:
+    assert measured.cost_s is not None
+    assert measured.step_s is not None
+    mtbf_s = mtbf_of(rules.mtbf_s, faced)
+    best_s = daly_s(measured.cost_s, mtbf_s)
+    reason = f"it is for the loss of a {faced}, every {mtbf_s:.4g} s"
+    durable_s = measured.durable_s.get(tier.name, 0.0)
+    if durable_s > best_s:
+        best_s = durable_s
+        reason += f"; it takes a checkpoint in {durable_s:.3g} s, and no more often"
+    between_s = (interval_steps or 1) * measured.step_s
+    return TierCadence(
+        tier=tier.name,
+        mtbf_s=mtbf_s,
+        interval_s=best_s,
+        flush_every=max(1, round(best_s / between_s)),
+        reason=reason,
+    )
+
+
+def mtbf_of(mtbf_s: Mapping[LossClass, float], lost: LossClass) -> float:
+    """Say how often failures come that lose at least so much; what is not told is taken for as often as a loss of less.
+
+    Where that is not told either, it is a loss of more, which loses this too.
+    """
+    at_most = [c for c in LOSS_CLASSES if c in mtbf_s and _rank(c) <= _rank(lost)]
+    return mtbf_s[max(at_most, key=_rank)] if at_most else min(mtbf_s.values())
+
+
+def _rank(loss: LossClass) -> int:
+    return LOSS_CLASSES.index(loss) if loss in LOSS_CLASSES else -1
+
+
+def _steps(steps: int) -> str:
+    return f"{steps} step" + ("s" if steps != 1 else "")
+
+
+def mean_within(samples: Sequence[float], *, cut: float = 0.1) -> float:
+    """Return the mean of what is left when the least and the most are cut off, a share of ``cut`` at either end: the
+    mean of what is usual, whatever a step now and then takes."""
+    if not samples:
+        return math.nan
+    few = int(len(samples) * cut)
+    usual = sorted(samples)[few : len(samples) - few]
+    return math.fsum(usual) / len(usual)

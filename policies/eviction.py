@@ -1,26 +1,41 @@
-"""Eviction: what to give up where bytes are short, oldest first, each with its reason.
+"""Eviction: what to give up where bytes are short, or a tier is above its high watermark, each with its reason.
 
-Pure: (view, tier, need_bytes, free_bytes) -> drops, and what is still missing. On the host tier an image that a failing
-tier is owed may go too, the newest sealed one never: a tier that is down must not stop training.
+Pure: (view, tier, need_bytes, free_bytes) -> drops, and what is still missing. In which order a stored tier gives up is
+``evict_orders``' to say. On the host tier it is oldest first, and an image that a failing tier is owed may go too, the
+newest sealed one never: a tier that is down must not stop training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tierfall.core.values import CheckpointId, CopyState, TierKind
-from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, Verdict, View
+from tierfall.core.view import (
+    CheckpointView,
+    Decision,
+    Eviction,
+    TierRules,
+    TierView,
+    Verdict,
+    View,
+)
+from tierfall.policies.evict_orders import cheapest_first
 from tierfall.policies.guard import only_source_for, reason_to_keep
+from tierfall.policies.retention import wanted_of
 
 
 def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: int) -> Eviction:
-    """Choose copies to drop until ``need_bytes`` are free."""
+    """Choose copies to drop until ``need_bytes`` are free; where they would take a stored tier above its high
+    watermark, until it stands at the low one with them. What is missing for that is not missing."""
     tier = view.tier(tier_name)
+    held = view.on(tier_name)
+    wanted_bytes = _room(tier, need_bytes, free_bytes)
     drops: list[Decision] = []
     gone: set[CheckpointId] = set()
-    held = view.on(tier_name)
-    for checkpoint in sorted(held, key=lambda c: (c.live, c.id)):
-        if free_bytes >= need_bytes:
+    for checkpoint, why in _in_order(view, tier, held):
+        if free_bytes >= wanted_bytes:
             break
-        reason = _reason_to_go(view, checkpoint, tier, held, frozenset(gone))
+        reason = _reason_to_go(view, checkpoint, tier, held, frozenset(gone), why)
         if reason is None:
             continue
         copy = checkpoint.copies[tier_name]
@@ -38,19 +53,56 @@ def plan_eviction(view: View, tier_name: str, *, need_bytes: int, free_bytes: in
     return Eviction(drops=tuple(drops), missing_bytes=max(0, need_bytes - free_bytes))
 
 
+def _room(tier: TierRules, need_bytes: int, free_bytes: int) -> int:
+    """Say how many bytes of a tier are to be free before so many are brought there."""
+    capacity = tier.capacity_bytes
+    if capacity is None or not tier.is_high(capacity - free_bytes + need_bytes):
+        return need_bytes
+    low = tier.evict_high if tier.evict_low is None else tier.evict_low
+    assert low is not None
+    return need_bytes + capacity - int(low * capacity)
+
+
+def _in_order(
+    view: View, tier: TierRules, held: tuple[CheckpointView, ...]
+) -> Iterator[tuple[CheckpointView, str]]:
+    """Give each copy in the order in which they may go, and why it comes where it does: what no rule of retention
+    wants first, and within that as the order of eviction says; what it says nothing of comes after, oldest first."""
+    if tier.kind is TierKind.HOST:
+        yield from ((c, "") for c in sorted(held, key=lambda c: (c.live, c.id)))
+        return
+    asked = TierView(checkpoints=held, tier=tier, view=view)
+    rule = tier.evict
+    ordered = (
+        cheapest_first(asked, None, view.wall_time_s)
+        if rule is None
+        else rule.policy.decide(asked, rule.rules, view.wall_time_s)
+    )
+    reasons = dict(ordered)
+    places = {id: place for place, id in enumerate(reasons)}
+    wanted = wanted_of(view, tier, held)
+    for checkpoint in sorted(
+        held, key=lambda c: (c.id in wanted, places.get(c.id, len(places)), c.live, c.id)
+    ):
+        why = reasons.get(checkpoint.id, "it is the oldest that may go")
+        kept = wanted.get(checkpoint.id)
+        yield checkpoint, f"{why}, though a rule would keep it ({kept})" if kept else why
+
+
 def _reason_to_go(
     view: View,
     checkpoint: CheckpointView,
     tier: TierRules,
     held: tuple[CheckpointView, ...],
     gone: frozenset[CheckpointId],
+    why: str,
 ) -> str | None:
     if tier.kind is TierKind.HOST:
         leased = checkpoint.copies[tier.name].leased
         return None if leased else reason_to_leave_memory(view, checkpoint, tier, held)
     if reason_to_keep(view, checkpoint, tier, gone) is not None:
         return None
-    return "room is needed and it is the oldest that may go"
+    return f"room is needed and {why}"
 
 
 def reason_to_leave_memory(

@@ -1,23 +1,28 @@
 """Flush: which tiers are owed a copy of a checkpoint, and in which order a tier takes what it is owed.
 
-Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides; in rising order, or the newest first. What
-it has moved past is not sent again, nor is what its retention would drop as soon as it came.
+Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with; in
+rising order, or the newest first. What it has moved past is not sent again, nor is what its retention would drop as
+soon as it came.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tierfall.core.values import CopyState, FlushOrder, TierKind
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind
 from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
-from tierfall.policies.retention import plan_retention
+from tierfall.policies.guard import beginning_of_the_line, newest_of
+from tierfall.policies.retention import plan_retention, wanted_of
 
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
 
 
-def tiers_owed(tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]:
-    """Name the tiers that a new checkpoint of this ordinal is flushed to, fastest first."""
-    return tuple(t.name for t in tiers if t.kind not in _IN_MEMORY and ordinal % t.flush_every == 0)
+def tiers_owed(
+    tiers: tuple[TierRules, ...], ordinal: int, *, at_end: bool = False
+) -> tuple[str, ...]:
+    """Name the tiers that a new checkpoint of this ordinal is flushed to, fastest first; ``at_end``: all of them."""
+    stored = (t for t in tiers if t.kind not in _IN_MEMORY)
+    return tuple(t.name for t in stored if at_end or ordinal % t.flush_every == 0)
 
 
 def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
@@ -25,15 +30,15 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 
     Not where it is; nor, where copies arrive in order, where a newer checkpoint of the line was committed: that tier
     had it once, or gave it up. Where the newest comes first that says nothing, and what retention would keep there is
-    still owed. Nor where so many newer ones are to come that retention would drop it at once.
+    still owed. Nor where it would be dropped at once beside those that are to come.
     """
     if not checkpoint.live:
         return ()
     return tuple(
         name
-        for name in tiers_owed(view.tiers, checkpoint.ordinal)
+        for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
         if not checkpoint.readable_on(name)
-        and _why_not_any_more(view, checkpoint, view.tier(name)) is None
+        and not _has_moved_past(view, checkpoint, view.tier(name))
         and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
     )
 
@@ -72,6 +77,20 @@ def _turn(before: int, *, newest_first: bool) -> str:
     return f"after {before} {which} {'one' if before == 1 else 'ones'}"
 
 
+def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+    """Say whether a tier had it once, or gave it up, by what lies there. Where ranks might come to different answers it
+    counts as still to come."""
+    if tier.flush_order is FlushOrder.NEWEST_FIRST and not _is_told_alike(view, tier):
+        return False
+    return _why_not_any_more(view, checkpoint, tier) is not None
+
+
+def _is_told_alike(view: View, tier: TierRules) -> bool:
+    """Say whether all ranks come to the same answer about what the tier retains: of several, only by rules that go by
+    steps and attempts alone."""
+    return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
+
+
 def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     """Say why a tier that has a newer checkpoint is not to get this one any more; None where it has none, or where it
     takes the newest first and its retention would keep this one."""
@@ -96,15 +115,39 @@ def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -
 
 
 def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
-    """Say whether newer checkpoints than this one fill what the tier retains."""
-    if tier.retain_last is None:
+    """Say whether the tier would drop it at once: neither a rule nor the guard would keep it beside what lies there and
+    what is to come.
+
+    Ranks must not come to different answers, or some would wait for the others' parts for ever: where there are
+    several, a rule that goes by more than steps and attempts counts as one that wants it.
+    """
+    if not tier.retain:
         return False
-    newer = [
-        c
+    if not _is_told_alike(view, tier):
+        return False
+    newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
+    expected = {
+        c.id: _as_if_there(c, tier)
         for c in view.checkpoints
-        if c.live
-        and c.id > checkpoint.id
-        and c.ordinal % tier.flush_every == 0
-        and any(c.readable_on(name) for name in c.copies)
-    ]
-    return len(newer) >= tier.retain_last
+        if c.id == checkpoint.id or c.readable_on(tier.name) or _is_to_come(c, tier, newest)
+    }
+    if checkpoint.id in wanted_of(view, tier, expected.values()):
+        return False
+    then = replace(view, checkpoints=tuple(expected.get(c.id, c) for c in view.checkpoints))
+    kept = newest_of(then, expected[checkpoint.id], tier, frozenset())
+    return kept is None and beginning_of_the_line(then, checkpoint) is None
+
+
+def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:
+    """Say whether the tier, which holds none newer than ``newest``, is to get it."""
+    return (
+        checkpoint.live
+        and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
+        and any(checkpoint.readable_on(name) for name in checkpoint.copies)
+        and (newest is None or checkpoint.id > newest)
+    )
+
+
+def _as_if_there(checkpoint: CheckpointView, tier: TierRules) -> CheckpointView:
+    copy = CopyView(state=CopyState.COMMITTED, bytes=0)
+    return replace(checkpoint, copies={**checkpoint.copies, tier.name: copy})

@@ -1,26 +1,27 @@
 """Retention: which committed copies a tier keeps, each with its reason.
 
-Pure: (view, tier) -> one decision per whole copy on that tier, oldest first.
+Pure: (view, tier) -> one decision per whole copy on that tier, oldest first. What any rule wants is kept, so another
+rule never drops more; what the rules are stands in ``retain_rules``, and what no rule may drop in ``guard``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tierfall.core.values import CheckpointId
-from tierfall.core.view import CheckpointView, Decision, TierRules, Verdict, View
+from tierfall.core.view import CheckpointView, Decision, TierRules, TierView, Verdict, View
 from tierfall.policies.guard import line_is_safe_without, reason_to_keep
 
 
 def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every whole copy that ``tier_name`` holds.
 
-    Kept: the newest ``retain.last`` live ones (all of them without a rule), and what ``policies.guard`` protects.
-    Dropped: the rest; what a person deleted; and what an abandoned line left, once the present line is as safe.
+    Kept: what a rule of ``retain`` wants (everything without a rule), and what ``policies.guard`` protects. Dropped:
+    the rest; what a person deleted; and what an abandoned line left, once the present line is as safe.
     """
     tier = view.tier(tier_name)
     held = view.on(tier_name)
-    live = [c for c in held if c.live]
-    kept = live if tier.retain_last is None else live[-tier.retain_last :]
-    wanted = {c.id: place for place, c in enumerate(reversed(kept), start=1)}
+    wanted = wanted_of(view, tier, held)
     gone: set[CheckpointId] = set()
     decisions = []
     for checkpoint in held:
@@ -31,11 +32,40 @@ def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
+def wanted_of(
+    view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]
+) -> dict[CheckpointId, str]:
+    """Say which of these the rules of a tier would keep if it held them all, and why; only live ones count."""
+    asked = _asked(view, tier, checkpoints)
+    reasons: dict[CheckpointId, list[str]] = {}
+    for rule in tier.retain:
+        for id, reason in rule.policy.decide(asked, rule.rules, view.wall_time_s).items():
+            reasons.setdefault(id, []).append(reason)
+    return {id: "; ".join(found) for id, found in reasons.items()}
+
+
+def next_due_s(view: View, tier_name: str) -> float | None:
+    """Say at which wall time, in seconds, a rule may come to let something go though nothing happens."""
+    tier = view.tier(tier_name)
+    asked = _asked(view, tier, view.on(tier_name))
+    times = (
+        rule.policy.due(asked, rule.rules, view.wall_time_s)
+        for rule in tier.retain
+        if rule.policy.due is not None
+    )
+    return min((time for time in times if time is not None), default=None)
+
+
+def _asked(view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]) -> TierView:
+    live = sorted((c for c in checkpoints if c.live), key=lambda c: c.id)
+    return TierView(checkpoints=tuple(live), tier=tier, view=view)
+
+
 def _decide(
     view: View,
     checkpoint: CheckpointView,
     tier: TierRules,
-    wanted: dict[CheckpointId, int],
+    wanted: dict[CheckpointId, str],
     gone: frozenset[CheckpointId],
 ) -> Decision:
     def answer(verdict: Verdict, reason: str) -> Decision:
@@ -56,8 +86,8 @@ def _decide(
         if line_is_safe_without(view, checkpoint, tier):
             return answer(Verdict.DROP, "its line was left behind, and the new one is as safe")
         return answer(Verdict.KEEP, "its line was left behind, but the new one is not as safe yet")
+    if not tier.retain:
+        return answer(Verdict.KEEP, "no rule asks to drop it")
     if checkpoint.id in wanted:
-        if tier.retain_last is None:
-            return answer(Verdict.KEEP, "no rule asks to drop it")
-        return answer(Verdict.KEEP, f"last {wanted[checkpoint.id]} of {tier.retain_last}")
-    return answer(Verdict.DROP, f"older than the last {tier.retain_last}")
+        return answer(Verdict.KEEP, wanted[checkpoint.id])
+    return answer(Verdict.DROP, f"no rule keeps it ({'; '.join(map(str, tier.retain))})")

@@ -164,14 +164,6 @@ def test_a_step_is_saved_once(again: int, make_config: MakeConfig, tmp_path: Pat
     assert steps_on(tmp_path / "disk") == [1, 2]
 
 
-def test_maybe_save_without_an_interval_says_what_to_set(make_config: MakeConfig) -> None:
-    with (
-        tierfall.open(make_config()) as ckpt,
-        pytest.raises(ConfigError, match=r"interval: \{every: STEPS\}"),
-    ):
-        ckpt.maybe_save(1, state_of(1))
-
-
 # Targets that do not fit -------------------------------------------------------------------------
 
 

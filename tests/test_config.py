@@ -87,7 +87,6 @@ def problems(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
 def test_a_whole_file_reads_as_numbers(load: Load) -> None:
     config = load(FULL)
     assert config.run == "gpt-small"
-    assert config.interval is not None
     assert config.interval.every == 100
     assert config.capture.mode is CaptureMode.BLOCKING
     assert config.capture.verify is True
@@ -121,7 +120,7 @@ def test_a_path_alone_means_host_memory_and_a_folder(
     assert (host.name, host.capacity_bytes, host.folder) == ("host", None, None)
     assert isinstance(disk, FileTier)
     assert (disk.name, disk.path) == ("disk", tmp_path / "checkpoints")
-    assert config.interval is None
+    assert config.interval.budget == pytest.approx(0.035)
     assert (config.capture.mode, config.capture.verify) == (CaptureMode.LAZY, False)
     assert (config.on_error, config.max_wait_s, config.chunk_bytes) == (
         OnError.WARN,
@@ -129,6 +128,39 @@ def test_a_path_alone_means_host_memory_and_a_folder(
         16 << 20,
     )
     assert load_config({"run": "x", "tiers": Path("checkpoints")}) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "steps", "seconds", "budget"),
+    [
+        ({}, None, None, 0.035),
+        ({"at_end": True, "on_signal": ["SIGTERM", "SIGUSR1"]}, None, None, 0.035),
+        ({"overhead": "10%"}, None, None, 0.1),
+        ({"every": 100, "at_end": True}, 100, None, None),
+        ({"every": "100"}, 100, None, None),
+        ({"every": "10m"}, None, 600.0, None),
+        ({"mtbf": "4h"}, None, None, None),
+    ],
+)
+def test_an_interval_has_one_measure_and_survives_being_dumped(
+    written: dict[str, Any], steps: int | None, seconds: float | None, budget: float | None
+) -> None:
+    config = load_config(config_of(interval=written))
+    interval = config.interval
+    assert (interval.every_steps, interval.every_s) == (steps, seconds)
+    assert interval.budget == (None if budget is None else pytest.approx(budget))
+    assert load_config(config.model_dump()) == config
+    assert load_config(json.loads(config.model_dump_json())) == config
+
+
+def test_an_mtbf_is_a_time_or_one_for_each_loss() -> None:
+    alone = load_config(config_of(interval={"mtbf": "4h"})).interval.mtbf
+    assert alone is not None
+    assert (alone.process_s, alone.node_s, alone.site_s) == (14400.0, None, None)
+    times = {"process": "2h", "node": "12h", "site": "90d"}
+    each = load_config(config_of(interval={"mtbf": times})).interval.mtbf
+    assert each is not None
+    assert (each.process_s, each.node_s, each.site_s) == (7200.0, 43200.0, 7776000.0)
 
 
 def test_nulls_stand_for_defaults() -> None:
@@ -140,6 +172,8 @@ def test_nulls_stand_for_defaults() -> None:
     }
     assert load_config(tier_of(**members)) == load_config(tier_of())
     assert load_config(config_of(interval=None)) == load_config(config_of())
+    nulls = {"every": None, "overhead": None, "mtbf": None, "on_signal": None}
+    assert load_config(config_of(interval=nulls)) == load_config(config_of())
 
 
 def test_paths_are_absolute_and_the_home_folder_is_known(
@@ -184,8 +218,8 @@ def test_the_argument_run_stands_for_the_files(load: Load) -> None:
 def test_a_model_cannot_be_built_past_its_rules() -> None:
     with pytest.raises(ValueError, match="host tier"):
         Config.model_validate({"run": "x", "tiers": [{"name": "a", "kind": "file", "path": "."}]})
-    with pytest.raises(ValueError, match="not supported yet"):
-        Config.model_validate(config_of(interval={"mtbf": "4h"}))
+    with pytest.raises(ValueError, match="contradict each other"):
+        Config.model_validate(config_of(interval={"mtbf": "4h", "every": 100}))
 
 
 def test_a_merge_key_fills_a_tier(load: Load) -> None:
@@ -269,7 +303,27 @@ def test_a_dict_has_places_and_no_lines() -> None:
             config_of(interval=100),
             r"interval: 100 does not fit; expected a mapping such as \{every: 100\}",
         ),
-        (config_of(interval={}), r"interval: says no interval; expected \{every: 100\}"),
+        (
+            config_of(interval={"every": 100, "overhead": "3%"}),
+            "interval: every and overhead contradict each other; take every alone, or leave it out",
+        ),
+        (config_of(interval={"overhead": "0%"}), "interval.overhead: 0 does not fit; .*3.5%"),
+        (config_of(interval={"overhead": "100%"}), "interval.overhead: 100% leaves no time"),
+        (config_of(interval={"mtbf": "0s"}), "interval.mtbf.process: 0 does not fit; .* 4h"),
+        (config_of(interval={"mtbf": {}}), "interval.mtbf: says no time; expected 4h, or"),
+        (
+            config_of(interval={"mtbf": {"process": "2h", "node": "1h"}}),
+            "interval.mtbf: a loss of more comes more often than a loss of less; expected process",
+        ),
+        (
+            config_of(interval={"on_signal": ["SIGTRM"]}),
+            r'interval.on_signal\[0\]: not a signal; .*did you mean "SIGTERM"\?',
+        ),
+        (
+            config_of(interval={"on_signal": ["SIGKILL"]}),
+            r"interval.on_signal\[0\]: a program cannot go on after SIGKILL",
+        ),
+        (config_of(interval={"every": "0s"}), 'interval.every: "0s" is no interval; .*10m'),
         (
             config_of(interval={"every": 0}),
             "interval.every: 0 does not fit; expected a whole number of training",
@@ -667,34 +721,6 @@ def test_a_value_that_does_not_fit_is_shown_as_the_file_has_it() -> None:
         load_config(config_of(chunk="${env:S}"), environ={"S": SECRET})
 
 
-# What a later version acts on.
-
-LATER = [
-    config_of(interval={"every": "10m"}),
-    config_of(interval={"overhead": "3.5%"}),
-    config_of(interval={"mtbf": "4h"}),
-    config_of(interval={"every": 10, "on_signal": ["SIGTERM"]}),
-    config_of(interval={"every": 10, "at_end": True}),
-    tier_of(retain={"every": 1000}),
-    tier_of(retain={"best": {"metric": "loss"}}),
-    tier_of(retain={"for": "30d"}),
-]
-
-
-@pytest.mark.parametrize("source", LATER)
-def test_what_is_for_later_is_refused_and_never_ignored(source: dict[str, Any]) -> None:
-    with pytest.raises(NotSupportedError, match=r"^[a-z0-9_.\[\]]+: .* not supported yet$"):
-        load_config(source)
-
-
-@pytest.mark.parametrize("source", LATER)
-def test_with_something_wrong_beside_it_the_error_is_a_plain_one(source: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not supported yet") as caught:
-        load_config({**source, "max_wait": "soon"})
-    assert not isinstance(caught.value, NotSupportedError)
-    assert "2 problems" in str(caught.value)
-
-
 def test_the_example_of_the_design_is_understood_to_the_last_key() -> None:
     store = {
         **{"name": "store", "kind": "object", "url": "s3://bucket/checkpoints"},
@@ -709,12 +735,11 @@ def test_the_example_of_the_design_is_understood_to_the_last_key() -> None:
         "compress": {"codec": "zstd", "level": 3},
         "bandwidth": "500MB/s",
     }
-    with pytest.raises(NotSupportedError) as caught:
-        load_config(
-            config_of(tiers=[{**DEVICE, "capacity": "4GiB"}, HOST, store]),
-            environ={"E": "", "K": "", "S": ""},
-        )
-    assert len(problems(caught)) == 3
+    config = load_config(
+        config_of(tiers=[{**DEVICE, "capacity": "4GiB"}, HOST, store]),
+        environ={"E": "", "K": "", "S": ""},
+    )
+    assert config.stored[0].flush.within_s == 600.0
 
 
 # The schema, and the page that describes it.
@@ -726,9 +751,11 @@ def sections() -> dict[str, dict[str, Any]]:
     headings = {
         **{
             "Interval": "`interval`",
+            "Mtbf": "`mtbf`",
             "Capture": "`capture`",
             "Flush": "`flush`",
             "Retain": "`retain`",
+            "Evict": "`evict`",
         },
         **{
             "Best": "`best`",
@@ -764,10 +791,11 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
     match heading:
         case "The first level":
             return config_of(**{key: value})
-        case "`interval`":
-            return config_of(interval={"every": 1, key: value})
-        case "`capture`":
-            return config_of(capture={key: value})
+        case "`mtbf`":
+            times = {"process": "1h", "node": "6h", "site": "100d"}
+            return config_of(interval={"mtbf": {**times, key: value}})
+        case "`interval`" | "`capture`":
+            return config_of(**{heading.strip("`"): {key: value}})
         case "A host tier":
             return host_of(**{key: value})
         case "A file tier":
@@ -776,11 +804,16 @@ def placed(heading: str, key: str, value: Any) -> dict[str, Any]:
             return config_of(tiers=[HOST, {**stored, key: value}])
         case "A device tier":
             return config_of(tiers=[{**DEVICE, key: value}, {**HOST, "name": "h"}])
-        case "`compress`":
-            return tier_of(compress={"codec": "zstd", key: value})
-        case "`best`":
-            return tier_of(retain={"best": {"metric": "loss", key: value}})
-    return tier_of(**{heading.strip("`"): {key: value}})
+    around = {
+        "`compress`": {"codec": "zstd"},
+        "`evict`": {"high": "90%"},
+        "`best`": {"metric": "loss"},
+    }
+    section = heading.strip("`")
+    members = {**around.get(heading, {}), key: value}
+    if section == "best":
+        section, members = "retain", {"best": members}
+    return tier_of(capacity="1TiB", **{section: members})
 
 
 def test_every_key_of_the_schema_is_in_the_documentation() -> None:
@@ -817,7 +850,8 @@ def test_the_documentations_files_are_good_ones() -> None:
 
 def test_the_schema_serves_editors() -> None:
     for heading, section in sections().items():
-        assert section["additionalProperties"] is False, heading
+        of_its_own = {"type": "object"} if heading == "`retain`" else False  # rules of a user's own
+        assert section["additionalProperties"] == of_its_own, heading
         for key, member in section["properties"].items():
             described = "description" in member or "$ref" in member
             assert described, f"{heading}: {key} has no description"

@@ -450,7 +450,7 @@ def test_what_retention_will_say_is_told(make_saved: Callable[..., dict[str, Any
         ckpt.unpin(1)
     (note,) = run_copy(config).notes
     assert note.startswith("the rules of far drop it again after the next commit there")
-    assert note.endswith("older than the last 1; to keep it: tierfall pin 1@1")
+    assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
 
 
 def test_what_a_copy_pushes_out_is_told_too(make_saved: Callable[..., dict[str, Any]]) -> None:
@@ -461,7 +461,7 @@ def test_what_a_copy_pushes_out_is_told_too(make_saved: Callable[..., dict[str, 
     assert run_copy(config).notes == ()
     (note,) = run_copy(config, TWO).notes
     assert note.startswith("now that 2@1 is there, the rules of far drop 1@1 after the next commit")
-    assert note.endswith("older than the last 1; to keep it: tierfall pin 1@1")
+    assert note.endswith("no rule keeps it (last 1); to keep it: tierfall pin 1@1")
 
 
 def test_what_a_killed_copy_had_not_finished_goes(config: dict[str, Any], tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ VALUES = {
     "DrainReport": set(),
     "Statistics": set(),
     "Compression": set(),
+    "CadenceReport": set(),
+    "TierCadence": set(),
     "SaveStats": set(),
     "ShardSource": set(),
     "Fallback": set(),

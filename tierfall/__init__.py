@@ -14,6 +14,7 @@ from tierfall.config import Config
 from tierfall.core.handle import SaveHandle, SaveStats
 from tierfall.core.image import item, register_codec
 from tierfall.reports import (
+    CadenceReport,
     CheckpointInfo,
     Compression,
     DrainReport,
@@ -21,11 +22,13 @@ from tierfall.reports import (
     RestoreReport,
     ShardSource,
     Statistics,
+    TierCadence,
 )
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CadenceReport",
     "CheckpointInfo",
     "Checkpointer",
     "Compression",
@@ -37,6 +40,7 @@ __all__ = [
     "SaveStats",
     "ShardSource",
     "Statistics",
+    "TierCadence",
     "errors",
     "item",
     "load",

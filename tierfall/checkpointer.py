@@ -9,14 +9,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from tierfall import ordering, telling
+from tierfall.cadence import cadence_of
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.errors import (
@@ -38,15 +41,16 @@ from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision
 from tierfall.core.words import few_of
+from tierfall.ending import Ending, LastStep, agree_on_end
 from tierfall.inheriting import images_in
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
 from tierfall.path_saving import PathSaves
-from tierfall.policies.cadence import should_save
 from tierfall.reports import CheckpointInfo, DrainReport, RestoreReport, Statistics
 from tierfall.restoring import Restorer, say_left_behind
 from tierfall.saving import Saver
 from tierfall.session import Session
+from tierfall.signals import SignalWatch
 from tierfall.starting import opening, ready_together
 from tierfall.step_clock import StepClock
 
@@ -74,6 +78,7 @@ class Checkpointer:
         self._run = run
         self._pid = os.getpid()
         self._closed = False
+        self._last: LastStep | None = None
         ranks = ranks or Ranks.alone()
         with ExitStack() as undo:
             undo.callback(ranks.leave)
@@ -103,6 +108,10 @@ class Checkpointer:
                     self._line,
                     check=self._check_saving,
                 )
+                self._cadence = cadence_of(config, self._session, self._leave_out)
+                self._restorer.has_gone_on = self._goes_on_from
+                self._signals = SignalWatch(config.interval.on_signal, self._cadence.ask)
+                undo.callback(self._signals.close)
             if fresh:
                 say_left_behind(run, self._session.known(), None)
             self._session.start()
@@ -128,15 +137,29 @@ class Checkpointer:
         checkpoint, FencedError where a newer attempt of the run exists, and under ``on_error: raise`` what failed since
         the last call.
         """
+        handle = self._save_state(step, state, metrics, tags)
+        if block:
+            handle.wait()
+        return handle
+
+    def _save_state(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        *,
+        at_end: bool = False,
+    ) -> SaveHandle:
         check_no_files(state)
         handle = self._save(
             step,
             lambda recall: describe(state, recall),
             metrics=metrics or {},
             tags=tags,
+            at_end=at_end,
         )
-        if block:
-            handle.wait()
+        self._cadence.saved(handle)
         return handle
 
     def _save(
@@ -147,6 +170,7 @@ class Checkpointer:
         metrics: Mapping[str, Any],
         tags: Sequence[str],
         may_be_lazy: bool = True,
+        at_end: bool = False,
     ) -> SaveHandle:
         """Save what ``described`` walks, as ``save`` does. One thread after the other: torch.distributed.checkpoint
         saves on threads of its own."""
@@ -170,6 +194,7 @@ class Checkpointer:
                     tags,
                     began,
                     may_be_lazy=may_be_lazy,
+                    at_end=at_end,
                 )
             except BaseException as error:
                 self._saver.tell_others(self._line, step, error)
@@ -187,18 +212,33 @@ class Checkpointer:
         tags: Sequence[str] = (),
         block: bool = False,
     ) -> SaveHandle | None:
-        """Save if the cadence (``interval``) asks for this step, else return None; see ``save``."""
+        """Save if the cadence (``interval``) asks for this step, else return None; see ``save``.
+
+        It is called at the end of every step: the time from call to call is what the cadence goes by. A step that
+        ``save`` was called for is not saved again.
+        """
         self._check_usable()
-        interval = self._config.interval
-        if interval is None or interval.every is None:
-            raise ConfigError(
-                "maybe_save: the configuration has no interval, and choosing one by itself is not supported yet: set "
-                "interval: {every: STEPS}, or call save"
-            )
         self._line.check_begun(step)
-        if not should_save(as_step(step), every_steps=interval.every):
+        step = as_step(step)
+        wanted = self._cadence.wants(step)
+        if self._config.interval.at_end:
+            self._last = LastStep(step, state, metrics, tags, self._capturer.barrier.updates)
+        if not wanted or self._has_saved(step):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
+
+    def _has_saved(self, step: int) -> bool:
+        return self._line.saved_any and self._line.is_at(step)
+
+    def _leave_out(self, step: int, error: TierfallError) -> None:
+        """Other ranks save a step that this one has passed."""
+        logger.warning("%s", error)
+        with self._saver.lock:
+            self._saver.tell_others(self._line, step, error)
+
+    def _goes_on_from(self, step: int) -> None:
+        self._last = None
+        self._cadence.go_on_from(step)
 
     # The barrier -------------------------------------------------------------------------------------
 
@@ -259,6 +299,7 @@ class Checkpointer:
             self._session.check_newest()
         self._finish_capture()
         self._wait_sealed()
+        self._last = None  # the state is not that step's any more
         with self._restorer.nothing_dropped():
             restored = self._restorer.fill(
                 request,
@@ -354,7 +395,10 @@ class Checkpointer:
     def statistics(self) -> Statistics:
         """Return counters and times since open."""
         self._check_usable()
-        return telling.statistics(self._session, self._saver.counts)
+        cadence, ettr = self._cadence.report(), self._cadence.ettr()
+        return replace(
+            telling.statistics(self._session, self._saver.counts), cadence=cadence, ettr=ettr
+        )
 
     # The end -----------------------------------------------------------------------------------------
 
@@ -377,12 +421,18 @@ class Checkpointer:
     def close(self) -> None:
         """Finish what can be made durable within ``max_wait``, and let go of everything. May be called twice.
 
-        What is still owed then stays in host memory: the next start, or ``tierfall drain``, finishes it. Raises, under
-        ``on_error: raise``, what failed.
+        Under ``at_end`` it first saves the last step that ``maybe_save`` was given, unless an exception is being
+        handled, and raises what keeps it from that. What is still owed in the end stays in host memory: the next start,
+        or ``tierfall drain``, finishes it. Raises, under ``on_error: raise``, what failed.
         """
+        self._close("" if sys.exc_info()[0] is None else "it ended by an exception")
+
+    def _close(self, failed: str) -> None:
+        """``failed`` says how the training ended, where it did not come to its end."""
         if self._closed:
             return
         self._check_process()
+        failure: Exception | None = None
         keep, together = True, False
         deadline_s = time.monotonic() + self._config.max_wait_s
 
@@ -391,6 +441,7 @@ class Checkpointer:
 
         try:
             try:
+                failure = self._save_last(failed, left_s() / 2)
                 self._by_path.close(left_s())
                 self._finish_capture(left_s())
                 self._capturer.close(left_s())
@@ -403,6 +454,8 @@ class Checkpointer:
         finally:
             self._closed = True
             _open.discard(self)
+            self._last = None
+            self._signals.close()
             self._saver.close()
             try:
                 self._session.close(keep_memory=keep, timeout_s=max(1.0, left_s()))
@@ -414,6 +467,35 @@ class Checkpointer:
         if self._config.on_error is OnError.RAISE:
             self._check_alive()
             self._raise_failures()
+        if failure is not None:
+            raise failure
+
+    def _save_last(self, failed: str, timeout_s: float) -> Exception | None:
+        """Save the last step where ``at_end`` asks for it, or have it flushed to all tiers; return why that failed."""
+        self._cadence.end()
+        if not self._config.interval.at_end:
+            return None
+        last = self._last
+        ending = agree_on_end(
+            self._session.ranks,
+            last,
+            saved=last is not None and self._has_saved(last.step),
+            changed=last is not None and last.updates != self._capturer.barrier.updates,
+            failed=failed,
+            timeout_s=timeout_s,
+        )
+        if last is None or ending is Ending.NOTHING:
+            return None
+        if ending is Ending.FLUSH:
+            id = CheckpointId(last.step, self._line.attempt.number)
+            self._session.tell(lambda: self._session.coordinator.owe_to_all(id))
+            return None
+        try:
+            self._save_state(last.step, last.state, last.metrics, last.tags, at_end=True)
+        except Exception as error:  # noqa: BLE001 - raised once all is closed
+            logger.error("close: the last step, %d, could not be saved: %s", last.step, error)
+            return error
+        return None
 
     def _say_left(self, report: DrainReport) -> None:
         if not report.left:
@@ -453,7 +535,7 @@ class Checkpointer:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._close("" if error is None else f"it ended by {type(error).__name__}")
         except Exception as failure:
             if error is None:
                 raise
@@ -519,6 +601,6 @@ def _close_what_was_not() -> None:
             if not ckpt._by_path.goes_on:  # else nobody has it in hand who could close it
                 logger.warning("run %s: the program ends and did not close it: closing", ckpt._run)
             try:
-                ckpt.close()
+                ckpt._close("the program ends, and did not close the run")
             except Exception:
                 logger.exception("run %s could not be closed", ckpt._run)

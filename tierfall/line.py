@@ -69,6 +69,10 @@ class SavingLine:
         """Say whether ``step`` is the last that was saved, or restored."""
         return step == self._last_step
 
+    def has_passed(self, step: int) -> bool:
+        """Say whether a step above ``step`` was saved, or restored."""
+        return self._last_step is not None and self._last_step > step
+
     def advance(self, line: Line) -> None:
         """Note that the capture of a checkpoint has begun."""
         self.saved_any = True

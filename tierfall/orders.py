@@ -113,7 +113,7 @@ def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, .
 
 def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
     """Make the picture that policies decide on, with what each tier is still owed."""
-    view = to_view(tier_rules(config), known)
+    view = to_view(tier_rules(config), known, wall_time_s=time.time())
     readable = {c.id for c in known if c.commit is not None}
     return replace(
         view,

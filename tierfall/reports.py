@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from tierfall.core.restore.reader import Fallback
 from tierfall.core.values import CopyState, LossClass
+from tierfall.policies.cadence import TierCadence
 
 __all__ = [
+    "CadenceReport",
     "CheckpointInfo",
     "Compression",
     "DrainReport",
@@ -16,6 +18,7 @@ __all__ = [
     "RestoreReport",
     "ShardSource",
     "Statistics",
+    "TierCadence",
 ]
 
 
@@ -98,6 +101,31 @@ class Compression:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceReport:
+    """At which interval ``maybe_save`` saves, and why.
+
+    ``interval_steps`` is None where the interval is not in steps, or not known yet; ``bound`` is what decided: every,
+    measuring, overhead, failures or durable (how soon the slowest tier has a save); ``reason`` says it in words.
+    ``step_s`` is what a step takes while nothing is saved and ``cost_s`` what a save adds to the steps up to the next
+    one, in seconds; ``overhead`` is that cost as a share of the interval. ``durable_s`` has, per tier, the seconds from
+    a save until the tier has it; host memory holds ``images`` at a time. ``next_step`` is saved next, if nothing
+    changes. ``tiers`` says, under ``mtbf``, how often each tier would best get a checkpoint. What was not measured yet
+    is None.
+    """
+
+    interval_steps: int | None
+    bound: str
+    reason: str
+    step_s: float | None
+    cost_s: float | None
+    overhead: float | None
+    durable_s: Mapping[str, float]
+    images: int
+    next_step: int | None
+    tiers: tuple[TierCadence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Counters since open; ``saves`` are those whose capture began, ``superseded_saves`` those that were given up for a
     later one, an earlier start's too. Times are seconds, means over the last 1,000 saves, over which ``failed_saves``
@@ -105,9 +133,13 @@ class Statistics:
 
     ``edge_bytes`` counts what was moved, by "source->target". ``newest`` names, per loss class, the newest step that
     survives such a loss now (None: nothing would). ``compression`` has an entry for each tier that packs. ``capture``
-    says, in mode auto, what the last save that had the choice was captured by, and why. ``write_bytes_per_s`` and
-    ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of late, in bytes of images;
-    what was not seen has no entry.
+    says, in mode auto, what the last save that had the choice was captured by, and why. ``cadence`` says when
+    ``maybe_save`` saves. ``ettr`` is the share of the time since open in which training made progress that is kept, by
+    the calls of ``maybe_save``: not what saves added, nor restores, nor steps that were gone back over; failures that
+    ended an earlier process do not count. None before the first of them.
+
+    ``write_bytes_per_s`` and ``read_bytes_per_s`` are how fast this rank was seen to write and to read each tier of
+    late, in bytes of images; what was not seen has no entry.
 
     ``behind`` is, by tier, by how many more checkpoints it would be behind after an hour of this cadence (0: it keeps
     up), ``behind_s`` how many seconds ago the oldest checkpoint was saved that is newer than all that it has, and
@@ -139,3 +171,5 @@ class Statistics:
     behind_s: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[str, int] = field(default_factory=dict)
     flush_shares: Mapping[str, float] = field(default_factory=dict)
+    cadence: CadenceReport | None = None
+    ettr: float | None = None

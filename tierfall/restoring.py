@@ -45,6 +45,7 @@ class Restorer:
         self._session = session
         self._line = line
         self._connect = connect
+        self.has_gone_on: Callable[[int], None] = _nobody_minds
 
     @property
     def slower_s(self) -> float:
@@ -163,6 +164,11 @@ class Restorer:
         say_left_behind(self._session.run, self._session.known(), id)
         ledger = self._session.coordinator.ledger
         self._session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
+        self.has_gone_on(id.step)
+
+
+def _nobody_minds(step: int) -> None:
+    """Nobody asked to hear from which step the line goes on."""
 
 
 def say_left_behind(

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,9 +82,11 @@ class Saver:
         began: float,
         *,
         may_be_lazy: bool = True,
+        at_end: bool = False,
     ) -> SaveHandle:
         """Begin the capture of the state that ``describe`` walks as the next checkpoint of ``line``; see
-        ``Checkpointer.save``. Without ``may_be_lazy`` all of it is copied when this returns."""
+        ``Checkpointer.save``. Without ``may_be_lazy`` all of it is copied when this returns; ``at_end``: every tier is
+        to get it."""
         metrics = telling.checked_metrics(metrics)
         tags = telling.checked_tags(tags)
         with collector_paused():
@@ -101,6 +104,7 @@ class Saver:
             began,
             share=share,
             may_be_lazy=may_be_lazy,
+            at_end=at_end,
         )
 
     def save_files(
@@ -134,10 +138,12 @@ class Saver:
         share: Share | None = None,
         settled: bool = False,
         may_be_lazy: bool = True,
+        at_end: bool = False,
     ) -> SaveHandle:
-        place = self._place(line, step)
+        place = replace(self._place(line, step), at_end=at_end)
         rules = self._session.coordinator.ledger.rules
-        tiers = tuple(n for n in tiers_owed(rules, place.ordinal) if n in self._session.stores)
+        owed = tiers_owed(rules, place.ordinal, at_end=at_end)
+        tiers = tuple(name for name in owed if name in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
         region = self._room(handle, line, place, layout, metrics, tags)
         if region is None:
@@ -168,7 +174,8 @@ class Saver:
         if not self._session.ranks.many or line.is_at(step):
             return
         place = self._place(line, step)
-        line.advance(place)
+        if not line.has_passed(step):
+            line.advance(place)
         outcome = SaveOutcome.SKIPPED if isinstance(error, CapacityError) else SaveOutcome.FAILED
         self._session.coordinator.post(
             SaveGivenUp(id=place.checkpoint, error=error, outcome=outcome)

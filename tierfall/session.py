@@ -275,6 +275,7 @@ class Session:
         there may be its own.
         """
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
+        ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
         ledger.load(merge(self._held), self._held)
         ledger.scattered = self._scattered
         ledger.deleted = self._deleted

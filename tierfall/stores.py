@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierfall.backends.opening import REMOTE, open_backend
+from tierfall.backends.opening import is_remote, open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
 from tierfall.config import Config, FileTier, ObjectTier, Tier
@@ -47,7 +47,10 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 survives=_survives(tier),
                 capacity_bytes=tier.capacity_bytes,
                 flush_every=stored.flush.every if stored else 1,
-                retain_last=stored.retain.last if stored else None,
+                retain=stored.retain.rules() if stored else (),
+                evict_high=stored.evict.high if stored else None,
+                evict_low=stored.evict.low if stored else None,
+                evict=stored.evict.rule() if stored else None,
                 within_s=stored.flush.within_s if stored else None,
                 flush_order=stored.flush.order if stored else FlushOrder.IN_ORDER,
                 when_full=tier.when_full,
@@ -69,7 +72,7 @@ def _survives(tier: Tier) -> LossClass:
         scheme = tier.url.partition("://")[0]
         if scheme == "memory":
             return LossClass.NONE
-        kind = kind if scheme in REMOTE else TierKind.FILE
+        kind = kind if is_remote(tier.url) else TierKind.FILE
     return survives(kind, shared=bool(tier.shared))
 
 

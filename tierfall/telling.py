@@ -133,9 +133,6 @@ def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
 
 def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
     commit = entry.commit
-    marked = {
-        m.removeprefix("tag-") for ms in entry.marks.values() for m in ms if m.startswith("tag-")
-    }
     return CheckpointInfo(
         step=entry.id.step,
         attempt=entry.id.attempt,
@@ -145,7 +142,7 @@ def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
         age_s=max(0.0, wall_time_s - commit.wall_time_s) if commit else 0.0,
         pinned=entry.pinned,
         abandoned=abandoned,
-        tags=tuple(sorted({*(commit.tags if commit else ()), *marked})),
+        tags=tuple(sorted(entry.tags)),
         metrics=dict(commit.metrics) if commit else {},
         owed=tuple(sorted(entry.owed)),
         damage=dict(entry.damage),

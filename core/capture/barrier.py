@@ -46,6 +46,8 @@ class Barrier:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_graphs: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._bracketed = False
+        self.updates = 0
+        """How many updates of anything were seen: optimizers' steps, and those that the loop bracketed itself."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -54,6 +56,7 @@ class Barrier:
             self._recorded()
             return
         self._stepped.add(optimizer)
+        self.updates += 1
         try:
             self._reached()
             self.on_step(optimizer)
@@ -63,6 +66,7 @@ class Barrier:
     def bracketed_by_hand(self) -> None:
         """Note that the loop itself waited for the capture (``wait_captured``, ``guard``)."""
         self._bracketed = True
+        self.updates += 1
 
     def missing(self, parameters: Mapping[int, tuple[str, torch.nn.Parameter]]) -> tuple[str, ...]:
         """Name the trainable ones among parameters, which are given by their ids, whose update no barrier was seen to

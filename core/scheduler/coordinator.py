@@ -98,6 +98,8 @@ class Policies(Protocol):
 
     def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
+    def next_due_s(self, view: View, tier_name: str) -> float | None: ...
+
     def plan_eviction(
         self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
     ) -> Eviction: ...
@@ -166,6 +168,7 @@ class Coordinator:
             ledger=ledger,
             tiers=self.lanes,
             plan_retention=policies.plan_retention,
+            next_due_s=policies.next_due_s,
             dispatch=self._dispatch,
         )
         self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)
@@ -392,6 +395,7 @@ class Coordinator:
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
         self._now_s = now_s
+        self.ledger.now_s = now_s
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
         while self._events:
@@ -530,6 +534,16 @@ class Coordinator:
             e.snapshot is not None or (e.owed - self.ledger.failing.keys())
             for e in self.ledger.entries.values()
         )
+
+    def owe_to_all(self, id: CheckpointId) -> None:
+        """Let every tier have a checkpoint that this process saved, whatever it is usually given."""
+        entry = self.ledger.entries.get(id)
+        if entry is None or entry.lost or self.fenced is not None:
+            return
+        if entry.snapshot is None and not entry.readable_on(self.ledger.host):
+            return
+        there = entry.states.keys() | entry.damage.keys()
+        entry.owed.update(tier for tier in self.lanes if tier not in there)
 
     def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
         return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.owed))

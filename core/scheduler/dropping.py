@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from tierfall.core.records import Commit, stops_drop
+from tierfall.core.scheduler.ageing import Ageing
 from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
@@ -36,10 +37,12 @@ class Dropper:
         ledger: Ledger,
         tiers: Iterable[str],
         plan_retention: PlanRetention,
+        next_due_s: Callable[[View, str], float | None],
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
         self._plan_retention = plan_retention
+        self._ageing = Ageing(ledger, next_due_s)
         self._dispatch = dispatch
         self.alone = True
         self.delete: Callable[[CheckpointId], None] = lambda id: None
@@ -82,7 +85,10 @@ class Dropper:
         return leaving - self._failed.keys()
 
     def retry(self, now_s: float) -> None:
-        """Try again what could not be dropped, once its pause is over."""
+        """Try again what could not be dropped, once its pause is over, and let go what has become too old."""
+        for tier in self._ageing.take_due() if self._looks_by_itself() else ():
+            if self._plan(tier):
+                self.survey(tier)
         for key, (task, not_before_s) in list(self._failed.items()):
             if now_s >= not_before_s and not self.paused:
                 del self._failed[key]
@@ -100,7 +106,13 @@ class Dropper:
         """Say when something is to be tried again; while a restore reads the tiers, nothing is."""
         if self.paused:
             return None
-        return min((when for _, when in self._failed.values()), default=None)
+        times = [when for _, when in self._failed.values()]
+        if self._looks_by_itself() and (look_s := self._ageing.next_s()) is not None:
+            times.append(look_s)
+        return min(times, default=None)
+
+    def _looks_by_itself(self) -> bool:
+        return self.plans and not self.paused and not self._cancelled
 
     def reserve(self, id: CheckpointId) -> None:
         """A person's order begins to change this checkpoint's marks: what a survey has read of them is old."""
@@ -145,6 +157,7 @@ class Dropper:
                 task.tier,
                 outcome.error,
             )
+            self._ageing.look_in(task.tier, RETRY_S)
             return
         self._learn(task.tier, {id: m for id, m in outcome.value.items() if id not in outdated})
         if self._cancelled:
@@ -171,9 +184,11 @@ class Dropper:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
+        view = self._ledger.view()
+        self._ageing.note(view, tier)
         return [
             decision
-            for decision in self._plan_retention(self._ledger.view(), tier)
+            for decision in self._plan_retention(view, tier)
             if decision.verdict is Verdict.DROP
             and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
         ]

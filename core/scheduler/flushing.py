@@ -139,7 +139,8 @@ class Flusher:
             return False
         if not self.others.decides and not lane.full:
             return True  # rank 0 has made it
-        capacity = next(r.capacity_bytes for r in self._ledger.rules if r.name == lane.tier)
+        rules = next(r for r in self._ledger.rules if r.name == lane.tier)
+        capacity = rules.capacity_bytes
         need = _image_bytes(entry)
         if entry.parts is None:
             need *= self.others.ranks_on(lane.tier)
@@ -147,19 +148,30 @@ class Flusher:
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
             free = min(free, 0)
-        if free >= need:
+        if free >= need and capacity is not None:
+            free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
+        if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return True
         held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
-        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan):
+        return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
+
+    def _go_by(
+        self, plan: Eviction, lane: Lane, entry: Entry, *, need: int, free: int, now_s: float
+    ) -> bool:
+        """Carry an eviction out, and say whether a copy may be begun at once."""
+        fits = free >= need
+        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
             lane.full = False
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
             return False
+        if fits:
+            return True  # above the high watermark, where nothing more may go
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)

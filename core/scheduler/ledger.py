@@ -112,6 +112,12 @@ class Entry:
         """A person deleted it: here, or by a mark that was found."""
         return self.deleted or any(names.TOMBSTONE_MARK in m for m in self.marks.values())
 
+    @property
+    def tags(self) -> frozenset[str]:
+        given = self.commit.tags if self.commit else ()
+        marks = {mark for marks in self.marks.values() for mark in marks}
+        return names.tags_of(given, marks) if marks else frozenset(given)
+
     def set_mark(self, tier: str, name: str, *, there: bool) -> None:
         old = self.marks.get(tier, frozenset())
         self.marks[tier] = old | {name} if there else old - {name}
@@ -164,7 +170,7 @@ class Ledger:
         ``scattered`` are those whose parts are all somewhere, but not on one tier: they can be restored, and no rank
         flushes its part, as another may have none to bring; ``deleted`` bear a tombstone where any rank looked.
         ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but by a
-        person's order."""
+        person's order. ``now_s`` is the time of the last step."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -178,6 +184,13 @@ class Ledger:
         self.restored_from: CheckpointId | None = None
         self.attempt: int | None = None
         self.least_ordinal = 0
+        self.now_s = 0.0
+        self.wall_offset_s = 0.0
+
+    def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
+        """Say what time it is: on the clock that ``step`` is told of, and on the wall. From here on the first one
+        counts alone, so that a wall clock that is set anew makes nothing older."""
+        self.now_s, self.wall_offset_s = now_s, wall_time_s - now_s
 
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
@@ -252,10 +265,13 @@ class Ledger:
             restored_from=self.restored_from,
             attempt=self.attempt,
             restoring=restoring,
+            wall_time_s=self.now_s + self.wall_offset_s,
+            many_ranks=self.shard.world_size > 1,
         )
 
     def _view(self, entry: Entry, left: bool, held: bool, settling: bool) -> CheckpointView:
         read = self.reading[entry.id] > 0
+        commit = entry.commit
         return CheckpointView(
             id=entry.id,
             ordinal=entry.ordinal,
@@ -273,12 +289,24 @@ class Ledger:
             },
             owed=frozenset(entry.owed),
             settling=settling,
+            at_end=entry.commit is not None and entry.commit.line.at_end,
+            metrics=commit.metrics if commit else {},
+            tags=entry.tags,
+            wall_time_s=commit.wall_time_s if commit else None,
         )
 
     def used_bytes(self, tier: str) -> int:
         """Bytes that a tier holds of this run, half-done copies included."""
         return sum(e.bytes.get(tier, 0) for e in self.entries.values()) + sum(
             size for (name, _), size in self.unfinished.items() if name == tier
+        )
+
+    def leaving_bytes(self, tier: str) -> int:
+        """Bytes of copies that are on their way out of a tier, or are to be tried again."""
+        return sum(
+            e.bytes.get(tier, 0)
+            for e in self.entries.values()
+            if e.state(tier) is CopyState.LEAVING
         )
 
 

@@ -238,13 +238,13 @@ def test_prune_does_what_the_dry_run_said(make_cli: MakeCli, saved: Saved, tmp_p
     planned = cli.json("prune", "--dry-run")
     assert planned["dry_run"]
     assert drops(planned) == [
-        *(("disk", step, "older than the last 2") for step in (1, 3, 4)),
-        ("far", 4, "older than the last 1"),
+        *(("disk", step, "no rule keeps it (last 2)") for step in (1, 3, 4)),
+        ("far", 4, "no rule keeps it (last 1)"),
     ]
     assert all(d["bytes"] > 80_000 and not d["dropped"] for d in planned["decisions"])
     assert files_below(tmp_path) == before
     text = cli("prune", "--dry-run").out
-    assert "drop  older than the last 2" in text
+    assert "drop  no rule keeps it (last 2)" in text
     assert "keep  pinned" in text
     assert "4 of 9 copies would be dropped" in text
     done = cli.json("prune")

@@ -116,7 +116,7 @@ def test_a_view_for_policies_holds_what_was_found_but_not_what_is_damaged() -> N
             Listing(tier="store", copies=(copy(1),)),
         ]
     )
-    view = to_view(RULES, known, failing=frozenset({"store"}))
+    view = to_view(RULES, known, wall_time_s=0.0, failing=frozenset({"store"}))
     assert view.failing == {"store"}
     first, second = view.checkpoints
     assert (first.ordinal, first.pinned, set(first.copies)) == (10, True, {"nvme", "store"})

@@ -1,21 +1,24 @@
 """Views as text: how golden files say what lies where, what is asked, and what is answered.
 
     ## title of the case
-    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [newest_first]
-        [when_full=WORD]
+    now SECONDS
+    tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [capacity=N high=SHARE [low=SHARE]] [order=NAME]
+        [newest_first] [when_full=WORD]
+    retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
+    many-ranks
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
     have STEP@ATTEMPT [ordinal=N] [from=STEP@ATTEMPT] [pinned] [tombstoned] [abandoned] [settling] [owed=TIER,TIER]
-        TIER=STATE[:leased] ...
+        [saved=SECONDS] [tags=A,B] [METRIC:VALUE] TIER=STATE[:leased] ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | owed ORDINAL | still-owed STEP@ATTEMPT
-        | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | due TIER | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
         | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     -> an answer, one line each, with its reason
 
-Every copy has 100 bytes. A host tier supersedes, where nothing else is said.
+Every copy has 100 bytes. Times are in seconds on the wall. A host tier supersedes, where nothing else is said.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from tests.rules import order, retained
+from tierfall.config import Retain
+from tierfall.core.policy import Rule
 from tierfall.core.values import (
     CheckpointId,
     CopyState,
@@ -39,7 +45,7 @@ from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.relief import plan_relief
-from tierfall.policies.retention import plan_retention
+from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import lateness, owed_in_time
 from tierfall.policies.superseding import Fits, plan_superseding
 from tierfall.policies.yielding import plan_yield
@@ -57,6 +63,8 @@ class Picture:
     restored_from: CheckpointId | None = None
     attempt: int | None = None
     restoring: bool = False
+    now_s: float = 0.0
+    many_ranks: bool = False
 
     def view(self) -> View:
         return View(
@@ -66,6 +74,8 @@ class Picture:
             restored_from=self.restored_from,
             attempt=self.attempt,
             restoring=self.restoring,
+            wall_time_s=self.now_s,
+            many_ranks=self.many_ranks,
         )
 
     def checkpoint(self, id: CheckpointId) -> CheckpointView:
@@ -95,6 +105,15 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
     match verb:
         case "tier":
             picture.tiers.append(_tier(words))
+        case "now":
+            picture.now_s = float(words[0])
+        case "many-ranks":
+            picture.many_ranks = True
+        case "retain":
+            place = next(i for i, tier in enumerate(picture.tiers) if tier.name == words[0])
+            more = _retain(words[1:])
+            tier = picture.tiers[place]
+            picture.tiers[place] = replace(tier, retain=(*tier.retain, *more))
         case "have":
             picture.checkpoints.append(_checkpoint(words))
         case "failing":
@@ -122,12 +141,8 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
     match what:
         case "retention" | "flush" | "eviction" | "superseding" | "relief":
             return _plan(view, what, words[0], options)
-        case "yield":
-            return _yield(options)
-        case "forecast":
-            return _forecast(view.tier(words[0]), options)
-        case "late":
-            return [lateness(view.tier(words[0]), float(options["behind"])) or "in time"]
+        case "due" | "yield" | "forecast" | "late":
+            return _foretell(view, what, words, options)
         case "in-time":
             return [owed_in_time(view, picture.checkpoint(_id(words[0]))) or "no bound"]
         case "guard":
@@ -162,6 +177,17 @@ def _plan(view: View, what: str, tier: str, options: dict[str, str]) -> list[str
     ]
 
 
+def _foretell(view: View, what: str, words: list[str], options: dict[str, str]) -> list[str]:
+    if what == "due":
+        due_s = next_due_s(view, words[0])
+        return ["never" if due_s is None else f"at {due_s:g}"]
+    if what == "yield":
+        return _yield(options)
+    if what == "forecast":
+        return _forecast(view.tier(words[0]), options)
+    return [lateness(view.tier(words[0]), float(options["behind"])) or "in time"]
+
+
 def _yield(options: dict[str, str]) -> list[str]:
     idle, busy = ([float(each) for each in options[kind].split(",")] for kind in ("idle", "busy"))
     share, least = float(options["share"]), float(options["least"])
@@ -185,13 +211,17 @@ def _forecast(tier: TierRules, options: dict[str, str]) -> list[str]:
 def _tier(words: list[str]) -> TierRules:
     name, kind = words[0], TierKind(words[1])
     options = _options(words)
-    last = options.get("last")
+    last, capacity = options.get("last"), options.get("capacity")
     return TierRules(
         name=name,
         kind=kind,
         survives=survives(kind, shared="shared" in words),
         flush_every=int(options.get("every", 1)),
-        retain_last=None if last is None else int(last),
+        retain=retained(None if last is None else int(last)),
+        capacity_bytes=None if capacity is None else int(capacity),
+        evict_high=float(options["high"]) if "high" in options else None,
+        evict_low=float(options["low"]) if "low" in options else None,
+        evict=order(options["order"]) if "order" in options else None,
         within_s=float(options["within"]) if "within" in options else None,
         when_full=WhenFull(options["when_full"]) if "when_full" in options else _when_full(kind),
         flush_order=FlushOrder.NEWEST_FIRST if "newest_first" in words else FlushOrder.IN_ORDER,
@@ -202,11 +232,22 @@ def _when_full(kind: TierKind) -> WhenFull | None:
     return WhenFull.SUPERSEDE if kind is TierKind.HOST else None
 
 
+def _retain(words: list[str]) -> tuple[Rule, ...]:
+    """Read rules as the configuration does."""
+    members: dict[str, object] = dict(_options(words))
+    if "best" in members:
+        metric, mode, count = str(members["best"]).split(":")
+        members["best"] = {"metric": metric, "mode": mode, "count": count}
+    if members.get("tags") not in (None, "true"):
+        members["tags"] = str(members["tags"]).split(",")
+    return Retain.model_validate(members).rules()
+
+
 def _checkpoint(words: list[str]) -> CheckpointView:
     options = _options(words)
     copies = {}
     for name, value in options.items():
-        if name not in ("ordinal", "from", "owed"):
+        if name not in ("ordinal", "from", "owed", "saved", "tags"):
             state, _, leased = value.partition(":")
             copies[name] = CopyView(
                 state=CopyState(state), bytes=COPY_BYTES, leased=leased == "leased"
@@ -222,6 +263,13 @@ def _checkpoint(words: list[str]) -> CheckpointView:
         settling="settling" in words,
         copies=copies,
         owed=frozenset(options["owed"].split(",")) if "owed" in options else frozenset(),
+        metrics={
+            name: float(value)
+            for name, _, value in (word.partition(":") for word in words[1:] if "=" not in word)
+            if value
+        },
+        tags=frozenset(options["tags"].split(",")) if "tags" in options else frozenset(),
+        wall_time_s=float(options["saved"]) if "saved" in options else None,
     )
 
 

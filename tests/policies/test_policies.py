@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.pictures import COPY_BYTES, by_bytes, survivors, without
+from tests.rules import best, every_period, every_steps, last, order, retained, tagged, young
 from tierfall.core.lines import abandoned
+from tierfall.core.policy import Rule
 from tierfall.core.values import (
     LOSS_CLASSES,
     CheckpointId,
@@ -33,6 +36,32 @@ EXAMPLES = settings(max_examples=100, deadline=None)
 Drop = tuple[str, CheckpointId]
 
 
+def a_rule() -> st.SearchStrategy[Rule]:
+    return st.one_of(
+        st.builds(last, st.integers(1, 3)),
+        st.builds(every_steps, st.integers(1, 4)),
+        st.builds(every_period, st.sampled_from([1.0, 5.0])),
+        st.builds(
+            best,
+            st.sampled_from(["loss", "accuracy"]),
+            mode=st.sampled_from(["min", "max"]),
+            count=st.integers(1, 2),
+        ),
+        st.builds(young, st.sampled_from([1.0, 5.0, 100.0])),
+        st.builds(tagged, st.sampled_from(["a", "b"])),
+        st.builds(tagged),
+    )
+
+
+def rules() -> st.SearchStrategy[tuple[Rule, ...]]:
+    return st.lists(a_rule(), min_size=1, max_size=3).map(tuple)
+
+
+METRICS = st.dictionaries(
+    st.sampled_from(["loss", "accuracy"]), st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf])
+)
+
+
 @st.composite
 def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
     kinds = draw(
@@ -50,7 +79,8 @@ def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
             kind=kind,
             survives=survives(kind, shared=shared),
             flush_every=draw(st.sampled_from([1, 1, 2, 3])),
-            retain_last=draw(st.sampled_from([None, 1, 2])),
+            retain=draw(st.one_of(st.builds(retained, st.sampled_from([None, 1, 2])), rules())),
+            evict=draw(st.sampled_from([None, None, order("oldest")])),
             flush_order=draw(st.sampled_from(FlushOrder)),
         )
         for number, (kind, shared) in enumerate(kinds)
@@ -79,6 +109,9 @@ def views(draw: st.DrawFn) -> View:
                 tombstoned=draw(st.integers(0, 7)) == 0,
                 copies=draw(copies(rules)),
                 owed=frozenset(draw(st.sets(st.sampled_from([r.name for r in rules[1:]])))),
+                metrics=draw(METRICS),
+                tags=draw(st.frozensets(st.sampled_from(["a", "b"]))),
+                wall_time_s=draw(st.sampled_from([None, *map(float, range(10))])),
             )
         )
     whole = [c for c in checkpoints if any(copy.state in WHOLE for copy in c.copies.values())]
@@ -89,6 +122,8 @@ def views(draw: st.DrawFn) -> View:
         failing=frozenset(draw(st.sets(st.sampled_from([r.name for r in rules[1:]])))),
         restored_from=draw(st.sampled_from([None, *(c.id for c in checkpoints)])),
         attempt=draw(st.sampled_from([None, 1, 2, 3])),
+        wall_time_s=10.0,
+        many_ranks=draw(st.booleans()),
     )
 
 
@@ -220,6 +255,8 @@ def test_eviction_takes_no_more_than_is_needed_and_says_what_is_missing(
         assert plan.missing_bytes == max(0, need - made)
         if plan.drops:
             assert made - plan.drops[-1].bytes < need
+        if tier.kind is not TierKind.HOST:
+            continue
         ages = [(of(view, (tier.name, d.checkpoint))[0].live, d.checkpoint) for d in plan.drops]
         assert ages == sorted(ages)
 

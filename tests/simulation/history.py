@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.rules import order
+from tests.simulation.wants import Wants, draw_wants
 from tests.simulation.world import (
     CHUNK,
     IMAGE,
@@ -31,7 +33,7 @@ from tierfall.core.documents import sha256
 from tierfall.core.errors import CapacityError, CaptureError, TierfallError
 from tierfall.core.packing.files import image_file
 from tierfall.core.records import Commit, Mark
-from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
+from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder, Task
 from tierfall.core.snapshot import Snapshot
 from tierfall.core.values import (
     LOSS_CLASSES,
@@ -63,20 +65,30 @@ class Weather:
         return getattr(self._faulty if self.bad else self._inner, name)
 
 
-def draw_rules(draw: random.Random) -> list[TierRules]:
-    """One to three tiers, the second or third of them perhaps shared, small or sparing."""
-    rules = []
+def draw_rules(draw: random.Random, seed: int) -> tuple[list[TierRules], dict[str, Wants]]:
+    """One to three tiers, the second or third of them perhaps shared, small or sparing, and what each is to retain."""
+    rules, wants = [], {}
+    retain = random.Random(f"retain {seed}")
     for place, name in enumerate(("nvme", "disk", "pfs")[: draw.choice((1, 2, 2, 3))]):
+        shared = place > 0 and draw.random() < 0.6
+        flush_every = draw.choice((1, 1, 1, 2, 3))
+        wants[name] = Wants(last=draw.choice((None, 1, 1, 2, 3)))
+        if retain.random() < 0.6:
+            wants[name] = draw_wants(retain)
+        high = retain.choice((None, None, 0.7, 1.0))
         rules.append(
             file_rules(
                 name,
-                shared=place > 0 and draw.random() < 0.6,
-                flush_every=draw.choice((1, 1, 1, 2, 3)),
-                retain_last=draw.choice((None, 1, 1, 2, 3)),
+                shared=shared,
+                flush_every=flush_every,
+                retain=wants[name].rules(),
                 capacity_bytes=draw.choice((None, None, int(2.5 * IMAGE), int(3.5 * IMAGE))),
+                evict_high=high,
+                evict_low=high and retain.choice((None, 0.5)),
+                evict=retain.choice((None, None, order("oldest"))),
             )
         )
-    return rules
+    return rules, wants
 
 
 def draw_faults(draw: random.Random, inner: Backend, seed: int) -> Faulty:
@@ -125,13 +137,14 @@ class History:
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
         self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
         order = random.Random(f"order {seed}")
+        drawn, self.wants = draw_rules(self.draw, seed)
         rules = [
             replace(
                 rules,
                 flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)),
                 when_full=order.choice((WhenFull.SKIP, *[WhenFull.SUPERSEDE] * 2, *[None] * 3)),
             )
-            for rules in draw_rules(self.draw)
+            for rules in drawn
         ]
         self.gives_up = self.when_full is WhenFull.SUPERSEDE or any(
             r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for r in rules
@@ -146,6 +159,7 @@ class History:
             codecs={tier.name: stored.choice((*Codec, Codec.NONE)) for tier in rules},
             run_bytes_min=stored.choice((0, 2 * CHUNK)),
         )
+        self.world.sees = self._check_retained
         self.log = self.world.trace
         self.step = 0
         self.asked: list[Asked] = []
@@ -160,6 +174,7 @@ class History:
         self._drops: dict[int, DropCopy] = {}
         self._read = CommitReader().read
         self._judged: dict[int, object] = {}
+        self.seen_drops: list[DropCopy] = []
         self.before = self.look()
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
@@ -508,16 +523,13 @@ class History:
         }
 
     def _check_drops(self, now: dict[str, Held]) -> None:
-        """A line that was left behind goes by retention only once the new one is as safe; the live one keeps as many as
-        were promised, but where room was short."""
+        """A line that was left behind goes by retention only once the new one is as safe."""
         known = self._known(now)
         left = self._abandoned(known)
         for task in self.world.tasks:
             if not isinstance(task, DropCopy) or id(task) in self._drops:
                 continue  # a person may have deleted since what it was judged by
             self._drops[id(task)] = task
-            if not task.unfinished and task.id not in left | self._tombstoned(now):
-                self._check_last(task, now, left)
             if "left behind" not in task.reason:
                 continue
             need = RANK[self.world.coordinator.ledger.view().tier(task.tier).survives]
@@ -528,15 +540,21 @@ class History:
                 for id in now[rules.name].commits
             ), f"{task.id} leaves {task.tier}, and the new line has nothing that is as safe"
 
-    def _check_last(self, task: DropCopy, now: dict[str, Held], gone: set[CheckpointId]) -> None:
-        rules = next(rules for rules in self.world.rules if rules.name == task.tier)
-        if rules.retain_last is None or rules.capacity_bytes is not None:
+    def _check_retained(self, task: Task) -> None:
+        """What no rule is said to keep, none wants, among all that lies there and was not left behind: asked as the
+        drop is decided, since a person may delete another one a moment later."""
+        if not isinstance(task, DropCopy) or not task.reason.startswith("no rule keeps it"):
             return
+        again = any(task is seen for seen in self.seen_drops)
+        if again or self.world.coordinator._orders._unread:
+            return  # what lies where it could not look, it cannot count
+        self.seen_drops.append(task)
+        now = self.look()
+        left = self._abandoned(self._known(now))
         # a mark from outside may not have been read yet: what bears one counts
-        newer = [id for id in now[task.tier].commits if id > task.id and id not in gone]
-        assert len(newer) >= rules.retain_last, (
-            f"{task} goes, and the tier is to keep {rules.retain_last}, and has {newer} besides"
-        )
+        held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
+        wanted = self.wants[task.tier].wanted(held, self.world.now_s)
+        assert task.id not in wanted, f"{task.id} is to stay on {task.tier}: {task.reason}"
 
     def _check_handles(self, now: dict[str, Held]) -> None:
         for id, handle in self.world.handles.items():
@@ -653,10 +671,17 @@ class History:
         gone = self._abandoned(self._known(now)) | self._marked_deleted(now)
         for rules in self.world.rules[1:]:
             there = set(now[rules.name].commits) - gone
-            for id, commit in now["host"].commits.items():
-                due = id not in gone and commit.line.ordinal % rules.flush_every == 0
+            due_there = {
+                id: commit
+                for id, commit in now["host"].commits.items()
+                if id not in gone and commit.line.ordinal % rules.flush_every == 0
+            }
+            both = {**due_there, **{id: now[rules.name].commits[id] for id in there}}
+            wanted = self.wants[rules.name].wanted(both, self.world.now_s)
+            for id in due_there:
+                due = id in wanted or not rules.retain
                 sends_all = rules.flush_order is FlushOrder.NEWEST_FIRST and not (
-                    rules.retain_last or rules.capacity_bytes
+                    rules.retain or rules.capacity_bytes
                 )
                 passed = id in there or (not sends_all and any(other > id for other in there))
                 assert not due or passed or self._is_full(rules.name, now), (

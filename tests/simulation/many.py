@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.core.ranks.network import Network
+from tests.simulation.wants import metrics_of, tags_of
 from tests.simulation.world import (
     CHUNK,
     DATA_START,
@@ -158,6 +159,7 @@ class Rank:
             store.take_attempt(self.world.attempt)
         ledger = Ledger(self.world.rules, "host", shard=self.shard)
         ledger.load(merge(held), held)
+        ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.world.now_s)
         ledger.scattered = start.scattered
         ledger.deleted = start.deleted
         ledger.note_partial(x for x in listings if x.tier in start.seen)
@@ -304,7 +306,8 @@ class Rank:
         )
         data = snapshot.manifest.encode()
         manifest = names.manifest_name(self.shard)
-        snapshot.commit = Commit(
+        own = CheckpointId(10 * snapshot.id.step + self.number, snapshot.id.attempt)
+        snapshot.commit = Commit(  # each rank measures something else; rank 0's counts
             line=snapshot.line,
             world_size=self.shard.world_size,
             files=(
@@ -313,6 +316,8 @@ class Rank:
             ),
             nodes=(str(self.node),),
             wall_time_s=snapshot.wall_time_s,
+            metrics=metrics_of(own),
+            tags=tags_of(own),
         )
         snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
         snapshot.handle.tell_captured()

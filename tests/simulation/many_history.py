@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.simulation.many import (
@@ -19,6 +19,7 @@ from tests.simulation.many import (
     image_of,
 )
 from tests.simulation.many_orders import Person
+from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
 from tierfall.backends.faults import Fault, FaultKind, Operation
 from tierfall.core import names
@@ -86,6 +87,10 @@ class ManyHistory:
                 capacity_bytes=draw.choice((None, None, int(2.5 * count * ENTRY_BYTES))),
             ),
         ]
+        retain = random.Random(f"retain many {seed}")
+        for place, rule in enumerate(rules):
+            if retain.random() < 0.25:
+                rules[place] = replace(rule, retain=draw_wants(retain).rules())
         if draw.random() < 0.15:
             rules.pop(0)
         self.tiers = tuple(r.name for r in rules)

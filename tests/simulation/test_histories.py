@@ -21,3 +21,6 @@ def test_no_history_breaks_a_promise(block: int) -> None:
     assert sum(len(history.superseded) for history in lived) > HISTORIES_PER_BLOCK // 10, (
         "too little is superseded for a test of it"
     )
+    assert sum(len(history.seen_drops) for history in lived) > HISTORIES_PER_BLOCK // 5, (
+        "too little is dropped by rule for a test of it"
+    )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tests.rules import retained
+from tests.simulation.wants import metrics_of, tags_of
 from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
@@ -186,7 +188,10 @@ def host_rules(when_full: WhenFull = WhenFull.WAIT) -> TierRules:
     )
 
 
-def file_rules(name: str, *, shared: bool = False, **members: Any) -> TierRules:
+def file_rules(
+    name: str, *, shared: bool = False, retain_last: int | None = None, **members: Any
+) -> TierRules:
+    members.setdefault("retain", retained(retain_last))
     return TierRules(
         name=name,
         kind=TierKind.FILE,
@@ -267,6 +272,7 @@ class World:
         self.started_from: CheckpointId | None = None
         self.ordinal = 0
         self.trace: list[str] = []
+        self.sees: Callable[[Task], None] = lambda task: None
         self.start()
 
     # Starts ------------------------------------------------------------------------------------------
@@ -288,6 +294,7 @@ class World:
                 store.take_attempt(self.attempt)
                 store.discard_unfinished()
         ledger = Ledger(self.rules, "host")
+        ledger.set_clock(now_s=self.now_s, wall_time_s=self.now_s)
         in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
         ledger.load(merge(everything), everything)
@@ -303,7 +310,7 @@ class World:
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
             policies=bundle,
-            submit=self.tasks.append,
+            submit=self._take,
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
@@ -313,6 +320,10 @@ class World:
 
     def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
         """Nothing here takes time."""
+
+    def _take(self, task: Task) -> None:
+        self.tasks.append(task)
+        self.sees(task)
 
     def _limits(self, store: StoredTier) -> LaneLimits:
         return LaneLimits(
@@ -422,6 +433,8 @@ class World:
             ),
             nodes=("n",),
             wall_time_s=snapshot.wall_time_s,
+            metrics=metrics_of(snapshot.id),
+            tags=tags_of(snapshot.id),
         )
         snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
         snapshot.handle.tell_captured()

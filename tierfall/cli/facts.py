@@ -90,11 +90,8 @@ class Facts:
 
     def tags(self, checkpoint: KnownCheckpoint) -> tuple[str, ...]:
         """Tags given at the save and marked since, less those that were taken away."""
-        marks = checkpoint.marks
-        given = set(checkpoint.commit.tags) if checkpoint.commit else set()
-        given |= {mark.removeprefix("tag-") for mark in marks if mark.startswith("tag-")}
-        given -= {mark.removeprefix("untag-") for mark in marks if mark.startswith("untag-")}
-        return tuple(sorted(given))
+        given = checkpoint.commit.tags if checkpoint.commit else ()
+        return tuple(sorted(names.tags_of(given, checkpoint.marks)))
 
     def owed(self, id: CheckpointId) -> tuple[str, ...]:
         """Name the tiers that were read and still wait for it."""

@@ -5,6 +5,7 @@
 tier or looks at the machine, except for the working directory and the environment.
 """
 
+from tierfall.config.interval import Interval, Mtbf
 from tierfall.config.loading import load_config
 from tierfall.config.model import (
     Config,
@@ -15,13 +16,11 @@ from tierfall.config.model import (
     StoredTier,
     Tier,
 )
+from tierfall.config.retaining import Best, Evict, Retain
 from tierfall.config.sections import (
-    Best,
     Capture,
     Compress,
     Flush,
-    Interval,
-    Retain,
 )
 from tierfall.core.values import FlushOrder
 
@@ -31,11 +30,13 @@ __all__ = [
     "Compress",
     "Config",
     "DeviceTier",
+    "Evict",
     "FileTier",
     "Flush",
     "FlushOrder",
     "HostTier",
     "Interval",
+    "Mtbf",
     "ObjectTier",
     "Retain",
     "StoredTier",

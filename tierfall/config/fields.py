@@ -38,7 +38,7 @@ _EXPECTED_CHUNK = "a multiple of 4KiB from 4KiB to 1GiB"
 _EXPECTED_FOLDER = "a folder such as ./checkpoints, with ${env:NAME} for a variable"
 _EXPECTED_BANDWIDTH = f"{units.EXPECTED_RATE}, or a share such as 50%"
 _EXPECTED_WAIT = "a time above 0, such as 60s"
-_EXPECTED_STEPS = "a whole number of training steps, 1 or more"
+_EXPECTED_EVERY = "a whole number of training steps, 1 or more, or a time such as 10m"
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
@@ -124,7 +124,8 @@ def _parsed(parse: Callable[[Any], Any], expected: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -> WithJsonSchema:
+def number_or_text(pattern: str, *, minimum: int = 0, number: str = "integer") -> WithJsonSchema:
+    """Describe to editors what is a number or a text."""
     return WithJsonSchema(
         {
             "anyOf": [
@@ -197,13 +198,20 @@ def _url(value: object) -> str:
     return value
 
 
-def _steps(value: object) -> int:
+def every() -> BeforeValidator:
+    """Read a number of training steps, or a time; that is a float then."""
+    return _parsed(_every, _EXPECTED_EVERY)
+
+
+def _every(value: object) -> int | float:
     number = _whole(value)
     if number is None and isinstance(value, str):
-        units.parse_duration(value)
-        raise not_supported("a cadence by time is")
+        seconds = units.parse_duration(value)
+        if seconds == 0:
+            raise ConfigError(f"{show(value)} is no interval; expected {_EXPECTED_EVERY}")
+        return seconds
     if number is None or number < 1:
-        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_STEPS}")
+        raise ConfigError(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}")
     return number
 
 
@@ -254,17 +262,17 @@ def _path(value: object) -> Path:
 Size = Annotated[
     int,
     _parsed(_positive_size, units.EXPECTED_SIZE),
-    _number_or_text(units.SIZE_PATTERN, minimum=1),
+    number_or_text(units.SIZE_PATTERN, minimum=1),
 ]
 Chunk = Annotated[
     int,
     _parsed(_chunk, _EXPECTED_CHUNK),
-    _number_or_text(units.SIZE_PATTERN, minimum=CHUNK_BYTES_MIN),
+    number_or_text(units.SIZE_PATTERN, minimum=CHUNK_BYTES_MIN),
 ]
 Rate = Annotated[
     int,
     _parsed(_positive_rate, units.EXPECTED_RATE),
-    _number_or_text(units.RATE_PATTERN, minimum=1),
+    number_or_text(units.RATE_PATTERN, minimum=1),
 ]
 Bandwidth = Annotated[
     int | float,
@@ -283,7 +291,7 @@ Bandwidth = Annotated[
 Duration = Annotated[
     float,
     _parsed(units.parse_duration, units.EXPECTED_DURATION),
-    _number_or_text(units.DURATION_PATTERN, number="number"),
+    number_or_text(units.DURATION_PATTERN, number="number"),
 ]
 Wait = Annotated[
     float,
@@ -304,9 +312,6 @@ Share = Annotated[
 ]
 Count = Annotated[
     int, _parsed(_count, _EXPECTED_COUNT), WithJsonSchema({"type": "integer", "minimum": 1})
-]
-Steps = Annotated[
-    int, _parsed(_steps, _EXPECTED_STEPS), _number_or_text(units.DURATION_PATTERN, minimum=1)
 ]
 Flag = Annotated[bool, _parsed(_flag, "true or false"), WithJsonSchema({"type": "boolean"})]
 Level = Annotated[

@@ -24,16 +24,17 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
+    wrong,
 )
+from tierfall.config.interval import Interval
 from tierfall.config.places import write_place
+from tierfall.config.retaining import Evict, Retain
 from tierfall.config.rules import FOLDER, check_chain, link_of
 from tierfall.config.sections import (
     Capture,
     Compress,
     Flush,
-    Interval,
     OnClose,
-    Retain,
     Section,
 )
 from tierfall.core.values import Driver, OnError, TierKind, WhenFull
@@ -119,6 +120,11 @@ class StoredTier(_Tier):
     retain: Retain = Field(
         default=Retain(), description="Which checkpoints it keeps.", examples=[{"last": 3}]
     )
+    evict: Evict = Field(
+        default=Evict(),
+        description="What it gives up where its capacity is short.",
+        examples=[{"order": "oldest"}],
+    )
     compress: Compress = Field(
         default=Compress(),
         description="How chunks are compressed there.",
@@ -154,6 +160,15 @@ class StoredTier(_Tier):
     def bandwidth_share(self) -> float | None:
         """The share of its measured rate that may be written there, where it is set as one."""
         return self.bandwidth if isinstance(self.bandwidth, float) else None
+
+    @model_validator(mode="after")
+    def _watermarks_have_a_capacity(self) -> Self:
+        if self.evict.high is not None and self.capacity_bytes is None:
+            raise wrong(
+                "evict.high is a share of the tier's capacity, which is not set; expected one such as capacity: 500GiB",
+                expected="a capacity beside evict.high, such as 500GiB",
+            )
+        return self
 
 
 class FileTier(StoredTier):
@@ -225,6 +240,10 @@ def _expand_tiers(value: object) -> object:
     return value
 
 
+def _or_default(value: object) -> object:
+    return Interval() if value is None else value
+
+
 class Config(Section):
     """Where checkpoints of a training run go, and when."""
 
@@ -232,10 +251,9 @@ class Config(Section):
         description="The name of the training run: a folder of that name in every tier.",
         examples=["gpt-small"],
     )
-    # The default will be {overhead: 3.5%}. Until that is acted on, None says that nobody chose a cadence.
-    interval: Interval | None = Field(
-        default=None,
-        description="When maybe_save saves; absent: it does not know, and says so. save needs none.",
+    interval: Annotated[Interval, BeforeValidator(_or_default, Interval | None)] = Field(
+        default=Interval(),
+        description="When maybe_save saves; absent: as often as 3.5% of the training time allows.",
         examples=[{"every": 100}],
     )
     capture: Capture = Field(

@@ -13,16 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tierfall.config.fields import (
     Count,
-    Duration,
     Flag,
     Level,
     Rate,
-    Share,
-    Steps,
     Wait,
     any_word,
     choice,
-    not_yet,
     wrong,
 )
 from tierfall.core.values import CaptureMode, Codec, FlushOrder
@@ -35,59 +31,12 @@ class OnClose(StrEnum):
     KEEP = "keep"
 
 
-class Direction(StrEnum):
-    """Which end of a metric is the good one."""
-
-    MIN = "min"
-    MAX = "max"
-
-
 class Section(BaseModel):
     """A mapping of the file: frozen, and with no keys but its own."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", hide_input_in_errors=True, serialize_by_alias=True
     )
-
-
-class Interval(Section):
-    """When maybe_save saves."""
-
-    every: Steps | None = Field(
-        default=None,
-        description="Save every so many training steps. A time such as 10m is not supported yet.",
-        examples=[100],
-    )
-    overhead: Annotated[Share | None, not_yet("a cadence by overhead is")] = Field(
-        default=None,
-        description="The share of training time that saving may cost. Not supported yet.",
-        examples=["3.5%"],
-    )
-    mtbf_s: Annotated[Duration | None, not_yet("a cadence by mtbf is")] = Field(
-        default=None,
-        alias="mtbf",
-        description="The mean time between failures to find the best cadence for. Not supported yet.",
-        examples=["4h"],
-    )
-    on_signal: Annotated[tuple[str, ...] | None, not_yet("saving on a signal is", ())] = Field(
-        default=None,
-        description="Signals on which to save. Not supported yet.",
-        examples=[["SIGTERM"]],
-    )
-    at_end: Annotated[Flag, not_yet("saving at the end is", False)] = Field(
-        default=False,
-        description="Whether to save the last step. Not supported yet.",
-        examples=[True],
-    )
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.every is None:
-            raise wrong(
-                "says no interval; expected {every: 100} (or leave interval out and call save)",
-                expected="{every: 100}",
-            )
-        return self
 
 
 class Capture(Section):
@@ -152,44 +101,6 @@ class Flush(Section):
         description="Whether the tier is written slower while training's steps take longer beside that: down to what "
         "keeps up with the saves and with within, and to a tenth of its rate at least.",
         examples=[False],
-    )
-
-
-class Best(Section):
-    """The best checkpoints by a metric."""
-
-    metric: str = Field(
-        description="The name of the metric, as save is given it.", examples=["loss"]
-    )
-    mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
-        default=Direction.MIN, description="Whether less is better, or more.", examples=["max"]
-    )
-    count: Count = Field(default=1, description="How many to keep.", examples=[2])
-
-
-class Retain(Section):
-    """Which checkpoints a tier keeps; pinned ones, and the newest, stay whatever this says."""
-
-    last: Count | None = Field(
-        default=None,
-        description="Keep the newest so many; absent: all that there is room for.",
-        examples=[3],
-    )
-    every: Annotated[Count | None, not_yet("keeping every so many steps is")] = Field(
-        default=None,
-        description="Keep those whose step is a multiple of this. Not supported yet.",
-        examples=[1000],
-    )
-    best: Annotated[Best | None, not_yet("keeping the best is")] = Field(
-        default=None,
-        description="Keep the best by a metric. Not supported yet.",
-        examples=[{"metric": "loss", "mode": "min", "count": 2}],
-    )
-    for_s: Annotated[Duration | None, not_yet("keeping for a time is")] = Field(
-        default=None,
-        alias="for",
-        description="Keep for so long. Not supported yet.",
-        examples=["30d"],
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,8 @@ def look(chain: Chain) -> dict[str, Listing]:
 
 def still_owed(chain: Chain, listings: dict[str, Listing]) -> set[tuple[str, str]]:
     """Name the copies, as (``step@attempt``, tier), that the next start is to finish."""
-    view = to_view(tier_rules(chain.config), merge(listings.values()))
+    known = merge(listings.values())
+    view = to_view(tier_rules(chain.config), known, wall_time_s=time.time())
     return {
         (str(checkpoint.id), tier)
         for checkpoint in view.checkpoints

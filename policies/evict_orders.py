@@ -1,0 +1,60 @@
+"""The orders of eviction: what of a stored tier is given up first where its capacity is short.
+
+All are policies of kind ``evict``: (tier view, rules, now) -> (checkpoint, reason) in the order in which they may go.
+What must stay, and that what a rule of retention wants goes last, is not theirs to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierfall.core.values import CheckpointId, CopyState, LossClass
+from tierfall.core.view import CheckpointView, TierRules, TierView
+from tierfall.policies.registry import register
+
+Order = Sequence[tuple[CheckpointId, str]]
+_SURVIVES = (LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
+
+
+@register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
+def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
+    """Give up first what was left behind, then what another tier holds that survives as much, what is quicker to read
+    back from there before what is dearer, then what lies nowhere else so safe; the older first in each."""
+    places = {rules.name: place for place, rules in enumerate(tier.view.tiers)}
+
+    def score(checkpoint: CheckpointView) -> tuple[bool, int, CheckpointId]:
+        elsewhere = _elsewhere(checkpoint, tier)
+        dear = places[elsewhere.name] if elsewhere else len(places)
+        return (checkpoint.live, dear, checkpoint.id)
+
+    ordered = sorted(tier.checkpoints, key=score)
+    return [(c.id, _said(c, _elsewhere(c, tier))) for c in ordered]
+
+
+@register("evict", "oldest", words=lambda rules: "the oldest first")
+def oldest_first(tier: TierView, rules: None, now_s: float) -> Order:
+    """Give up first what was left behind, then the oldest."""
+    ordered = sorted(tier.checkpoints, key=lambda c: (c.live, c.id))
+    return [(c.id, _said(c, None)) for c in ordered]
+
+
+def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
+    """Return the fastest other tier that holds it as safely as this one."""
+    return next(
+        (
+            other
+            for other in tier.view.tiers
+            if other.name != tier.tier.name
+            and checkpoint.state(other.name) is CopyState.COMMITTED
+            and _SURVIVES.index(other.survives) >= _SURVIVES.index(tier.tier.survives)
+        ),
+        None,
+    )
+
+
+def _said(checkpoint: CheckpointView, elsewhere: TierRules | None) -> str:
+    if not checkpoint.live:
+        return "it is of an abandoned line" if checkpoint.abandoned else "deleted by a person"
+    if elsewhere is not None:
+        return f"{elsewhere.name} holds it as safely"
+    return "it is the oldest that may go"

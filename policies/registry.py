@@ -1,0 +1,82 @@
+"""The policies that there are, by kind and name: the built-in ones and a user's own are registered in the same way.
+
+A registration is the one thing here that is remembered; nothing is looked up while a policy decides. What packages
+bring along as entry points is loaded by ``tierfall.plugins``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tierfall.core.errors import ConfigError
+from tierfall.core.names import check_name
+from tierfall.core.policy import Policy, PolicyKind
+
+Decide = TypeVar("Decide", bound=Callable[..., Any])
+
+_policies: dict[tuple[PolicyKind, str], Policy] = {}
+
+
+def register(
+    kind: str,
+    name: str,
+    *,
+    rules: Any = None,
+    due: Callable[..., float | None] | None = None,
+    words: Callable[[Any], str] | None = None,
+    alike: bool = False,
+) -> Callable[[Decide], Decide]:
+    """Register the function below as a policy, which a configuration then asks for by ``name``.
+
+    ``kind`` is one of interval, flush, retain, evict; what such a function is given and answers stands in
+    docs/write-a-policy.md. ``rules`` is the pydantic model, or another type that pydantic reads, of what stands behind
+    the name in YAML; without it, nothing does. ``due``, called with what the function is called with, says at which
+    wall time in seconds its answer may change though nothing happens; without it, it is asked when something does.
+    ``words`` says given rules in words, for reasons. ``alike`` says that the answer hangs on steps and attempts alone.
+
+    Raises ConfigError for a name that is none, or that another function has.
+    """
+    if kind not in set(PolicyKind):
+        raise ConfigError(f"register: {kind!r} is no kind of policy; expected {_kinds()}")
+    check_name(name, what=f"register: {kind} policy")
+    place = (PolicyKind(kind), name)
+
+    def remember(decide: Decide) -> Decide:
+        known = _policies.get(place)
+        if known is not None and _home(known.decide) != _home(decide):
+            raise ConfigError(
+                f"register: there is a {kind} policy named {name!r} already, {_home(known.decide)}; choose another name"
+            )
+        _policies[place] = Policy(
+            kind=PolicyKind(kind),
+            name=name,
+            decide=decide,
+            rules=rules,
+            due=due,
+            words=words,
+            alike=alike,
+        )
+        return decide
+
+    return remember
+
+
+def find(kind: PolicyKind, name: str) -> Policy | None:
+    """Return the policy that is registered under a name, if one is."""
+    return _policies.get((kind, name))
+
+
+def names_of(kind: PolicyKind) -> tuple[str, ...]:
+    """Name the policies of a kind that are registered, in the order in which they were."""
+    return tuple(name for of, name in _policies if of is kind)
+
+
+def _kinds() -> str:
+    return f"one of {', '.join(PolicyKind)}"
+
+
+def _home(function: Callable[..., Any]) -> str:
+    """Say where a function is from: a module that is loaded anew may register again."""
+    module = getattr(function, "__module__", "?")
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"

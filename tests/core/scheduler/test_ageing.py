@@ -1,0 +1,143 @@
+"""What goes by time alone: copies that become too old while nothing is saved."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tests.rules import best, last, young
+from tests.simulation.wants import metrics_of
+from tests.simulation.world import World, file_rules
+from tierfall.core.errors import UnreachableError
+from tierfall.core.scheduler.ageing import LOOK_AGAIN_S
+from tierfall.core.scheduler.dropping import RETRY_S
+from tierfall.core.scheduler.tasks import ReadMarks
+from tierfall.core.values import CheckpointId
+from tierfall.tiers.stored import StoredTier
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+
+
+def aged(seconds: float = HOUR_S) -> World:
+    """A run that has saved steps 1 to 3 at 0, 10 and 20 seconds, and keeps what is younger than ``seconds``."""
+    world = World([file_rules("nvme", retain=(young(seconds),))], memory_images=4)
+    for step in (1, 2, 3):
+        world.now_s = 10.0 * (step - 1)
+        world.save(step)
+        world.run_all()
+    assert world.steps_on("nvme") == [1, 2, 3]
+    return world
+
+
+def test_a_copy_goes_when_it_is_too_old_though_nothing_is_saved() -> None:
+    world = aged()
+    due = world.step()
+    assert due == pytest.approx(HOUR_S, abs=0.1)
+    assert due > HOUR_S
+    world.now_s = due
+    world.step()
+    world.run_all()
+    assert world.steps_on("nvme") == [2, 3]
+    assert world.step() == pytest.approx(HOUR_S + 10, abs=0.1)
+
+
+def test_it_does_not_go_a_moment_before() -> None:
+    world = aged()
+    world.now_s = HOUR_S - 0.01
+    world.step()
+    world.run_all()
+    assert world.steps_on("nvme") == [1, 2, 3]
+
+
+def test_the_newest_stays_however_old_and_nothing_is_waited_for_then() -> None:
+    world = aged()
+    world.settle(limit_s=10 * HOUR_S)
+    assert world.steps_on("nvme") == [3]
+    assert world.step() is None
+    assert not world.coordinator.busy()
+
+
+def test_a_run_that_waits_for_nothing_but_time_is_idle() -> None:
+    world = aged()
+    assert world.step() is not None
+    assert not world.coordinator.busy()
+
+
+def test_a_sleep_of_years_is_cut_into_days() -> None:
+    world = aged(seconds=10_000 * DAY_S)
+    due = world.step()
+    assert due is not None
+    assert due == pytest.approx(20 + LOOK_AGAIN_S, abs=1)
+    world.now_s = due
+    assert not world.tasks
+    assert world.step() == pytest.approx(due + LOOK_AGAIN_S, abs=1)
+    assert not any(isinstance(task, ReadMarks) for task in world.tasks)
+
+
+def test_the_step_of_a_rule_without_time_waits_for_nothing() -> None:
+    world = World([file_rules("nvme", retain=(last(1), best("loss")))])
+    world.save(1)
+    world.run_all()
+    assert world.step() is None
+
+
+def test_while_a_restore_reads_nothing_goes_and_after_it_it_does() -> None:
+    world = aged()
+    world.coordinator.dropper.paused = True
+    world.now_s = HOUR_S + 1
+    assert world.step() is None
+    world.run_all()
+    assert world.steps_on("nvme") == [1, 2, 3]
+    world.coordinator.dropper.paused = False
+    world.step()
+    world.run_all()
+    assert world.steps_on("nvme") == [2, 3]
+
+
+def test_marks_that_could_not_be_read_are_read_again_without_a_commit() -> None:
+    world = aged()
+    world.now_s = HOUR_S + 100  # nothing more comes to be too old after that
+    unreachable = UnreachableError("on purpose")
+    with mock.patch.object(StoredTier, "marks", side_effect=unreachable) as marks:
+        world.step()
+        world.run_all()
+    assert marks.call_count == 1
+    assert world.steps_on("nvme") == [1, 2, 3]
+    world.now_s += RETRY_S + 1
+    world.step()
+    world.run_all()
+    assert world.steps_on("nvme") == [3]
+
+
+def test_what_lies_there_at_a_start_ages_by_when_it_was_saved() -> None:
+    world = aged()
+    world.crash()
+    world.now_s = HOUR_S + 15
+    world.start()
+    world.step()
+    world.run_all()
+    assert world.steps_on("nvme") == [3]
+
+
+def test_a_clock_that_is_set_back_on_the_wall_counts_from_the_start_alone() -> None:
+    world = aged()
+    ledger = world.coordinator.ledger
+    ledger.set_clock(now_s=world.now_s, wall_time_s=1.7e9)
+    world.now_s += 5
+    world.step()
+    assert ledger.view().wall_time_s == 1.7e9 + 5
+
+
+def test_the_best_by_the_metric_that_was_saved_stays() -> None:
+    world = World([file_rules("nvme", retain=(best("loss"),))], memory_images=2)
+    steps = range(1, 13)
+    for step in steps:
+        world.save(step)
+        world.run_all()
+    losses = {s: metrics_of(CheckpointId(s, 1)).get("loss") for s in steps}
+    measured = {s: loss for s, loss in losses.items() if loss is not None and loss == loss}
+    chosen = min(measured, key=lambda s: (measured[s], -s))
+    assert chosen != 12, "the drawn metrics make no case of it"
+    assert world.steps_on("nvme") == [chosen, 12]

@@ -1,0 +1,110 @@
+"""Eviction from a stored tier that fills: at its watermarks, and in the order that is asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from unittest import mock
+
+from tests.rules import best, order, tagged
+from tests.simulation.wants import metrics_of
+from tests.simulation.world import IMAGE, World, file_rules
+from tierfall.core.errors import UnreachableError
+from tierfall.core.scheduler.dropping import Dropper
+from tierfall.core.scheduler.tasks import PersonsOrder
+from tierfall.core.values import CheckpointId
+from tierfall.tiers.stored import StoredTier
+
+ENTRY = int(1.1 * IMAGE)
+"""More than a copy takes with its records."""
+
+
+def saved(world: World, steps: range) -> World:
+    for step in steps:
+        world.save(step)
+        world.run_all()
+    return world
+
+
+def test_a_tier_above_its_high_watermark_is_brought_down_to_the_low_one() -> None:
+    rules = file_rules("nvme", capacity_bytes=10 * ENTRY, evict_high=0.8, evict_low=0.4)
+    world = saved(World([rules]), range(1, 8))
+    assert world.steps_on("nvme") == list(range(1, 8))
+    saved(world, range(8, 10))
+    held = world.steps_on("nvme")
+    assert held[-1] == 9
+    assert held == list(range(held[0], 10))
+    assert len(held) < 6
+    used = world.coordinator.ledger.used_bytes("nvme")
+    assert used <= 0.8 * 10 * ENTRY
+
+
+def test_without_watermarks_only_as_much_goes_as_is_needed() -> None:
+    world = saved(World([file_rules("nvme", capacity_bytes=4 * ENTRY)]), range(1, 8))
+    held = world.steps_on("nvme")
+    assert held == list(range(held[0], 8))
+    assert len(held) in (3, 4)
+
+
+def test_what_may_not_go_does_not_stop_a_copy_that_has_room() -> None:
+    rules = file_rules("nvme", capacity_bytes=6 * ENTRY, evict_high=0.3, evict_low=0.1)
+    world = World([rules])
+    for step in range(1, 5):
+        world.save(step)
+        world.run_all()
+        assert world.order(PersonsOrder.PIN, CheckpointId(step, 1)) == {}
+    assert world.steps_on("nvme") == [1, 2, 3, 4]
+    assert not world.coordinator.ledger.failing
+
+
+def loss_of(step: int, attempt: int) -> float:
+    return metrics_of(CheckpointId(step, attempt)).get("loss", math.nan)
+
+
+def is_best_of_six(step: int) -> bool:
+    """Of this one and two more, and three that a second start saves."""
+    others = [loss_of(step + n, 1 if n < 3 else 2) for n in range(1, 6)]
+    return all(loss_of(step, 1) < other for other in others)
+
+
+def test_the_best_outlives_older_and_newer_ones_where_room_is_short() -> None:
+    """All are young enough to stay at first; then the best is the one that a rule still wants."""
+    chosen = next(step for step in range(1, 200) if is_best_of_six(step))
+    rules = file_rules("nvme", capacity_bytes=4 * ENTRY)
+    world = saved(World([rules]), range(chosen, chosen + 3))
+    world.crash()
+    world.rules = (world.rules[0], replace(rules, retain=(best("loss"), tagged("no such tag"))))
+    with mock.patch.object(Dropper, "survey"):  # eviction comes first
+        world.start()
+        world.started_from, world.ordinal = CheckpointId(chosen + 2, 1), 3
+        world.coordinator.ledger.go_on_from(world.started_from, attempt=2)
+        saved(world, range(chosen + 3, chosen + 6))
+    held = world.steps_on("nvme")
+    assert held[0] == chosen
+    assert len(held) in (3, 4)
+
+
+def test_the_order_that_is_asked_for_says_what_goes() -> None:
+    """Of 1 and 2, on nvme, the store holds 2 alone: it is the cheaper one to lose, and 1 the older."""
+    left = {}
+    for name in ("cheapest", "oldest"):
+        world = World(
+            [
+                file_rules("nvme", capacity_bytes=3 * ENTRY, evict=order(name)),
+                file_rules("store", shared=True, flush_every=2),
+            ]
+        )
+        saved(world, range(1, 5))
+        left[name] = world.steps_on("nvme")
+    assert left == {"cheapest": [1, 3, 4], "oldest": [2, 3, 4]}
+
+
+def test_a_copy_that_cannot_be_deleted_is_not_paid_for_with_others() -> None:
+    rules = file_rules("nvme", capacity_bytes=10 * ENTRY, evict_high=0.6, evict_low=0.5)
+    world = saved(World([rules], memory_images=4), range(1, 7))
+    assert world.steps_on("nvme") == [1, 2, 3, 4, 5, 6]
+    broken = UnreachableError("on purpose")
+    with mock.patch.object(StoredTier, "drop", side_effect=broken) as drop:
+        saved(world, range(7, 9))
+    assert {call.args[0].step for call in drop.call_args_list} == {1, 2}
+    assert world.steps_on("nvme") == [1, 2, 3, 4, 5, 6, 7, 8]

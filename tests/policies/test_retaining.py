@@ -1,0 +1,164 @@
+"""What holds of retention and eviction whatever the rules are: views and rules drawn at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.policies.pictures import without
+from tests.policies.test_policies import a_rule, of, rules, views
+from tests.rules import last
+from tierfall.core.policy import Rule
+from tierfall.core.values import CheckpointId
+from tierfall.core.view import TierRules, Verdict, View
+from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import still_owed
+from tierfall.policies.guard import reason_to_keep
+from tierfall.policies.retention import next_due_s, plan_retention, wanted_of
+
+EXAMPLES = settings(max_examples=150, deadline=None)
+
+
+def dropped(view: View, tier: str) -> set[CheckpointId]:
+    return {d.checkpoint for d in plan_retention(view, tier) if d.verdict is Verdict.DROP}
+
+
+def with_tier(view: View, tier: TierRules) -> View:
+    return replace(view, tiers=tuple(tier if t.name == tier.name else t for t in view.tiers))
+
+
+def with_rules(view: View, tier: str, rules: tuple[Rule, ...]) -> View:
+    return with_tier(view, replace(view.tier(tier), retain=rules))
+
+
+@EXAMPLES
+@given(views(), rules(), a_rule())
+def test_one_more_rule_never_drops_more(view: View, rules: tuple[Rule, ...], more: Rule) -> None:
+    for tier in view.tiers[1:]:
+        fewer = dropped(with_rules(view, tier.name, rules), tier.name)
+        assert dropped(with_rules(view, tier.name, (*rules, more)), tier.name) <= fewer
+        assert dropped(with_rules(view, tier.name, (more, *rules)), tier.name) <= fewer
+
+
+@EXAMPLES
+@given(views())
+def test_what_was_planned_is_all_that_goes(view: View) -> None:
+    """A dry run says what happens: once that is carried out, as much as a survey at a time, nothing more goes."""
+    for tier in view.tiers[1:]:
+        drops = dropped(view, tier.name)
+        for done in range(len(drops) + 1):
+            part = {(tier.name, id) for id in sorted(drops)[:done]}
+            assert dropped(without(view, part), tier.name) == drops - {id for _, id in part}
+
+
+@EXAMPLES
+@given(views())
+def test_what_a_rule_wants_stays_and_the_reason_says_so(view: View) -> None:
+    for tier in view.tiers[1:]:
+        wanted = wanted_of(view, tier, view.on(tier.name))
+        for decision in plan_retention(view, tier.name):
+            checkpoint, _ = of(view, (tier.name, decision.checkpoint))
+            if decision.checkpoint in wanted:
+                assert checkpoint.live
+                assert decision.verdict is Verdict.KEEP
+                guard = reason_to_keep(view, checkpoint, tier, frozenset())
+                assert decision.reason in (guard, wanted[decision.checkpoint])
+
+
+@EXAMPLES
+@given(views(), st.integers(1, 6))
+def test_last_keeps_as_many_whatever_else_lies_there(view: View, count: int) -> None:
+    """Neither what was left behind, nor deleted, nor is only arriving takes up a place."""
+    for tier in view.tiers[1:]:
+        asked = with_rules(view, tier.name, (last(count),))
+        live = sorted(c.id for c in view.on(tier.name) if c.live)
+        assert not dropped(asked, tier.name) & set(live[-count:])
+
+
+def quiet(view: View) -> View:
+    """The same, with nothing that is owed, pinned or read: more of it may go."""
+    return replace(
+        view,
+        checkpoints=tuple(
+            replace(
+                c,
+                owed=frozenset(),
+                pinned=False,
+                copies={tier: replace(copy, leased=False) for tier, copy in c.copies.items()},
+            )
+            for c in view.checkpoints
+        ),
+    )
+
+
+@EXAMPLES
+@given(views(), rules(), st.integers(1, 900), st.integers(0, 300))
+def test_what_a_rule_wants_is_given_up_after_what_none_wants(
+    view: View, rules: tuple[Rule, ...], need: int, free: int
+) -> None:
+    view = quiet(view)
+    for place in view.tiers[1:]:
+        view = with_rules(view, place.name, rules)
+        tier = view.tier(place.name)
+        plan = plan_eviction(view, tier.name, need_bytes=need, free_bytes=free)
+        gone = frozenset(d.checkpoint for d in plan.drops)
+        wanted = wanted_of(view, tier, view.on(tier.name))
+        order = [d.checkpoint in wanted for d in plan.drops]
+        assert order == sorted(order)
+        if any(order):
+            for checkpoint in view.on(tier.name):
+                unwanted = checkpoint.id not in gone and checkpoint.id not in wanted
+                assert not unwanted or reason_to_keep(view, checkpoint, tier, gone)
+
+
+@EXAMPLES
+@given(views(), st.integers(1, 300), st.sampled_from([0.5, 0.8, 1.0]), st.sampled_from([0.3, 0.5]))
+def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(
+    view: View, need: int, high: float, low: float
+) -> None:
+    for old in view.tiers[1:]:
+        capacity = 1000
+        tier = replace(old, capacity_bytes=capacity, evict_high=high, evict_low=low)
+        asked = with_tier(view, tier)
+        used = asked.used_bytes(tier.name)
+        plan = plan_eviction(asked, tier.name, need_bytes=need, free_bytes=capacity - used)
+        left = used - sum(d.bytes for d in plan.drops)
+        if used + need <= min(high * capacity, capacity):
+            assert not plan.drops
+        elif plan.drops:
+            goal = low * capacity if used + need > high * capacity else capacity
+            assert left + plan.drops[-1].bytes + need > goal
+        assert plan.missing_bytes == max(0, left + need - capacity)
+
+
+@EXAMPLES
+@given(views())
+def test_nothing_goes_by_time_before_it_is_said_to_be_due(view: View) -> None:
+    for tier in view.tiers[1:]:
+        now = dropped(view, tier.name)
+        due = next_due_s(view, tier.name)
+        later = [10.25, 10.5, 12.0, 50.0, 1000.0]
+        for wall_time_s in (time for time in later if due is None or time < due):
+            assert dropped(replace(view, wall_time_s=wall_time_s), tier.name) == now
+
+
+@EXAMPLES
+@given(views())
+def test_what_would_stay_is_sent(view: View) -> None:
+    """A tier is owed what it takes, but for what no rule of it wants beside all that there is."""
+    for checkpoint in view.checkpoints:
+        if not checkpoint.live or view.many_ranks:
+            continue
+        owed = still_owed(view, checkpoint)
+        for tier in view.tiers[1:]:
+            passed = any(c.live and c.id > checkpoint.id for c in view.on(tier.name))
+            due = checkpoint.ordinal % tier.flush_every == 0 and not passed
+            if not due or checkpoint.readable_on(tier.name) or tier.name in owed:
+                continue
+            held = [
+                c for c in view.checkpoints if c == checkpoint or any(map(c.readable_on, c.copies))
+            ]
+            assert tier.retain
+            assert checkpoint.id not in wanted_of(view, tier, held)

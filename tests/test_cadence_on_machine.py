@@ -1,0 +1,83 @@
+"""The cadence on this machine: steps and saves take what they sleep, and saving takes the share that it may."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.steps import state_of
+from tierfall.checkpointer import Checkpointer
+from tierfall.saving import Saver
+
+MakeConfig = Callable[..., dict[str, Any]]
+STEP_S, COST_S = 0.01, 0.04
+
+
+class Run:
+    """A loop whose saves sleep for ``cost_s`` beyond what they take."""
+
+    def __init__(self, ckpt: Checkpointer, patch: pytest.MonkeyPatch) -> None:
+        self.ckpt = ckpt
+        self.cost_s = COST_S
+        self.step = 0
+        self.state = state_of(0)
+        real = Saver.save
+
+        def save(*args: Any, **words: Any) -> Any:
+            time.sleep(self.cost_s)
+            return real(*args, **words)
+
+        patch.setattr(Saver, "save", save)
+
+    def until_saved(self, saves: int) -> tuple[float, int]:
+        """Train for so many saves more; return the share that they took of the rest, and how many steps it were."""
+        train_s = save_s = 0.0
+        began = self.step
+        while saves:
+            began_s = time.perf_counter()
+            time.sleep(STEP_S)
+            trained_s = time.perf_counter()
+            self.step += 1
+            saves -= self.ckpt.maybe_save(self.step, self.state) is not None
+            train_s += trained_s - began_s
+            save_s += time.perf_counter() - trained_s
+        return save_s / train_s, self.step - began
+
+
+@pytest.mark.parametrize("budget", [0.035, 0.1])
+def test_saving_takes_its_share_within_a_point_and_follows_a_cost_that_doubles(
+    budget: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**make_config(), "interval": {"overhead": f"{budget:.1%}"}}
+    with tierfall.open(config) as ckpt:
+        run = Run(ckpt, monkeypatch)
+        run.until_saved(3)
+        share, steps = run.until_saved(3)
+        assert share == pytest.approx(budget, abs=0.01)
+        cadence = ckpt.statistics().cadence
+        assert cadence is not None
+        assert cadence.bound == "overhead", cadence.reason
+        run.cost_s = 2 * COST_S
+        run.until_saved(3)
+        again, more = run.until_saved(2)
+        assert again == pytest.approx(budget, abs=0.01)
+        assert 1.3 * steps / 3 < more / 2
+        print(f"budget {budget:.1%}: {share:.2%} by {steps / 3} steps, {again:.2%} by {more / 2}")
+
+
+def test_a_step_that_is_not_saved_costs_microseconds(make_config: MakeConfig) -> None:
+    for interval in ({"every": 10**9}, {"every": "10d"}, {"overhead": "0.0001%"}):
+        with tierfall.open({**make_config(run=f"r{len(interval)}"), "interval": interval}) as ckpt:
+            state = state_of(0)
+            best_s = float("inf")
+            for batch in range(20):
+                began_s = time.perf_counter()
+                for step in range(1000):
+                    ckpt.maybe_save(batch * 1000 + step, state)
+                best_s = min(best_s, (time.perf_counter() - began_s) / 1000)
+        print(f"{interval}: {best_s * 1e6:.2f} us")
+        assert best_s < 20e-6

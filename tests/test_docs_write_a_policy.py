@@ -1,0 +1,129 @@
+"""docs/write-a-policy.md: what it shows is run as it stands there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import tierfall
+from tests.policies.pictures import Picture
+from tierfall.cli import app
+from tierfall.config import load_config
+from tierfall.core import names
+from tierfall.core.errors import ConfigError
+from tierfall.core.policy import PolicyKind
+from tierfall.core.values import CheckpointId, CopyState, TierKind, survives
+from tierfall.core.view import CheckpointView, CopyView, TierRules
+from tierfall.policies import registry
+from tierfall.policies.eviction import plan_eviction
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-policy.md"
+TEXT = PAGE.read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with the page's module in it; what is registered meanwhile is forgotten after."""
+    known = dict(registry._policies)
+    (tmp_path / "milestones.py").write_text(blocks("python")[0])
+    (tmp_path / "tiers.yaml").write_text(blocks("yaml")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("milestones", None)
+    registry._policies.clear()
+    registry._policies.update(known)
+
+
+def left(folder: Path) -> list[int]:
+    found = (names.parse_step_folder(path.name) for path in (folder / "gpt-small").iterdir())
+    return sorted(id.step for id in found if id is not None)
+
+
+def test_the_page_has_what_is_run_here() -> None:
+    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [3, 2, 1]
+    lines = blocks("python")[0].splitlines()
+    assert len(lines) <= 20
+
+
+def test_the_rule_keeps_what_the_page_says(desk: Path) -> None:
+    exec(compile(blocks("python")[1], str(PAGE), "exec"), {})
+    told = re.search(r"Steps ([0-9, and]+) are left", TEXT)
+    assert told is not None
+    assert left(desk / "checkpoints") == [int(n) for n in re.findall(r"[0-9]+", told[1])]
+    result = CliRunner().invoke(app, ["show", "9", "--config", "tiers.yaml"])
+    assert result.exit_code == 0, result.output
+    said = re.search(r"say `(the first[^`]*)`", TEXT)
+    assert said is not None
+    assert said[1] in result.stdout
+
+
+def test_settings_that_do_not_fit_are_refused_with_their_place(desk: Path) -> None:
+    importlib.import_module("milestones")
+    document = yaml.safe_load((desk / "tiers.yaml").read_text())
+    document["tiers"][1]["retain"]["milestones"] = {"base": "one"}
+    with pytest.raises(ConfigError, match=r"^tiers\[1\].retain.milestones.base: \"one\" does not"):
+        load_config(document)
+
+
+def test_without_the_import_the_rule_is_not_known_and_it_is_said_where_to_look(desk: Path) -> None:
+    with pytest.raises(ConfigError, match=r"retain.milestones: unknown key.*write-a-policy.md"):
+        load_config("tiers.yaml")
+
+
+def test_the_order_gives_up_the_worst_loss_first(desk: Path) -> None:
+    exec(compile(blocks("python")[2], str(PAGE), "exec"), {})
+    tier = {"name": "disk", "kind": "file", "path": "./c", "capacity": "1GiB"}
+    section = yaml.safe_load(blocks("yaml")[1])
+    config = load_config(
+        {"run": "x", "tiers": [{"name": "h", "kind": "host"}, {**tier, **section}]}
+    )
+    picture = Picture()
+    picture.tiers = [
+        TierRules(
+            name="disk",
+            kind=TierKind.FILE,
+            survives=survives(TierKind.FILE, shared=False),
+            evict=config.stored[0].evict.rule(),
+        )
+    ]
+    copies = {"disk": CopyView(state=CopyState.COMMITTED, bytes=100)}
+    for step, metrics in enumerate(({"loss": 0.5}, {"loss": 0.9}, {}, {"loss": 0.1}), start=1):
+        id = CheckpointId(step, 1)
+        picture.checkpoints.append(
+            CheckpointView(id=id, ordinal=step, started_from=None, copies=copies, metrics=metrics)
+        )
+    plan = plan_eviction(picture.view(), "disk", need_bytes=200, free_bytes=0)
+    assert [(d.checkpoint.step, d.reason) for d in plan.drops] == [
+        (3, "room is needed and its loss is inf"),
+        (2, "room is needed and its loss is 0.9"),
+    ]
+
+
+def test_as_an_entry_point_it_is_loaded_when_a_file_asks_for_it(desk: Path) -> None:
+    points = desk / "milestones-1.0.dist-info"
+    points.mkdir()
+    (points / "METADATA").write_text("Metadata-Version: 2.1\nName: milestones\nVersion: 1.0\n")
+    found = re.search(r'"(retain\.milestones)" = "(\w+)"', blocks("toml")[0])
+    assert found is not None
+    assert '[project.entry-points."tierfall.policies"]' in blocks("toml")[0]
+    (points / "entry_points.txt").write_text(f"[tierfall.policies]\n{found[1]} = {found[2]}\n")
+    assert "milestones" not in sys.modules
+    load_config({"run": "x", "tiers": "./c"})
+    assert "milestones" not in sys.modules
+    config = load_config("tiers.yaml")
+    assert "milestones" in sys.modules
+    assert [rule.policy.name for rule in config.stored[0].retain.rules()] == ["last", "milestones"]
+    assert registry.find(PolicyKind.RETAIN, "milestones") is not None
+    assert tierfall.Config.model_validate(config.model_dump()) == config

@@ -1,0 +1,305 @@
+"""``interval`` as a training sees it: when nothing is set, at a signal, and at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.ranks.threads import on_all
+from tests.steps import blank, state_of, step_in, steps_on
+from tierfall.core.errors import CaptureError, ConfigError, UnreachableError
+from tierfall.tiers.stored import StoredTier
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Whatever a test does to signals, the next one finds them as they were."""
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_without_an_interval_saves_take_a_small_share_and_the_first_comes_soon(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    pause = threading.Event()
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(1, 31):
+            pause.wait(0.002)
+            ckpt.maybe_save(step, state_of(step))
+        statistics = ckpt.statistics()
+        cadence = statistics.cadence
+    assert cadence is not None
+    assert cadence.step_s is not None
+    assert cadence.step_s >= 0.002
+    assert cadence.images >= 1
+    assert statistics.ettr is not None
+    assert 0 < statistics.ettr <= 1
+    assert steps_on(tmp_path / "disk")[0] == 13
+    assert statistics.saves == len(steps_on(tmp_path / "disk"))
+
+
+def test_a_step_that_was_saved_by_hand_is_not_saved_again(make_config: MakeConfig) -> None:
+    with tierfall.open({**make_config(), "interval": {"every": 2}}) as ckpt:
+        ckpt.save(2, state_of(2))
+        assert ckpt.maybe_save(2, state_of(2)) is None
+        handle = ckpt.maybe_save(4, state_of(4))
+        assert handle is not None
+
+
+# Signals -----------------------------------------------------------------------------------------
+
+
+def test_a_signal_saves_the_next_step_and_who_was_asked_before_still_is(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    mine = signal.getsignal(signal.SIGUSR1)
+    interval = {"every": 10**6, "on_signal": ["SIGUSR1", "SIGTERM"]}
+    with tierfall.open({**make_config(), "interval": interval}) as ckpt:
+        assert ckpt.maybe_save(1, state_of(1)) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handle = ckpt.maybe_save(2, state_of(2))
+        assert handle is not None
+        assert ckpt.maybe_save(3, state_of(3)) is None
+        os.kill(os.getpid(), signal.SIGTERM)  # it had no handler: the training goes on
+        assert ckpt.maybe_save(4, state_of(4)) is not None
+    assert told == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is mine
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert steps_on(tmp_path / "disk") == [2, 4]
+
+
+def test_a_handler_that_was_put_in_ours_place_stays_and_goes_on_through_ours(
+    make_config: MakeConfig,
+) -> None:
+    told: list[str] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: told.append("first"))
+    with tierfall.open(
+        {**make_config(), "interval": {"every": 10**6, "on_signal": ["SIGUSR1"]}}
+    ) as ckpt:
+        ours = signal.getsignal(signal.SIGUSR1)
+        assert callable(ours)
+
+        def theirs(number: int, frame: Any) -> None:
+            told.append("theirs")
+            ours(number, frame)
+
+        signal.signal(signal.SIGUSR1, theirs)
+        ckpt.maybe_save(1, state_of(1))
+    assert signal.getsignal(signal.SIGUSR1) is theirs
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == ["theirs", "first"]
+
+
+def test_an_open_that_fails_leaves_signals_as_they_were(make_config: MakeConfig) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    config = {**make_config(), "interval": {"on_signal": ["SIGUSR2"]}}
+    with tierfall.open(config):
+        held = signal.getsignal(signal.SIGUSR2)
+        with pytest.raises(ConfigError, match="second Checkpointer"):
+            tierfall.open(config)
+        assert signal.getsignal(signal.SIGUSR2) == held
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_signals_are_the_main_threads(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**make_config(), "interval": {"on_signal": ["SIGUSR1"]}}
+    (error,) = on_all([lambda: tierfall.open(config)])
+    assert isinstance(error, ConfigError)
+    assert "interval.on_signal: only the main thread" in str(error)
+    before = signal.getsignal(signal.SIGUSR1)
+    ckpt = tierfall.open(config)
+    assert on_all([ckpt.close]) == [None]
+    assert "SIGUSR1: the handlers of before can be put back by the main thread only" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) != before
+
+
+CHILD = """
+import os, signal, sys, time, tierfall
+ready, tell = os.pipe()
+tiers = [
+    {"name": "host", "kind": "host", "folder": sys.argv[1] + "/memory"},
+    {"name": "disk", "kind": "file", "path": sys.argv[1] + "/disk"},
+]
+with tierfall.open({"run": "x", "tiers": tiers, "interval": {"on_signal": ["SIGTERM"]}}) as ckpt:
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b".")
+        time.sleep(60)
+        os._exit(7)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    print("child", os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    ckpt.save(1, {"a": 1})
+print("still here", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_forked_child_ends_by_the_signal_and_so_does_the_program_after_close(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines() == [f"child {signal.SIGTERM:d}", "still here"], done.stderr
+    assert done.returncode == -signal.SIGTERM
+
+
+# The last step -----------------------------------------------------------------------------------
+
+
+def at_end(make_config: MakeConfig, **more: Any) -> dict[str, Any]:
+    tiers = {"near": {}, "far": {"flush": {"every": 10}}}
+    return {**make_config(**tiers), "interval": {"every": 4, "at_end": True}, **more}
+
+
+def test_the_last_step_is_saved_and_every_tier_gets_it(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(at_end(make_config)) as ckpt:
+        for step in range(1, 7):
+            ckpt.maybe_save(step, state_of(step), metrics={"loss": 0.5}, tags=["last"])
+    assert steps_on(tmp_path / "near") == [4, 6]
+    assert steps_on(tmp_path / "far") == [6]
+    with tierfall.open(at_end(make_config)) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.step, step_in(state)) == (6, 6)
+        newest = ckpt.checkpoints()[-1]
+        assert (newest.metrics, newest.tags) == ({"loss": 0.5}, ("last",))
+
+
+def test_a_last_step_that_was_saved_already_is_flushed_to_every_tier(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    ckpt = tierfall.open(at_end(make_config))
+    for step in range(1, 9):
+        ckpt.maybe_save(step, state_of(step))
+    ckpt.close()
+    assert steps_on(tmp_path / "near") == [4, 8]
+    assert steps_on(tmp_path / "far") == [8]
+
+
+def test_what_close_has_no_time_to_flush_the_next_start_brings_to_every_tier(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
+) -> None:
+    real = StoredTier.create_shard
+
+    def create(self: StoredTier, *args: Any) -> Any:
+        if self.name == "far":
+            raise UnreachableError("far: nobody answers")
+        return real(self, *args)
+
+    config = at_end(make_config, max_wait="1s")
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredTier, "create_shard", create)
+        with tierfall.open(config) as ckpt:
+            for step in range(1, 7):
+                ckpt.maybe_save(step, state_of(step))
+    assert steps_on(tmp_path / "far") == []
+    with tierfall.open(config) as ckpt:
+        assert ckpt.drain(20.0).left == ()
+    assert steps_on(tmp_path / "far") == [6]
+
+
+def test_nothing_is_saved_at_the_end_of_a_training_that_failed(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        with tierfall.open(at_end(make_config)) as ckpt:
+            ckpt.maybe_save(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert steps_on(tmp_path / "near") == []
+    assert "the last step is not saved: step 1: it ended by ZeroDivisionError" in caplog.text
+    ckpt = tierfall.open(at_end(make_config))
+    ckpt.maybe_save(1, state_of(1))
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        ckpt.close()
+    assert steps_on(tmp_path / "near") == []
+
+
+def test_a_state_that_was_trained_on_is_no_last_step(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    w = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.maybe_save(1, {"w": w})
+        w.sum().backward()
+        optimizer.step()
+    assert steps_on(tmp_path / "near") == []
+    assert "step 1: the state was changed since" in caplog.text
+
+
+def test_after_a_failure_a_step_that_was_saved_goes_where_it_was_to_go(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        with tierfall.open(at_end(make_config)) as ckpt:
+            ckpt.maybe_save(4, state_of(4))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert steps_on(tmp_path / "near") == [4]
+    assert steps_on(tmp_path / "far") == []
+    assert "not saved" not in caplog.text
+
+
+@pytest.mark.parametrize("only", [None, ["w"]])
+def test_a_state_that_was_restored_since_is_no_last_step(
+    only: list[str] | None, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.save(4, state_of(4), block=True)
+        state = state_of(6)
+        ckpt.maybe_save(6, state)
+        assert ckpt.restore(state, only=only) is not None
+    assert steps_on(tmp_path / "near") == [4]
+
+
+def test_a_last_step_that_cannot_be_saved_is_raised_once_all_is_closed(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    ckpt = tierfall.open(at_end(make_config))
+    ckpt.save(1, state_of(1))
+    ckpt.maybe_save(2, {"f": lambda: None})
+    with pytest.raises(CaptureError, match="f"):
+        ckpt.close()
+    assert steps_on(tmp_path / "near") == [1]
+    with tierfall.open(at_end(make_config)) as again:
+        assert again.restore(blank()) is not None
+
+
+def test_a_training_without_a_step_ends_without_one(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), tierfall.open(at_end(make_config)):
+        pass
+    assert "last step" not in caplog.text

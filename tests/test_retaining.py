@@ -1,0 +1,143 @@
+"""Retention of whole runs: what is saved with metrics and tags, by one rank or several, is kept by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import SOON_S, Opener, close_all, kill_all, restore_all, wait_sealed
+from tests.rank_kit import config_of
+from tests.steps import blank, state_of, wait_until
+from tierfall.backends.posix import PosixBackend
+from tierfall.checkpointer import Checkpointer
+from tierfall.config import Config
+from tierfall.core import names
+from tierfall.core.errors import UnreachableError
+from tierfall.core.ranks.ranks import Ranks
+
+MakeConfig = Callable[..., dict[str, Any]]
+LOSSES = {1: 0.9, 2: 0.2, 3: 0.5, 4: 0.2, 5: 0.8, 6: 0.7}
+RULES = {"last": 1, "best": {"metric": "loss", "count": 2}, "tags": ["release"]}
+
+
+def steps_on(folder: Path) -> list[int]:
+    found = (names.parse_step_folder(path.name) for path in (folder / "run").iterdir())
+    return sorted(id.step for id in found if id is not None)
+
+
+def save_all(config: dict[str, Any]) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        for step, loss in LOSSES.items():
+            tags = ["release"] if step == 3 else []
+            metrics = {"loss": torch.tensor(loss)}
+            ckpt.save(step, state_of(step), metrics=metrics, tags=tags, block=True)
+
+
+def test_what_the_union_of_the_rules_wants_stays(make_config: MakeConfig, tmp_path: Path) -> None:
+    save_all(make_config(disk={"retain": RULES}))
+    assert steps_on(tmp_path / "disk") == [2, 3, 4, 6]
+
+
+def test_metrics_and_tags_of_an_earlier_start_count(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    save_all(make_config(disk={}))
+    assert steps_on(tmp_path / "disk") == sorted(LOSSES)
+    with tierfall.open(make_config(disk={"retain": RULES})) as ckpt:
+        ckpt.restore(blank())
+        reasons = {d.checkpoint.step: d.reason for d in ckpt.prune(dry_run=True)}
+        ckpt.prune()
+    assert steps_on(tmp_path / "disk") == [2, 3, 4, 6]
+    assert reasons[2] == "best loss 2 of 2"
+    assert reasons[3] == "tagged release"
+    assert reasons[4] == "best loss 1 of 2"
+
+
+def test_a_time_counts_from_when_a_step_was_saved(make_config: MakeConfig, tmp_path: Path) -> None:
+    save_all(make_config(disk={}))
+    for retain, left in (({"for": "30d"}, sorted(LOSSES)), ({"for": "1ms"}, [6])):
+        with tierfall.open(make_config(disk={"retain": retain})) as ckpt:
+            ckpt.restore(blank())
+            ckpt.prune()
+        assert steps_on(tmp_path / "disk") == left
+
+
+def test_a_copy_leaves_by_time_while_the_trainer_waits(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config(disk={"retain": {"for": "1500ms"}})) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        assert steps_on(tmp_path / "disk") == [1, 2]
+        wait_until(lambda: steps_on(tmp_path / "disk") == [2], "the older one goes", 20.0)
+
+
+# Several ranks ---------------------------------------------------------------------------------------
+
+
+def test_rank_0s_metrics_decide_for_all(tmp_path: Path) -> None:
+    """Rank 1 measured otherwise: by its losses, other steps would be the best."""
+    config = config_of(tmp_path, shared={"retain": {"best": {"metric": "loss", "count": 2}}})
+    with network(["a", "a"]) as ranks:
+        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        for step, loss in LOSSES.items():
+            saves = [
+                lambda c=ckpt, m=measured, s=step: c.save(  # type: ignore[misc]
+                    s, {"w": torch.ones(4), "rng": None}, metrics={"loss": m}
+                )
+                for ckpt, measured in zip(opened, (loss, -loss), strict=True)
+            ]
+            for handle in on_all(saves):
+                handle.wait("shared", timeout=SOON_S)
+        assert on_all([one.close for one in opened]) == [None, None]
+    assert steps_on(tmp_path / "shared") == [2, 4, 6]
+
+
+class Sparing(Opener):
+    """Ranks whose tiers keep the newest and the best."""
+
+    def config(self, rank: int, **more: Any) -> Config:
+        document = super().config(rank, **more).model_dump()
+        document["tiers"][0]["capacity"] = "4MiB"
+        for tier in document["tiers"][1:]:
+            tier["retain"] = {"last": 1, "best": {"metric": "loss"}}
+        return Config.model_validate(document)
+
+
+def test_ranks_that_measured_otherwise_agree_on_what_is_still_flushed(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has three steps that no tier has got; which of the older two is the best, each rank sees otherwise."""
+    opener = Sparing(tmp_path, ranks)
+    real = PosixBackend.create
+
+    def create(self: PosixBackend, key: str, **options: Any) -> Any:
+        if not key.endswith(".safetensors"):
+            return real(self, key, **options)
+        raise UnreachableError(f"{key}: nobody answers")
+
+    with monkeypatch.context() as context:
+        context.setattr(PosixBackend, "create", create)
+        both = opener.all_open()
+        for step in (1, 2, 3):
+            for rank, ckpt in enumerate(both):
+                loss = float(step if rank == 0 else -step)
+                state = {"w": torch.full((4,), float(rank)), "rng": None}
+                ckpt.save(step, state, metrics={"loss": loss}).captured(SOON_S)
+        wait_sealed(both)
+        kill_all(both)
+    with network(["a", "b"]) as again:
+        both = Sparing(tmp_path, again).all_open()
+        restore_all(both, [{"w": torch.zeros(4), "rng": None} for _ in both])
+        reports = on_all([lambda c=c: c.drain(SOON_S) for c in both])  # type: ignore[misc]
+        assert [report.left for report in reports] == [(), ()]
+        close_all(both)
+    for rank in (0, 1):
+        assert steps_on(tmp_path / str(rank) / "far") == [1, 3]

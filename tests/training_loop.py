@@ -1,0 +1,86 @@
+"""A training loop on a virtual clock: what its steps and saves take is set, so that what is measured can be known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from tierfall.announcing import AnnouncedSteps
+from tierfall.cadence import Cadence
+from tierfall.core.handle import SaveHandle
+from tierfall.core.values import CheckpointId, TierKind, survives
+from tierfall.core.view import TierRules
+from tierfall.policies.cadence import CadenceRules
+
+HOST = TierRules(name="host", kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
+STORE = TierRules(
+    name="store", kind=TierKind.OBJECT, survives=survives(TierKind.OBJECT, shared=True)
+)
+
+
+@dataclass
+class Loop:
+    """Steps take ``step_s``; a save blocks for ``blocked_s``, a tier has it after ``durable_s`` seconds, and each step
+    until then takes ``slower_s`` more. Saves wait for the tier one after the other."""
+
+    rules: CadenceRules
+    step_s: float = 0.5
+    blocked_s: float = 0.25
+    durable_s: float = 1.0
+    slower_s: float = 0.125
+    images: int = 2
+    now_s: float = 1000.0
+    step: int = 0
+    saved: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    handles: list[SaveHandle] = field(default_factory=list)
+    most_under_way: int = 0
+    others: AnnouncedSteps | None = None
+    _due: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cadence = Cadence(
+            self.rules,
+            clock=lambda: self.now_s,
+            images=lambda image_bytes: self.images,
+            others=self.others,
+        )
+
+    def run(self, steps: int, *, stride: int = 1) -> list[int]:
+        """Train so many steps; return the steps that were saved meanwhile."""
+        before = len(self.saved)
+        for _ in range(steps):
+            self._train(stride)
+            if self.cadence.wants(self.step):
+                self.save()
+        return self.saved[before:]
+
+    def _train(self, stride: int) -> None:
+        for _ in range(stride):
+            under_way = any(not handle.tell_settled() for handle in self.handles)
+            self.now_s += self.step_s + (self.slower_s if under_way else 0.0)
+        self.step += stride
+        for handle in self.handles:
+            if self._due[handle.step] <= self.now_s and not handle.done("store"):
+                handle.tell_committed("store")
+
+    def save(self) -> None:
+        """Save here and now, as a call of ``save`` does."""
+        handle = SaveHandle(
+            CheckpointId(self.step, 1), ("store",), in_memory="host", clock=lambda: self.now_s
+        )
+        self.now_s += self.blocked_s
+        handle.tell_begun(bytes=1000, lazy=True, blocked_s=self.blocked_s)
+        handle.tell_captured()
+        last_s = max(self._due.values(), default=0.0)
+        self._due[self.step] = max(self.now_s, last_s) + self.durable_s
+        self.handles.append(handle)
+        self.saved.append(self.step)
+        self.times.append(self.now_s)
+        under_way = sum(not handle.tell_settled() for handle in self.handles)
+        self.most_under_way = max(self.most_under_way, under_way)
+        self.cadence.saved(handle)
+
+
+def gaps(steps: list[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(steps)]

@@ -1,0 +1,282 @@
+"""The sections ``retain`` and ``evict`` of a stored tier, with the rules and orders that a user has registered.
+
+What is not one of the section's own keys is a registered policy (``tierfall.plugins``); what stands behind it is read
+by that policy's own model, and kept as what it made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, ValidationError
+
+from tierfall import plugins
+from tierfall.config.fields import (
+    Count,
+    Duration,
+    Share,
+    any_word,
+    choice,
+    nearest,
+    show,
+    wrong,
+)
+from tierfall.config.sections import Section
+from tierfall.core import names, units
+from tierfall.core.errors import ConfigError
+from tierfall.core.policy import PolicyKind, Rule
+from tierfall.core.values import Direction
+from tierfall.policies.retain_rules import Best as BestRules
+from tierfall.policies.retain_rules import Every, Tags
+
+_EXPECTED_EVERY = "a whole number of steps such as 1000, or a time with its unit such as 1d"
+_EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
+_EXPECTED_ORDER = "the name of an order such as cheapest or oldest"
+
+
+def _every(value: object) -> int | str:
+    """Read steps as a number; a time stays text, so that it reads as one again."""
+    number = int(value) if isinstance(value, str) and _is_digits(value) else value
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+        return number
+    if isinstance(value, str) and not _is_digits(value) and value.strip()[-1:].isalpha():
+        try:
+            seconds = units.parse_duration(value)
+        except ConfigError as error:
+            raise wrong(str(error), expected=_EXPECTED_EVERY) from None
+        if seconds > 0:
+            return value
+    raise wrong(f"{show(value)} does not fit; expected {_EXPECTED_EVERY}", expected=_EXPECTED_EVERY)
+
+
+def _is_digits(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
+def _tags(value: object) -> object:
+    if value is True or value == "true":
+        return True
+    if isinstance(value, list | tuple) and value and all(isinstance(tag, str) for tag in value):
+        try:
+            return tuple(names.check_name(tag, what="tag") for tag in value)
+        except ConfigError as error:
+            raise wrong(str(error), expected=_EXPECTED_TAGS) from None
+    raise wrong(f"{show(value)} does not fit; expected {_EXPECTED_TAGS}", expected=_EXPECTED_TAGS)
+
+
+EveryKept = Annotated[
+    int | str,
+    BeforeValidator(_every),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": rf"^{units.NUMBER_PATTERN} ?(ms|s|m|h|d)$"},
+            ]
+        }
+    ),
+]
+TagsKept = Annotated[
+    bool | tuple[str, ...],
+    BeforeValidator(_tags),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": True},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+Watermark = Annotated[Share, PlainSerializer(lambda share: f"{share * 100:.12g}%")]
+
+
+class Best(Section):
+    """The best checkpoints by a metric."""
+
+    metric: str = Field(
+        description="The name of the metric, as save is given it.", examples=["loss"]
+    )
+    mode: Annotated[Direction, choice(Direction), any_word(Direction)] = Field(
+        default=Direction.MIN, description="Whether less is better, or more.", examples=["max"]
+    )
+    count: Count = Field(default=1, description="How many to keep.", examples=[2])
+
+
+class Retain(Section):
+    """Which checkpoints a tier keeps: what any of these rules wants; pinned ones, and the newest, stay whatever this
+    says. Other keys are rules that were registered."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
+
+    last: Count | None = Field(
+        default=None,
+        description="Keep the newest so many.",
+        examples=[3],
+    )
+    every: EveryKept | None = Field(
+        default=None,
+        description="Keep the first at or after each multiple of so many training steps; or, with a time such as 1d, "
+        "the first of each such period in UTC.",
+        examples=[1000, "1d"],
+    )
+    best: Best | None = Field(
+        default=None,
+        description="Keep the best by a metric.",
+        examples=[{"metric": "loss", "mode": "min", "count": 2}],
+    )
+    for_s: Duration | None = Field(
+        default=None,
+        alias="for",
+        description="Keep what was saved less than so long ago.",
+        examples=["30d"],
+    )
+    tags: TagsKept | None = Field(
+        default=None,
+        description="Keep what bears one of these tags; true: any tag.",
+        examples=[["release"], True],
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        own = [field.alias or name for name, field in cls.model_fields.items()]
+        return {
+            key: inner if key in own else _registered(PolicyKind.RETAIN, key, inner, own)
+            for key, inner in value.items()
+            if inner is not None
+        }
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Give the rules as policies of kind ``retain`` are asked with them."""
+        asked: dict[str, Any] = {
+            "last": self.last,
+            "every": None if self.every is None else _as_every(self.every),
+            "best": None
+            if self.best is None
+            else BestRules(metric=self.best.metric, mode=self.best.mode, count=self.best.count),
+            "for": self.for_s,
+            "tags": None
+            if self.tags is None
+            else Tags(names=() if isinstance(self.tags, bool) else self.tags),
+        }
+        built_in = [
+            plugins.rule(PolicyKind.RETAIN, name, rules)
+            for name, rules in asked.items()
+            if rules is not None
+        ]
+        more = [
+            plugins.rule(PolicyKind.RETAIN, name, rules)
+            for name, rules in (self.model_extra or {}).items()
+        ]
+        return (*built_in, *more)
+
+
+def _as_every(every: int | str) -> Every:
+    if isinstance(every, int):
+        return Every(steps=every)
+    return Every(period_s=units.parse_duration(every))
+
+
+def _order(value: object) -> dict[str, Any]:
+    """Read an order: its name, or a mapping of its name to what it is given."""
+    if isinstance(value, str):
+        name, rules = value, None
+    elif isinstance(value, Mapping) and len(value) == 1:
+        ((name, rules),) = value.items()
+    else:
+        raise wrong(
+            f"{show(value)} does not fit; expected {_EXPECTED_ORDER}", expected=_EXPECTED_ORDER
+        )
+    return {name: _registered(PolicyKind.EVICT, name, rules, ())}
+
+
+class Evict(Section):
+    """What a tier gives up where its capacity is short: first what no rule of retain wants to keep."""
+
+    high: Watermark | None = Field(
+        default=None,
+        description="The share of the capacity above which copies are given up; absent: only where there is no room.",
+        examples=["90%"],
+    )
+    low: Watermark | None = Field(
+        default=None,
+        description="The share of the capacity down to which they are given up then; absent: as high.",
+        examples=["80%"],
+    )
+    order: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: None if value is None else _order(value)),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": 1}]}),
+    ] = Field(
+        default=None,
+        description="What goes first. cheapest (the default): what another tier holds as safely, and is quick to read "
+        "back from there; then the oldest. oldest: the oldest. Or an order that was registered.",
+        examples=["oldest"],
+    )
+
+    @model_validator(mode="after")
+    def _marks_fit(self) -> Self:
+        expected = "{high: 90%, low: 80%}"
+        if self.low is not None and self.high is None:
+            raise wrong(f"low says nothing without high; expected {expected}", expected=expected)
+        if self.high == 0 or (self.low is not None and self.low > (self.high or 0)):
+            raise wrong(
+                f"high must be above 0%, and low no higher; expected {expected}", expected=expected
+            )
+        return self
+
+    def rule(self) -> Rule | None:
+        """Give the order as policies of kind ``evict`` are asked with it; None for the default."""
+        for name, rules in (self.order or {}).items():
+            return plugins.rule(PolicyKind.EVICT, name, rules)
+        return None
+
+
+# What was registered ---------------------------------------------------------------------------------
+
+
+def _registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any:
+    """Read what stands behind the name of a registered policy, or refuse it with its place."""
+    inside: tuple[Any, ...] = (name,)
+    try:
+        policy = plugins.find(kind, str(name)) if isinstance(name, str) else None
+        if policy is not None:
+            return plugins.read_rules(policy, value)
+        words = dict.fromkeys((*known, *plugins.names_of(kind)))
+        near = nearest(str(name), words) or (
+            f"; expected one of {', '.join(words)}, or a policy that was registered before (docs/write-a-policy.md)"
+        )
+        problems = [(inside, f"unknown {'key' if known else 'order'}{near}")]
+        expected = "a policy that is registered"
+    except ConfigError as error:
+        problems, expected = [(inside, str(error))], "a policy whose plug-in can be loaded"
+    except ValidationError as error:
+        problems = [
+            ((*inside, *found["loc"]), f"{show(found['input'])} does not fit: {found['msg']}")
+            for found in error.errors(include_url=False, include_context=False)
+        ]
+        expected = f"what the {kind} policy {name} takes"
+    raise ValidationError.from_exception_data(
+        kind,
+        [
+            InitErrorDetails(type=wrong(text, expected=expected), loc=place, input=None)
+            for place, text in problems
+        ],
+        hide_input=True,
+    ) from None
