@@ -38,7 +38,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         name
         for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
         if not checkpoint.readable_on(name)
-        and _why_not_any_more(view, checkpoint, view.tier(name)) is None
+        and not _has_moved_past(view, checkpoint, view.tier(name))
         and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
     )
 
@@ -77,6 +77,20 @@ def _turn(before: int, *, newest_first: bool) -> str:
     return f"after {before} {which} {'one' if before == 1 else 'ones'}"
 
 
+def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+    """Say whether a tier had it once, or gave it up, by what lies there. Where ranks might come to different answers it
+    counts as still to come."""
+    if tier.flush_order is FlushOrder.NEWEST_FIRST and not _is_told_alike(view, tier):
+        return False
+    return _why_not_any_more(view, checkpoint, tier) is not None
+
+
+def _is_told_alike(view: View, tier: TierRules) -> bool:
+    """Say whether all ranks come to the same answer about what the tier retains: of several, only by rules that go by
+    steps and attempts alone."""
+    return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
+
+
 def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     """Say why a tier that has a newer checkpoint is not to get this one any more; None where it has none, or where it
     takes the newest first and its retention would keep this one."""
@@ -84,8 +98,6 @@ def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -
         return None
     if tier.flush_order is FlushOrder.IN_ORDER:
         return "it has a newer one, and copies arrive in order"
-    if not _is_alike_everywhere(view, tier):
-        return None
     arrived = replace(_as_if_there(checkpoint, tier), owed=checkpoint.owed - {tier.name})
     as_if = replace(
         view,
@@ -99,8 +111,12 @@ def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -
 
 def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> bool:
     """Say whether the tier would drop it at once: neither a rule nor the guard would keep it beside what lies there and
-    what is to come."""
-    if not tier.retain or not _is_alike_everywhere(view, tier):
+    what is to come.
+
+    Ranks must not come to different answers, or some would wait for the others' parts for ever: where there are
+    several, a rule that goes by more than steps and attempts counts as one that wants it.
+    """
+    if not tier.retain or not _is_told_alike(view, tier):
         return False
     newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
     expected = {
@@ -113,13 +129,6 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
     then = replace(view, checkpoints=tuple(expected.get(c.id, c) for c in view.checkpoints))
     kept = newest_of(then, expected[checkpoint.id], tier, frozenset())
     return kept is None and beginning_of_the_line(then, checkpoint) is None
-
-
-def _is_alike_everywhere(view: View, tier: TierRules) -> bool:
-    """Say whether all ranks come to the same answer by the rules of retention: else some would wait for the others'
-    parts for ever. Where there are several, a rule that goes by more than steps and attempts counts as one that wants
-    whatever it is asked about."""
-    return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
 
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:

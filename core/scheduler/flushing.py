@@ -154,14 +154,21 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
-        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan):
+        return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
+
+    def _go_by(
+        self, plan: Eviction, lane: Lane, entry: Entry, *, need: int, free: int, now_s: float
+    ) -> bool:
+        """Carry an eviction out, and say whether a copy may be begun at once."""
+        fits = free >= need
+        if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
             lane.full = False
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
             return False
-        if free >= need:
+        if fits:
             return True  # above the high watermark, where nothing more may go
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False

@@ -70,16 +70,16 @@ class Turns:
         yield from (entry for entry in planned if entry not in begun)
         yield from waiting.values()  # of lines that were left behind
 
-    def leaves_room(self, tier: str, entry: Entry, plan: Eviction) -> bool:
-        """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or of what
-        may not go at all."""
+    def leaves_room(self, tier: str, entry: Entry, plan: Eviction, *, fits: bool) -> bool:
+        """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or, where
+        it does not fit as it is, of what may not go at all."""
         draining = self.draining is not None and self.draining.active
         if entry.pinned or not (draining or tier in self._newest_first):
             return False
         after = any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
         left = self._ledger.abandoned()
         newer = any(d.checkpoint > entry.id and d.checkpoint not in left for d in plan.drops)
-        if not after or not (newer or plan.missing_bytes):
+        if not after or not (newer or (plan.missing_bytes and not fits)):
             return False
         self.give_up(entry, tier, "newer ones came first, and there is no room beside them")
         return True
