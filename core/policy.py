@@ -11,10 +11,9 @@ from typing import Any
 
 
 class PolicyKind(StrEnum):
-    """What a policy decides: when to save, what goes first to a tier, what a tier keeps, what it gives up first."""
+    """What a policy decides: when to save, what a tier keeps, what it gives up first."""
 
     INTERVAL = "interval"
-    FLUSH = "flush"
     RETAIN = "retain"
     EVICT = "evict"
 

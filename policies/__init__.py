@@ -6,10 +6,12 @@
 from tierfall.core.policy import Policy, PolicyKind
 from tierfall.core.view import CheckpointView, TierRules, TierView, View
 from tierfall.policies import evict_orders, retain_rules
+from tierfall.policies.cadence import Measured
 from tierfall.policies.registry import register
 
 __all__ = [
     "CheckpointView",
+    "Measured",
     "Policy",
     "PolicyKind",
     "TierRules",

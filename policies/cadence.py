@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tierfall.core.policy import Rule
 from tierfall.core.values import LOSS_CLASSES, LossClass, TierKind
 from tierfall.core.view import TierRules
 from tierfall.policies.cadence_formulas import (
@@ -37,18 +38,21 @@ class Bound(StrEnum):
     OVERHEAD = "overhead"
     FAILURES = "failures"
     DURABLE = "durable"
+    OWN = "own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CadenceRules:
     """What the configuration asks for: one of ``every_steps``, ``every_s`` (seconds), ``overhead`` (a share of training
-    time) and ``mtbf_s``, the mean seconds between failures that lose at least so much, by loss class."""
+    time) and ``mtbf_s``, the mean seconds between failures that lose at least so much, by loss class; or ``own``, a
+    policy of somebody else's, for which ``overhead`` stands in where it has no answer."""
 
     every_steps: int | None = None
     every_s: float | None = None
     overhead: float | None = None
     mtbf_s: Mapping[LossClass, float] = field(default_factory=dict)
     tiers: tuple[TierRules, ...] = ()
+    own: Rule | None = None
 
     @property
     def measured(self) -> bool:
@@ -94,8 +98,8 @@ class TierCadence:
     reason: str
 
 
-def choose_interval(rules: CadenceRules, measured: Measured) -> Choice:
-    """Say after how many steps the next save is due."""
+def choose_interval(rules: CadenceRules, measured: Measured, *, now_s: float = 0.0) -> Choice:
+    """Say after how many steps the next save is due; ``now_s`` is the wall time, for a policy of somebody else's."""
     if rules.every_steps is not None:
         reason = f"interval.every: {_steps(rules.every_steps)}"
         return Choice(interval_steps=rules.every_steps, bound=Bound.EVERY, reason=reason)
@@ -109,11 +113,20 @@ def choose_interval(rules: CadenceRules, measured: Measured) -> Choice:
         return _measuring(1, "the first save, to measure what saving costs")
     if measured.cost_s is None:
         return _second(measured, measured.step_s)
-    wanted = _wanted(rules, measured.step_s, measured.cost_s)
+    wanted = _own(rules.own, measured, now_s) or _wanted(rules, measured.step_s, measured.cost_s)
     bound = durable_bound(rules, measured)
     if bound is None or (wanted.interval_steps or 1) >= (bound.interval_steps or 1):
         return wanted
     return bound
+
+
+def _own(rule: Rule | None, measured: Measured, now_s: float) -> Choice | None:
+    """Ask a policy of somebody else's; None where there is none, or it has no answer."""
+    answer = None if rule is None else rule.policy.decide(measured, rule.rules, now_s)
+    if rule is None or answer is None:
+        return None
+    steps, reason = answer
+    return Choice(interval_steps=steps, bound=Bound.OWN, reason=f"{rule.policy.name}: {reason}")
 
 
 def _measuring(steps: int | None, why: str) -> Choice:

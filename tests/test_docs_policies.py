@@ -9,7 +9,7 @@ import yaml
 
 from tierfall.config import Retain, load_config
 from tierfall.core.policy import PolicyKind
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind
 from tierfall.core.view import CheckpointView, CopyView, TierRules, TierView, View
 from tierfall.policies import registry
 
@@ -29,13 +29,18 @@ def rows() -> list[tuple[list[str], str]]:
 
 
 def test_the_pages_files_are_good_ones() -> None:
-    whole, part = blocks()
+    flush, whole, part, drain = blocks()
     config = load_config(yaml.safe_load(whole))
     assert len(config.stored[1].retain.rules()) == len(Retain.model_fields)
+    host = {"name": "h", "kind": "host"}
+    store = load_config({"run": "x", "tiers": [host, *yaml.safe_load(flush)]}).stored[0]
+    assert (store.flush.order, store.flush.within_s) == (FlushOrder.NEWEST_FIRST, 600.0)
+    assert store.bandwidth_share == 0.5
+    told = load_config({"run": "x", "tiers": "./c", **yaml.safe_load(drain)}).drain
+    assert told is not None
+    assert (told.on_signal, told.deadline_s) == (("SIGTERM",), 25.0)
     disk = {"name": "disk", "kind": "file", "path": "./c", **yaml.safe_load(part)}
-    evict = (
-        load_config({"run": "x", "tiers": [{"name": "h", "kind": "host"}, disk]}).stored[0].evict
-    )
+    evict = load_config({"run": "x", "tiers": [host, disk]}).stored[0].evict
     assert (evict.high, evict.low) == (0.9, 0.8)
 
 

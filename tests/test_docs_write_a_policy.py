@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import tierfall
 from tests.policies.pictures import Picture
+from tierfall.cadence import rules_of
 from tierfall.cli import app
 from tierfall.config import load_config
 from tierfall.core import names
@@ -21,7 +22,8 @@ from tierfall.core.errors import ConfigError
 from tierfall.core.policy import PolicyKind
 from tierfall.core.values import CheckpointId, CopyState, TierKind, survives
 from tierfall.core.view import CheckpointView, CopyView, TierRules
-from tierfall.policies import registry
+from tierfall.policies import Measured, registry
+from tierfall.policies.cadence import Bound, choose_interval
 from tierfall.policies.eviction import plan_eviction
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-policy.md"
@@ -52,7 +54,7 @@ def left(folder: Path) -> list[int]:
 
 
 def test_the_page_has_what_is_run_here() -> None:
-    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [3, 2, 1]
+    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [4, 3, 1]
     lines = blocks("python")[0].splitlines()
     assert len(lines) <= 20
 
@@ -109,6 +111,20 @@ def test_the_order_gives_up_the_worst_loss_first(desk: Path) -> None:
         (3, "room is needed and its loss is inf"),
         (2, "room is needed and its loss is 0.9"),
     ]
+
+
+@pytest.mark.parametrize(("hour", "steps", "when"), [(12, 25, "4%.*day"), (2, 50, "2%.*night")])
+def test_the_cadence_saves_half_as_often_at_night(
+    desk: Path, hour: int, steps: int, when: str
+) -> None:
+    exec(compile(blocks("python")[3], str(PAGE), "exec"), {})
+    section = yaml.safe_load(blocks("yaml")[2])
+    config = load_config({"run": "x", "tiers": "./c", **section})
+    rules = rules_of(config.interval, ())
+    measured = Measured(step_s=0.1, cost_s=0.1, saved=True)
+    choice = choose_interval(rules, measured, now_s=1e6 * 86400 + hour * 3600)
+    assert (choice.interval_steps, choice.bound) == (steps, Bound.OWN)
+    assert re.search(f"by_day: {when}", choice.reason)
 
 
 def test_as_an_entry_point_it_is_loaded_when_a_file_asks_for_it(desk: Path) -> None:

@@ -15,11 +15,13 @@ from pydantic import BaseModel
 
 from tests.policies.pictures import Picture, _checkpoint, _tier
 from tierfall import plugins
+from tierfall.cadence import rules_of
 from tierfall.config import Config, load_config
 from tierfall.core.errors import ConfigError
 from tierfall.core.policy import PolicyKind
 from tierfall.core.view import TierView, Verdict, View
-from tierfall.policies import register, registry
+from tierfall.policies import Measured, register, registry
+from tierfall.policies.cadence import Bound, choose_interval
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.retention import next_due_s, plan_retention
 
@@ -68,7 +70,11 @@ def verdicts(view: View) -> dict[int, tuple[Verdict, str]]:
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
-        ("retian", "x", "register: 'retian' is no kind of policy; expected one of interval, flush"),
+        (
+            "retian",
+            "x",
+            "register: 'retian' is no kind of policy; expected one of interval, retain",
+        ),
         ("retain", "a b", "register: retain policy: 'a b' is not a usable name"),
         ("retain", "last", "there is a retain policy named 'last' already, tierfall.policies."),
     ],
@@ -99,6 +105,54 @@ def test_a_module_that_is_loaded_anew_registers_anew() -> None:
         exec(source, {"__name__": "some_module"})
     with pytest.raises(ConfigError, match=r"already, some_module\.keep"):
         exec(source, {"__name__": "another_module"})
+
+
+# A cadence -------------------------------------------------------------------------------------------
+
+
+def interval_of(**interval: Any) -> Config:
+    return load_config({"run": "x", "tiers": "./c", "interval": interval})
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda: (0, "never"), "a whole number of steps, 1 or more, not 0"),
+        (lambda: (2.5, "often"), "not 2.5"),
+        (lambda: None, "TypeError"),
+        (lambda: 1 // 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_cadence_that_fails_is_said_once_and_the_default_stands_for_it(
+    answer: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    register("interval", "mine")(lambda measured, rules, now_s: answer())
+    rules = rules_of(interval_of(mine=True).interval, ())
+    measured = Measured(step_s=0.1, cost_s=0.035, saved=True)
+    for _ in range(2):
+        choice = choose_interval(rules, measured)
+        assert (choice.interval_steps, choice.bound) == (10, Bound.OVERHEAD)
+    assert len(caplog.records) == 1
+    assert said in caplog.text
+
+
+def test_a_cadence_of_ones_own_waits_for_the_slowest_tier() -> None:
+    register("interval", "mine", rules=Model)(lambda m, rules, now_s: (rules.weight, "so it is"))
+    tier = _tier(["disk", "file"])
+    rules = rules_of(interval_of(mine={"weight": 3}).interval, (tier,))
+    quick = Measured(step_s=0.1, cost_s=0.1, saved=True, durable_s={"disk": 0.1})
+    choice = choose_interval(rules, quick)
+    assert (choice.interval_steps, choice.reason) == (3, "mine: so it is")
+    slow = choose_interval(rules, replace(quick, durable_s={"disk": 2.0}))
+    assert (slow.interval_steps, slow.bound) == (20, Bound.DURABLE)
+
+
+def test_a_cadence_of_ones_own_beside_another_measure_is_refused() -> None:
+    register("interval", "mine")(lambda measured, rules, now_s: (1, ""))
+    with pytest.raises(ConfigError, match="interval: every and mine contradict each other"):
+        interval_of(every=10, mine=True)
+    with pytest.raises(ConfigError, match=r"interval\.mien: unknown key; did you mean \"mine\""):
+        interval_of(mien=True)
 
 
 # Reading ---------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def rules_of(interval: Interval, tiers: tuple[TierRules, ...]) -> CadenceRules:
         overhead=interval.budget,
         mtbf_s=by_class,
         tiers=tiers,
+        own=interval.rule(),
     )
 
 
@@ -197,7 +198,8 @@ class Cadence:
     def _choose(self) -> None:
         measured = self._measured()
         self._images_now = measured.images
-        before, self._choice = self._choice, choose_interval(self._rules, measured)
+        before = self._choice
+        self._choice = choose_interval(self._rules, measured, now_s=time.time())
         if before.bound is not self._choice.bound:
             logger.info("interval: %s", self._choice.reason)
 

@@ -69,7 +69,7 @@ def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
     if policy is None:
         raise ConfigError(f"{kind} policy {name}: it is not registered in this process")
     if not _is_ours(policy):
-        policy = _careful(policy)
+        policy = _careful_interval(policy) if kind is PolicyKind.INTERVAL else _careful(policy)
     return Rule(policy=policy, rules=None if policy.rules is None else rules)
 
 
@@ -101,9 +101,8 @@ def _is_ours(policy: Policy) -> bool:
     return str(getattr(policy.decide, "__module__", "")).startswith("tierfall.policies.")
 
 
-def _careful(policy: Policy) -> Policy:
-    """Wrap a policy so that it harms nothing when it fails: then a rule of retention wants everything, and an order of
-    eviction says nothing, which leaves the oldest first. Each failure is logged once."""
+def _sayer(policy: Policy) -> Callable[[Exception], str]:
+    """Return what words a policy's failure; each is logged once."""
     said: set[str] = set()
 
     def failed(error: Exception) -> str:
@@ -112,6 +111,34 @@ def _careful(policy: Policy) -> Policy:
             said.add(text)
             logger.error("%s", text, exc_info=error)
         return text
+
+    return failed
+
+
+def _careful_interval(policy: Policy) -> Policy:
+    """Wrap a cadence so that, where it fails, it has no answer."""
+    failed = _sayer(policy)
+
+    @wraps(policy.decide)
+    def decide(measured: Any, rules: Any, now_s: float) -> tuple[int, str] | None:
+        try:
+            steps, reason = policy.decide(measured, rules, now_s)
+            if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+                raise ValueError(
+                    f"it must answer with a whole number of steps, 1 or more, not {steps!r}"
+                )
+        except Exception as error:  # noqa: BLE001 - it is logged, and the default stands for its answer
+            failed(error)
+            return None
+        return steps, str(reason)
+
+    return replace(policy, decide=decide)
+
+
+def _careful(policy: Policy) -> Policy:
+    """Wrap a policy so that it harms nothing when it fails: then a rule of retention wants everything, and an order of
+    eviction says nothing, which leaves the oldest first."""
+    failed = _sayer(policy)
 
     @wraps(policy.decide)
     def decide(tier: TierView, rules: Any, now_s: float) -> Any:

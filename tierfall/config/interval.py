@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
 
+from tierfall import plugins
 from tierfall.config.fields import (
     Duration,
     Flag,
@@ -16,8 +25,10 @@ from tierfall.config.fields import (
     number_or_text,
     wrong,
 )
+from tierfall.config.registered import known_keys, with_registered
 from tierfall.config.sections import Section
 from tierfall.core import units
+from tierfall.core.policy import PolicyKind, Rule
 
 OVERHEAD = 0.035
 """What saving may cost where nobody says otherwise: CheckFreq's (FAST'21) default."""
@@ -125,7 +136,12 @@ def _as_mtbf(value: object) -> object:
 
 
 class Interval(Section):
-    """When maybe_save saves: by one of every, overhead and mtbf; on_signal and at_end come on top."""
+    """When maybe_save saves: by one of every, overhead and mtbf, or a policy that was registered; on_signal and at_end
+    come on top."""
+
+    model_config = ConfigDict(
+        extra="allow", json_schema_extra={"additionalProperties": {"type": "object"}}
+    )
 
     every: Every | None = Field(
         default=None,
@@ -160,9 +176,17 @@ class Interval(Section):
         examples=[True],
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_registered(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return with_registered(PolicyKind.INTERVAL, value, known_keys(cls))
+
     @model_validator(mode="after")
     def _one_measure(self) -> Self:
         named = [n for n in ("every", "overhead", "mtbf") if getattr(self, n) is not None]
+        named += self.model_extra or {}
         if len(named) > 1:
             raise wrong(
                 f"{' and '.join(named)} contradict each other; take {named[0]} alone, or leave it out: every is fixed, "
@@ -181,9 +205,15 @@ class Interval(Section):
         """The interval in seconds, where it is set so."""
         return self.every if isinstance(self.every, float) else None
 
+    def rule(self) -> Rule | None:
+        """Give a policy that was registered as those of kind ``interval`` are asked with it; None where none is."""
+        for name, rules in (self.model_extra or {}).items():
+            return plugins.rule(PolicyKind.INTERVAL, name, rules)
+        return None
+
     @property
     def budget(self) -> float | None:
-        """The share that saving may cost, where that decides."""
+        """The share that saving may cost, where that decides, or a policy of somebody else's has no answer."""
         if self.every is not None or self.mtbf is not None:
             return None
         return OVERHEAD if self.overhead is None else self.overhead

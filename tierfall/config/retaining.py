@@ -17,7 +17,6 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, ValidationError
 
 from tierfall import plugins
 from tierfall.config.fields import (
@@ -26,10 +25,10 @@ from tierfall.config.fields import (
     Share,
     any_word,
     choice,
-    nearest,
     show,
     wrong,
 )
+from tierfall.config.registered import known_keys, registered, with_registered
 from tierfall.config.sections import Section
 from tierfall.core import names, units
 from tierfall.core.errors import ConfigError
@@ -155,12 +154,7 @@ class Retain(Section):
     def _read_registered(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        own = [field.alias or name for name, field in cls.model_fields.items()]
-        return {
-            key: inner if key in own else _registered(PolicyKind.RETAIN, key, inner, own)
-            for key, inner in value.items()
-            if inner is not None
-        }
+        return with_registered(PolicyKind.RETAIN, value, known_keys(cls))
 
     def rules(self) -> tuple[Rule, ...]:
         """Give the rules as policies of kind ``retain`` are asked with them."""
@@ -203,7 +197,7 @@ def _order(value: object) -> dict[str, Any]:
         raise wrong(
             f"{show(value)} does not fit; expected {_EXPECTED_ORDER}", expected=_EXPECTED_ORDER
         )
-    return {name: _registered(PolicyKind.EVICT, name, rules, ())}
+    return {name: registered(PolicyKind.EVICT, name, rules, ())}
 
 
 class Evict(Section):
@@ -246,37 +240,3 @@ class Evict(Section):
         for name, rules in (self.order or {}).items():
             return plugins.rule(PolicyKind.EVICT, name, rules)
         return None
-
-
-# What was registered ---------------------------------------------------------------------------------
-
-
-def _registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any:
-    """Read what stands behind the name of a registered policy, or refuse it with its place."""
-    inside: tuple[Any, ...] = (name,)
-    try:
-        policy = plugins.find(kind, str(name)) if isinstance(name, str) else None
-        if policy is not None:
-            return plugins.read_rules(policy, value)
-        words = dict.fromkeys((*known, *plugins.names_of(kind)))
-        near = nearest(str(name), words) or (
-            f"; expected one of {', '.join(words)}, or a policy that was registered before (docs/write-a-policy.md)"
-        )
-        problems = [(inside, f"unknown {'key' if known else 'order'}{near}")]
-        expected = "a policy that is registered"
-    except ConfigError as error:
-        problems, expected = [(inside, str(error))], "a policy whose plug-in can be loaded"
-    except ValidationError as error:
-        problems = [
-            ((*inside, *found["loc"]), f"{show(found['input'])} does not fit: {found['msg']}")
-            for found in error.errors(include_url=False, include_context=False)
-        ]
-        expected = f"what the {kind} policy {name} takes"
-    raise ValidationError.from_exception_data(
-        kind,
-        [
-            InitErrorDetails(type=wrong(text, expected=expected), loc=place, input=None)
-            for place, text in problems
-        ],
-        hide_input=True,
-    ) from None
