@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.history import run_history
 from tierfall.core.values import WhenFull
 
-HISTORIES_PER_BLOCK = 50
+HISTORIES_PER_BLOCK = 25
 EVENTS = 90
 
 
