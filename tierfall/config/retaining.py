@@ -22,8 +22,8 @@ from pydantic_core import InitErrorDetails, ValidationError
 from tierfall import plugins
 from tierfall.config.fields import (
     Count,
-    Duration,
     Share,
+    Wait,
     any_word,
     choice,
     nearest,
@@ -33,7 +33,7 @@ from tierfall.config.fields import (
 from tierfall.config.sections import Section
 from tierfall.core import names, units
 from tierfall.core.errors import ConfigError
-from tierfall.core.policy import PolicyKind, Rule
+from tierfall.core.policy import Policy, PolicyKind, Rule
 from tierfall.core.values import Direction
 from tierfall.policies.retain_rules import Best as BestRules
 from tierfall.policies.retain_rules import Every, Tags
@@ -138,7 +138,7 @@ class Retain(Section):
         description="Keep the best by a metric.",
         examples=[{"metric": "loss", "mode": "min", "count": 2}],
     )
-    for_s: Duration | None = Field(
+    for_s: Wait | None = Field(
         default=None,
         alias="for",
         description="Keep what was saved less than so long ago.",
@@ -248,12 +248,18 @@ class Evict(Section):
         return None
 
 
+def _said(policy: Policy | None, message: str) -> str:
+    """Word what pydantic found; a policy without settings has no model that could say it."""
+    return message if policy and policy.rules else "it takes no settings; expected true"
+
+
 # What was registered ---------------------------------------------------------------------------------
 
 
 def _registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any:
     """Read what stands behind the name of a registered policy, or refuse it with its place."""
     inside: tuple[Any, ...] = (name,)
+    policy = None
     try:
         policy = plugins.find(kind, str(name)) if isinstance(name, str) else None
         if policy is not None:
@@ -268,7 +274,10 @@ def _registered(kind: PolicyKind, name: object, value: object, known: Any) -> An
         problems, expected = [(inside, str(error))], "a policy whose plug-in can be loaded"
     except ValidationError as error:
         problems = [
-            ((*inside, *found["loc"]), f"{show(found['input'])} does not fit: {found['msg']}")
+            (
+                (*inside, *found["loc"]),
+                f"{show(found['input'])} does not fit: {_said(policy, found['msg'])}",
+            )
             for found in error.errors(include_url=False, include_context=False)
         ]
         expected = f"what the {kind} policy {name} takes"
