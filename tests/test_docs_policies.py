@@ -29,14 +29,17 @@ def rows() -> list[tuple[list[str], str]]:
 
 
 def test_the_pages_files_are_good_ones() -> None:
-    whole, part = blocks()
-    config = load_config(yaml.safe_load(whole))
-    assert len(config.stored[1].retain.rules()) == len(Retain.model_fields)
-    disk = {"name": "disk", "kind": "file", "path": "./c", **yaml.safe_load(part)}
-    evict = (
-        load_config({"run": "x", "tiers": [{"name": "h", "kind": "host"}, disk]}).stored[0].evict
-    )
-    assert (evict.high, evict.low) == (0.9, 0.8)
+    host = {"name": "host", "kind": "host"}
+    disk = {"name": "disk", "kind": "file", "path": "./c"}
+    tier, whole, part, top = map(yaml.safe_load, blocks())
+    (store,) = load_config({"run": "x", "tiers": [host, *tier]}).stored
+    assert (store.flush.within_s, store.bandwidth_share) == (600, 0.5)
+    assert len(load_config(whole).stored[1].retain.rules()) == len(Retain.model_fields)
+    (kept,) = load_config({"run": "x", "tiers": [host, disk | part]}).stored
+    assert (kept.evict.high, kept.evict.low) == (0.9, 0.8)
+    drained = load_config({"run": "x", "tiers": [host, disk], **top}).drain
+    assert drained is not None
+    assert (drained.on_signal, drained.deadline_s) == (("SIGTERM",), 25.0)
 
 
 def test_every_rule_and_order_that_is_built_in_is_on_the_page() -> None:
