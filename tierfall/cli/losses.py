@@ -31,7 +31,7 @@ def read_back(bound: LossBound) -> str:
 
 
 def lost_and_read_back(bound: LossBound) -> str:
-    """Say first how far training is past it, as its trainer knows."""
+    """Say as well how far training is past it, as its trainer knows."""
     if bound.survives is None or bound.steps_lost is None:
         return read_back(bound)
     ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"

@@ -160,8 +160,8 @@ def _bound(found: LossStatus | None) -> LossBound:
         survives=CheckpointId(found.step, found.attempt),
         tier=found.tier,
         steps_lost=found.steps_lost,
-        seconds_lost=found.seconds_lost,
-        restore_s=found.restore_s,
+        seconds_lost=_number(found.seconds_lost),
+        restore_s=_number(found.restore_s),
     )
 
 
