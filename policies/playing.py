@@ -280,8 +280,9 @@ class Play:
         tier, capacity = lane.rules.name, lane.rules.capacity_bytes
         if capacity is None:
             return True
-        free = capacity - self._used(tier)
-        if free >= lane.copy_bytes:
+        used = self._used(tier)
+        free = capacity - used
+        if free >= lane.copy_bytes and not lane.rules.is_high(used + lane.copy_bytes):
             lane.refuses = False
             return True
         counted = self.counted[tier]
