@@ -114,12 +114,13 @@ def _tier(
     half, end, trend = course
     name, size = rules.name, play.copy_bytes[rules.name]
     counted = play.counted[name]
-    kept = round(end.kept[name] + (end.kept[name] - half.kept[name]) * trend)
+    grown = max(0, end.kept[name] - half.kept[name])
+    kept = round(play.kept(name) + grown * trend)
     full_s = counted.full_s
     if rules.kind is not TierKind.HOST and rules.capacity_bytes is not None:
         most = rules.capacity_bytes // size
         if kept > most and full_s is None:
-            per_s = (end.kept[name] - half.kept[name]) / (end.at_s - half.at_s)
+            per_s = grown / (end.at_s - half.at_s)
             full_s = end.at_s + (most - end.kept[name]) / per_s
         kept = min(kept, most)
     every_s = load.save_every_s * (rules.flush_every if rules.kind is not TierKind.HOST else 1)

@@ -6,13 +6,14 @@ Pure: the clock is a number. A flush begins when its image is sealed, deletions 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from tierfall.core.values import CheckpointId, CopyState, TierKind, WhenFull
+from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind, WhenFull
 from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import tiers_owed
+from tierfall.policies.flush import plan_flush, tiers_owed
+from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
 from tierfall.policies.superseding import plan_superseding
 
@@ -47,7 +48,6 @@ class Chain:
     rates: Mapping[str, float] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     host_bytes: int | None = None
-    when_full: WhenFull = WhenFull.WAIT
     max_wait_s: float = 60.0
 
 
@@ -110,6 +110,10 @@ class Play:
             for r in chain.rules
             if r.kind is not TierKind.HOST
         ]
+        self._skips = self._host.when_full is WhenFull.SKIP
+        self._gives_up = self._host.when_full is WhenFull.SUPERSEDE or any(
+            lane.rules.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for lane in self._lanes
+        )
         self._held: list[_Held] = []
         self.counted = {r.name: _Counted() for r in chain.rules}
         self.now_s = 0.0
@@ -117,7 +121,8 @@ class Play:
         self.waited_s = 0.0
 
     def until(self, horizon_s: float) -> tuple[Mark, Mark]:
-        """Play; returns the counters at half of what was played, and at its end: at the horizon, or at a save."""
+        """Play; returns the counters at half of what was played, and at its end: at the horizon, or at a save. What is
+        kept goes up and down: of each half it is the most."""
         marks = [self.mark()]
         next_save_s = self._load.save_every_s
         while self._work_left > 0:
@@ -136,7 +141,8 @@ class Play:
             else:
                 self._finish_one()
         end = marks[-1]
-        return next(m for m in reversed(marks) if m.at_s <= end.at_s / 2), end
+        early = [m for m in marks if m.at_s <= end.at_s / 2]
+        return _with_most(early), _with_most(marks[len(early) :] or early)
 
     def mark(self) -> Mark:
         kept = {name: self.kept(name) for name in self.counted}
@@ -153,15 +159,13 @@ class Play:
     def _save(self, horizon_s: float) -> float:
         """Save, or skip; returns how long training waited for room."""
         began_s = self.now_s
-        deadline_s = began_s + self._chain.max_wait_s
         self._steps += self._load.steps_per_save
         while not self._made_room():
             counted = self.counted[self._host.name]
             counted.full_s = began_s if counted.full_s is None else counted.full_s
-            over_s = min(deadline_s, horizon_s)
-            if self._chain.when_full is WhenFull.SKIP or self._next_done_s() > over_s:
-                waits = self._chain.when_full is not WhenFull.SKIP
-                self.now_s = max(began_s, over_s) if waits else began_s
+            over_s = min(began_s + self._max_wait_s(), horizon_s)
+            if self._skips or self._next_done_s() > over_s:
+                self.now_s = began_s if self._skips else max(began_s, over_s)
                 self.skipped += self.now_s < horizon_s
                 self.waited_s += self.now_s - began_s
                 return self.now_s - began_s
@@ -183,6 +187,15 @@ class Play:
         self.waited_s += self.now_s - began_s
         return self.now_s - began_s
 
+    def _max_wait_s(self) -> float:
+        """How long a save waits: as long as any tier that memory is held for may be waited for."""
+        behind = {tier for one in self._held if self._host.name in one.copies for tier in one.owed}
+        bounds_s = (self._rules(tier).max_wait_s for tier in behind)
+        return max(
+            (self._chain.max_wait_s if bound is None else bound for bound in bounds_s),
+            default=self._chain.max_wait_s,
+        )
+
     def _made_room(self) -> bool:
         """Let images leave memory until one fits; False where none may go."""
         host, need = self._host.name, self._load.image_bytes
@@ -191,7 +204,7 @@ class Play:
             self._worked()
             if plan.drops:
                 self._drop(host, plan.drops[0].checkpoint)
-            elif self._chain.when_full is not WhenFull.SUPERSEDE or not self._supersede(free):
+            elif not self._gives_up or not self._supersede(free):
                 return False
         return True
 
@@ -245,24 +258,39 @@ class Play:
 
     def _begin(self, lane: _Lane) -> None:
         tier = lane.rules.name
-        one = next((held for held in self._held if tier in held.owed), None)
+        one = self._next_for(lane.rules)
         if one is None or not self._has_room(lane):
             return
         one.copies[tier] = CopyState.ARRIVING
         lane.active, lane.done_s = one, self.now_s + lane.copy_s
 
+    def _next_for(self, rules: TierRules) -> _Held | None:
+        """Find what a tier takes next, and let go of what it is not to get any more."""
+        waiting = {held.id: held for held in self._held if rules.name in held.owed}
+        if rules.flush_order is FlushOrder.IN_ORDER:
+            return next(iter(waiting.values()), None)
+        for decision in plan_flush(self._view(), rules.name) if waiting else ():
+            self._worked()
+            if decision.verdict is Verdict.KEEP:
+                return waiting[decision.checkpoint]
+            waiting[decision.checkpoint].owed.discard(rules.name)
+        return None
+
     def _has_room(self, lane: _Lane) -> bool:
         tier, capacity = lane.rules.name, lane.rules.capacity_bytes
         if capacity is None:
             return True
-        free = capacity - self._used(tier)
-        if free >= lane.copy_bytes:
+        used = self._used(tier)
+        free = capacity - used
+        if free >= lane.copy_bytes and not lane.rules.is_high(used + lane.copy_bytes):
             lane.refuses = False
             return True
         counted = self.counted[tier]
         counted.full_s = self.now_s if counted.full_s is None else counted.full_s
         plan = plan_eviction(self._view(), tier, need_bytes=lane.copy_bytes, free_bytes=free)
         self._worked()
+        while plan.missing_bytes > 0 and self._relieve(tier, plan.missing_bytes):
+            plan = plan_eviction(self._view(), tier, need_bytes=lane.copy_bytes, free_bytes=free)
         lane.refuses = plan.missing_bytes > 0
         if lane.refuses:
             counted.waits = True
@@ -270,6 +298,16 @@ class Play:
         for decision in plan.drops:
             self._drop(tier, decision.checkpoint)
         return True
+
+    def _relieve(self, tier: str, missing_bytes: int) -> bool:
+        """Give up what slower tiers wait for of one copy on a tier that is full; False where none may go."""
+        decisions = plan_relief(self._view(), tier, missing_bytes=missing_bytes)
+        self._worked()
+        for decision in decisions:
+            next(one for one in self._held if one.id == decision.checkpoint).owed.discard(
+                decision.tier
+            )
+        return bool(decisions)
 
     # What is there -----------------------------------------------------------------------------------
 
@@ -341,6 +379,11 @@ class Play:
         return not any(
             other != tier and state is CopyState.COMMITTED for other, state in one.copies.items()
         )
+
+
+def _with_most(marks: Sequence[Mark]) -> Mark:
+    most = {tier: max(m.kept[tier] for m in marks) for tier in marks[-1].kept}
+    return replace(marks[-1], kept=most)
 
 
 def keeps_all(rules: TierRules) -> bool:

@@ -655,14 +655,17 @@ def test_a_bandwidth_is_a_rate_or_a_share(
         ({"bandwidth": "120%"}, "bandwidth: '120%' is more than the whole"),
         ({"bandwidth": "fast"}, "bandwidth: 'fast' is not a number"),
         ({"bandwidth": 0.5}, "bandwidth: 0.5 is not usable here"),
-        ({"flush": {"within": 0}}, "flush.within: 0 leaves .* no time"),
+        ({"flush": {"within": 0}}, "flush.within: 0 is no time at all; expected a time above 0"),
+        ({"retain": {"for": "0s"}}, 'retain.for: "0s" is no time at all; expected a time'),
+        ({"retain": {"tags": []}}, "retain.tags: an empty list does not fit; expected true"),
+        ({"evict": {"order": {"cheapest": 3}}}, "order.cheapest: 3 does not fit: it takes no set"),
         ({"flush": {"yield": "maybe"}}, r"flush.yield: .*expected true or false"),
         (
             {"flush": {"order": "newest"}},
             r'flush.order: "newest" .*; did you mean "newest_first"\?',
         ),
         ({"when_full": "drop"}, "when_full: .*expected one of wait, skip, supersede"),
-        ({"max_wait": 0}, "max_wait: 0 leaves .* no time"),
+        ({"max_wait": 0}, "max_wait: 0 is no time at all"),
     ],
 )
 def test_what_a_flush_is_told_wrongly_is_refused(settings: dict[str, Any], message: str) -> None:

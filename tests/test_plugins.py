@@ -239,7 +239,7 @@ def test_a_policy_without_settings_takes_none(value: Any) -> None:
         ({"retain": {"every": True}}, "every: true does not fit"),
         ({"retain": {"tags": False}}, "tags: false does not fit; expected true for any tag, or a"),
         ({"retain": {"tags": "release"}}, 'tags: "release" does not fit'),
-        ({"retain": {"tags": []}}, "tags: a list does not fit"),
+        ({"retain": {"tags": []}}, "tags: an empty list does not fit"),
         ({"retain": {"tags": ["a b"]}}, "tags: tag: 'a b' is not a usable name"),
         ({"retain": {"best": {"mode": "min"}}}, "retain.best.metric: missing; expected a value"),
         ({"retain": {"best": {"metric": "a", "mode": "low"}}}, 'best.mode: "low" does not fit'),

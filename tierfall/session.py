@@ -53,6 +53,7 @@ from tierfall.journal import Journal
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.status_writing import StatusWriter
+from tierfall.steps_seen import StepsSeen
 from tierfall.stores import (
     lane_limits,
     lane_pools,
@@ -96,6 +97,7 @@ class Session:
         self._closed = False
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
+        self.steps_seen = StepsSeen()
         self.journal = Journal(config, run=run, ranks=self.ranks, node=self.node)
         folder = prepare_folder(run_folder(config, run))
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tierfall.core import documents
 from tierfall.core.errors import BackendError, IntegrityError
+from tierfall.core.loss import LossBound
 from tierfall.core.values import CopyState, LossClass, TierKind
 
 logger = logging.getLogger("tierfall")
@@ -75,9 +77,20 @@ class TransferStatus(_Part):
     left_s: float | None = None
 
 
+class LossStatus(_Part):
+    """What a failure would cost now, as ``LossBound`` has it."""
+
+    step: int
+    attempt: int
+    tier: str
+    steps_lost: int | None = None
+    seconds_lost: float | None = None
+    restore_s: float | None = None
+
+
 class Status(_Part):
     """What one rank's process says of the run. ``checkpoints`` are the newest, oldest first, of ``checkpoints_known``;
-    ``newest`` names the newest step that survives each loss (None: none would)."""
+    ``newest`` names the newest step that survives each loss (None: none would), ``loss_bound`` says more of it."""
 
     run: str
     wall_time_s: float
@@ -93,9 +106,27 @@ class Status(_Part):
     checkpoints_known: int
     transfers: tuple[TransferStatus, ...]
     newest: dict[LossClass, int | None]
+    loss_bound: dict[LossClass, LossStatus | None] = {}
     events: tuple[dict[str, Any], ...] = ()
     lost_events: int = 0
     failure: str | None = None
+
+
+def losses_of(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
+    """Write a loss bound as a status holds it."""
+    return {
+        lost: None
+        if bound.survives is None or bound.tier is None
+        else LossStatus(
+            step=bound.survives.step,
+            attempt=bound.survives.attempt,
+            tier=bound.tier,
+            steps_lost=bound.steps_lost,
+            seconds_lost=bound.seconds_lost,
+            restore_s=bound.restore_s,
+        )
+        for lost, bound in bounds.items()
+    }
 
 
 def status_name(slot: int) -> str:

@@ -23,13 +23,13 @@ from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.values import CopyState
 from tierfall.event_log import wall_time
-from tierfall.policies.loss_bound import loss_bounds
 from tierfall.status import (
     CheckpointStatus,
     CopyStatus,
     Status,
     TierStatus,
     TransferStatus,
+    losses_of,
     remove_status,
     write_status,
 )
@@ -146,6 +146,7 @@ class StatusWriter:
         self._count(coordinator)
         entries = sorted(ledger.entries.values(), key=lambda e: e.id)
         left = ledger.abandoned()
+        bounds = telling.bounds_of(session)
         return Status(
             run=session.run,
             wall_time_s=time.time(),
@@ -167,7 +168,8 @@ class StatusWriter:
                 for lane in coordinator.lanes.values()
                 if lane.active is not None
             ),
-            newest=telling.newest_surviving(loss_bounds(ledger.view(), read_bytes_per_s={})),
+            newest=telling.newest_surviving(bounds),
+            loss_bound=losses_of(bounds),
             events=self._events(),
             lost_events=session.journal.lost,
         )

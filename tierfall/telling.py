@@ -194,13 +194,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
             for source, count in lane.edge_bytes.items()
         }
         flow = _flow(coordinator, time.monotonic())
-        bounds = loss_bounds(
-            coordinator.ledger.view(),
-            step=counts.steps.last,
-            step_s=counts.steps.step_s,
-            read_bytes_per_s=flow["read_bytes_per_s"],
-        )
-        return edges, bounds, flow
+        return edges, bounds_of(session), flow
 
     edges, bounds, flow = session.ask(inner)
     counters = coordinator.counters
@@ -233,6 +227,23 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         },
         **flow,
     )
+
+
+def bounds_of(session: Session) -> dict[LossClass, LossBound]:
+    """Say what each loss would cost now; on the coordinator's thread."""
+    coordinator = session.coordinator
+    return loss_bounds(
+        coordinator.ledger.view(),
+        step=session.steps_seen.last,
+        step_s=session.steps_seen.step_s,
+        read_bytes_per_s=_read_rates(coordinator),
+    )
+
+
+def _read_rates(coordinator: Coordinator) -> dict[str, float]:
+    tiers = [rules.name for rules in coordinator.ledger.rules]
+    rates = {tier: coordinator.rates.read_bytes_per_s(tier) for tier in tiers}
+    return {tier: rate for tier, rate in rates.items() if rate is not None}
 
 
 def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:

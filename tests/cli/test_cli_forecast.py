@@ -103,11 +103,17 @@ def test_a_run_that_has_saved_tells_the_rest(cli: Cli) -> None:
     assert 80_000 < found["image_bytes"] < 200_000
     assert found["saves"] == 144
     assert "(by the options and the run)" in cli("check", *SMALL, "--save-every", "10m").out
-    assert "(by the run's own checkpoints)" in cli("check", *SMALL).out
+    out = cli("check", *SMALL).out
+    assert "(by the run's own checkpoints)" in out
+    assert "survives the loss of the process, 30@1 on disk, read back in " in out
+    cost = cli.json("check", *SMALL)
+    read = next(tier["read_bytes_per_s"] for tier in cost["tiers"] if tier["name"] == "disk")
+    assert 80_000 < cost["loss_bound"]["process"]["restore_s"] * read < 200_000
 
 
 def test_what_is_missing_is_named(cli: Cli) -> None:
     assert cli.json("check", *SMALL)["forecast"] is None
+    assert cli.json("check", *SMALL)["loss_bound"] is None
     assert "no forecast of a day: it takes the size" in cli("check", *SMALL).out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB").out
     assert "no forecast" in cli("check", *SMALL, "--image", "9GiB", "--step-time", "2s").out

@@ -68,12 +68,14 @@ def test_a_living_trainer_is_shown_as_it_says_it_is(
     assert (tiers["disk"]["checkpoints"], tiers["far"]["checkpoints"]) == (2, 1)
     assert tiers["host"]["capacity_bytes"] >= tiers["host"]["used_bytes"] > 0
     assert found["newest"] == {"process": 2, "node": None, "site": None}
+    assert found["loss_bound"]["process"]["steps_lost"] == 0
+    assert found["loss_bound"]["process"]["tier"] == "host"
     kinds = [event["kind"] for event in found["events"]]
     assert {"captured", "committed"} <= set(kinds)
     assert (found["ok"], found["transfers"]) == (True, [])
     out = cli("watch", "--once").out
     assert f"run run: process {trainer.pid} on " in out
-    assert "survives the loss of the process: step 2, the node: nothing" in out
+    assert "survives the loss of the process, 2@1 on host" in out
     assert "2@1  sealed  committed  committed" in out
     trainer.close()
     assert not status_file(memory).exists(), "who closed its run says nothing any more"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core.values import LossClass, TierKind, WhenFull
+from tests.rules import retained
+from tierfall.core.values import FlushOrder, LossClass, TierKind, WhenFull
 from tierfall.core.view import TierRules
 from tierfall.policies.day import DayForecast, forecast_day
 from tierfall.policies.playing import Chain, Workload
@@ -20,12 +22,22 @@ GB, MB = 10**9, 10**6
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS)
 
 
-def disk(name: str = "nvme", **rules: int) -> TierRules:
-    return TierRules(name=name, kind=TierKind.FILE, survives=LossClass.PROCESS, **rules)
+def disk(name: str = "nvme", *, keep: int | None = None, **rules: Any) -> TierRules:
+    return TierRules(
+        name=name,
+        kind=TierKind.FILE,
+        survives=LossClass.PROCESS,
+        **{"retain": retained(keep), **rules},
+    )
 
 
-def store(**rules: int) -> TierRules:
-    return TierRules(name="store", kind=TierKind.OBJECT, survives=LossClass.SITE, **rules)
+def store(*, keep: int | None = None, **rules: Any) -> TierRules:
+    return TierRules(
+        name="store",
+        kind=TierKind.OBJECT,
+        survives=LossClass.SITE,
+        **{"retain": retained(keep), **rules},
+    )
 
 
 def every(seconds: float, size: int = 9 * GB, **more: int) -> Workload:
@@ -33,11 +45,27 @@ def every(seconds: float, size: int = 9 * GB, **more: int) -> Workload:
 
 
 FAST = Chain(
-    rules=(HOST, disk(retain_last=3), store(flush_every=10, retain_last=5)),
+    rules=(HOST, disk(keep=3), store(flush_every=10, keep=5)),
     rates={"nvme": 3.0 * GB, "store": 0.5 * GB},
     shared=frozenset({"store"}),
 )
-SLOW = Chain(rules=(HOST, disk(retain_last=3)), rates={"nvme": 500.0 * MB}, host_bytes=5 * 7 * GB)
+SLOW = Chain(rules=(HOST, disk(keep=3)), rates={"nvme": 500.0 * MB}, host_bytes=5 * 7 * GB)
+
+
+def full(chain: Chain, host: WhenFull) -> Chain:
+    return replace(chain, rules=(replace(HOST, when_full=host), *chain.rules[1:]))
+
+
+def far(**rules: Any) -> Chain:
+    """A quick disk, and a store that takes a third of what comes."""
+    return Chain(
+        rules=(HOST, disk(keep=2), store(**rules)),
+        rates={"nvme": 7.0 * GB, "store": 7 * GB / 30},
+        shared=frozenset({"store"}),
+        host_bytes=35 * GB,
+    )
+
+
 CASES: dict[str, tuple[Chain, Workload]] = {
     "a disk and a store that keep up": (FAST, every(600)),
     "the same, saved every 5 s: 17,280 saves": (FAST, every(5, GB)),
@@ -46,8 +74,8 @@ CASES: dict[str, tuple[Chain, Workload]] = {
         every(400, 7 * GB),
     ),
     "a disk at 500 MB/s against 700 MB/s of images: saves wait": (SLOW, every(10, 7 * GB)),
-    "the same, skipped": (replace(SLOW, when_full=WhenFull.SKIP), every(10, 7 * GB)),
-    "the same, superseded": (replace(SLOW, when_full=WhenFull.SUPERSEDE), every(10, 7 * GB)),
+    "the same, skipped": (full(SLOW, WhenFull.SKIP), every(10, 7 * GB)),
+    "the same, superseded": (full(SLOW, WhenFull.SUPERSEDE), every(10, 7 * GB)),
     "a disk that fills, where the oldest makes room": (
         replace(FAST, rules=(HOST, disk(capacity_bytes=1000 * GB), FAST.rules[2])),
         every(60),
@@ -61,10 +89,26 @@ CASES: dict[str, tuple[Chain, Workload]] = {
         every(3600),
     ),
     "a store whose rate nobody knows, and that keeps all": (
-        replace(FAST, rules=(HOST, disk(retain_last=2), store(flush_every=4)), rates={}),
+        replace(FAST, rules=(HOST, disk(keep=2), store(flush_every=4)), rates={}),
         every(300),
     ),
     "eight ranks on two nodes, one store": (FAST, every(600, ranks=8, nodes=2)),
+    "a store that falls behind, and a disk that keeps what it is owed: nothing waits": (
+        far(when_full=WhenFull.SKIP),
+        every(10, 7 * GB),
+    ),
+    "a store that takes the newest first, and keeps two": (
+        far(flush_order=FlushOrder.NEWEST_FIRST, keep=2),
+        every(10, 7 * GB),
+    ),
+    "a store that is waited for 3 s, and saves are skipped then": (
+        replace(far(max_wait_s=3.0), rules=(HOST, store(max_wait_s=3.0))),
+        every(10, 7 * GB),
+    ),
+    "a disk that is full of what the store is owed, which skips": (
+        replace(far(), rules=(HOST, disk(capacity_bytes=28 * GB), store(when_full=WhenFull.SKIP))),
+        every(10, 7 * GB),
+    ),
     "memory for one image alone": (replace(FAST, host_bytes=10 * GB), every(60)),
 }
 
@@ -112,13 +156,24 @@ def test_a_day_that_is_too_long_goes_on_as_what_was_played() -> None:
 
 
 def test_what_fills_after_what_was_played_is_foreseen() -> None:
-    chain = replace(FAST, rules=(HOST, disk(retain_last=1), store(capacity_bytes=800 * GB)))
+    chain = replace(FAST, rules=(HOST, disk(keep=1), store(capacity_bytes=800 * GB)))
     whole = forecast_day(chain, every(60, GB))
     part = forecast_day(chain, every(60, GB), work_max=5_000)
     assert part.played_s < 40_000 < 800 * 60
     full = {made.played_s: made.tiers[2].full_s for made in (whole, part)}
     assert whole.tiers[2].full_s == pytest.approx(part.tiers[2].full_s, rel=0.02), full
     assert whole.tiers[2].kept == part.tiers[2].kept == 800
+
+
+def test_what_goes_up_and_down_has_no_trend() -> None:
+    """Between its watermarks a disk of 40 holds 8 to 36 checkpoints, and so it does however little was played."""
+    rules = {"capacity_bytes": 40 * GB, "evict_high": 0.9, "evict_low": 0.2}
+    chain = replace(FAST, rules=(HOST, disk(**rules)))
+    for work_max in range(100_000, 200_000, 20_000):
+        made = forecast_day(chain, every(5, GB), work_max=work_max)
+        assert made.played_s < 60_000
+        nvme = made.tiers[1]
+        assert 8 <= nvme.kept <= nvme.kept_max == 36, work_max
 
 
 @pytest.mark.parametrize("work_max", [1, 10, 100])
@@ -131,7 +186,8 @@ def test_however_little_is_played_there_is_an_answer(work_max: int) -> None:
 @st.composite
 def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
     size = draw(st.integers(1, 20)) * GB
-    tiers = [HOST]
+    when_full = draw(st.sampled_from(WhenFull))
+    tiers = [replace(HOST, when_full=when_full)]
     rates = {}
     for number in range(draw(st.integers(1, 3))):
         name = f"t{number}"
@@ -140,7 +196,9 @@ def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
             replace(
                 disk(name),
                 flush_every=draw(st.integers(1, 5)),
-                retain_last=draw(st.one_of(st.none(), st.integers(1, 6))),
+                flush_order=draw(st.sampled_from(FlushOrder)),
+                when_full=draw(st.one_of(st.none(), st.sampled_from(WhenFull))),
+                retain=retained(draw(st.one_of(st.none(), st.integers(1, 6)))),
                 capacity_bytes=None if capacity is None else capacity * size,
             )
         )
@@ -149,7 +207,6 @@ def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
         rules=tuple(tiers),
         rates=rates,
         host_bytes=size * draw(st.integers(1, 6)),
-        when_full=draw(st.sampled_from(WhenFull)),
         max_wait_s=draw(st.floats(0.1, 600.0)),
     )
     return chain, every(draw(st.floats(20.0, 7200.0)), size)
@@ -173,5 +230,5 @@ def test_no_chain_is_filled_beyond_its_bounds_and_nothing_is_lost_count_of(
         assert tier.busy is None or (tier.busy > 1) == (tier.behind_per_h > 0)
         if tier.behind_per_h or tier.waits:
             assert tier.reasons
-    if chain.when_full is WhenFull.SKIP:
+    if chain.rules[0].when_full is WhenFull.SKIP:
         assert made.waited_s == 0

@@ -178,7 +178,6 @@ def foresee(answer: Answer, settings: Config, tiers: Sequence[Measured], wishes:
         rates=rates,
         shared=frozenset(tier.name for tier in settings.stored if is_shared(tier)),
         host_bytes=settings.host.capacity_bytes,
-        when_full=settings.host.when_full,
         max_wait_s=settings.max_wait_s,
     )
     made = forecast_day(chain, load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tierfall.core.loss import LossBound
@@ -20,20 +20,35 @@ def known_bounds(
     return loss_bounds(view, step=max(steps, default=None), read_bytes_per_s=read_bytes_per_s or {})
 
 
-def in_words(bounds: Mapping[LossClass, LossBound], unread: Collection[str] = ()) -> str:
-    """Say it in one line."""
-    said = [f"of the {lost}, {_what(bound)}" for lost, bound in bounds.items()]
-    doubt = f" (not asked: {', '.join(unread)})" if unread else ""
-    return f"survives the loss {'; '.join(said)}{doubt}"
-
-
-def _what(bound: LossBound) -> str:
+def read_back(bound: LossBound) -> str:
+    """Say what survives, where, and how long it takes to read back."""
     if bound.survives is None:
         return "nothing"
     where = f"{bound.survives} on {bound.tier}"
     if bound.restore_s is not None:
         where += f", read back in {format_duration(bound.restore_s)}"
     return where
+
+
+def lost_and_read_back(bound: LossBound) -> str:
+    """Say as well how far training is past it, as its trainer knows."""
+    if bound.survives is None or bound.steps_lost is None:
+        return read_back(bound)
+    ago = "" if bound.seconds_lost is None else f" ({format_duration(bound.seconds_lost)})"
+    steps = f"{bound.steps_lost} step{'' if bound.steps_lost == 1 else 's'}"
+    return f"{read_back(bound)}, {steps}{ago} lost"
+
+
+def in_words(
+    bounds: Mapping[LossClass, LossBound],
+    unread: Collection[str] = (),
+    *,
+    what: Callable[[LossBound], str] = read_back,
+) -> str:
+    """Say it in one line."""
+    said = [f"of the {lost}, {what(bound)}" for lost, bound in bounds.items()]
+    doubt = f" (not asked: {', '.join(unread)})" if unread else ""
+    return f"survives the loss {'; '.join(said)}{doubt}"
 
 
 def members(bounds: Mapping[LossClass, LossBound]) -> dict[str, Any]:
@@ -44,6 +59,7 @@ def members(bounds: Mapping[LossClass, LossBound]) -> dict[str, Any]:
             "attempt": None if bound.survives is None else bound.survives.attempt,
             "tier": bound.tier,
             "steps_lost": bound.steps_lost,
+            "seconds_lost": bound.seconds_lost,
             "restore_s": bound.restore_s,
         }
         for lost, bound in bounds.items()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from tierfall.cli import losses
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
@@ -20,10 +22,13 @@ from tierfall.cli.common import (
     table,
     watched,
 )
+from tierfall.cli.facts import Facts
 from tierfall.cli.foreseeing import Wishes, foresee
+from tierfall.config import Config
 from tierfall.core.errors import ConfigError
 from tierfall.core.units import format_duration, format_rate, format_size, parse_size
 from tierfall.measuring import SIZE_MAX_BYTES, Measured, measure
+from tierfall.reading import Reader
 
 
 def check(
@@ -78,7 +83,20 @@ def check(
     }
     _show(answer, tiers, size_bytes)
     foresee(answer, settings, tiers, wishes)
+    _say_what_a_loss_costs(answer, settings, tiers)
     answer.finish()
+
+
+def _say_what_a_loss_costs(answer: Answer, settings: Config, tiers: Sequence[Measured]) -> None:
+    """Say what survives each loss, where a run has saved, and how long reading it takes at the measured rates."""
+    with Reader(settings) as reader:
+        facts = Facts.gather(reader)
+    rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
+    bounds = losses.known_bounds(facts.view, rates)
+    saved = any(bound.survives for bound in bounds.values())
+    answer.document["loss_bound"] = losses.members(bounds) if saved else None
+    if saved:
+        answer.show("", losses.in_words(bounds, tuple(facts.unread)))
 
 
 class _Silent:

@@ -9,12 +9,21 @@ from typing import Any
 
 from rich.table import Table
 
+from tierfall.cli import losses
 from tierfall.cli.common import counted, of_tier, owner_members, table
 from tierfall.cli.facts import Facts
+from tierfall.core.loss import LossBound
 from tierfall.core.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
-from tierfall.core.view import View
-from tierfall.status import CheckpointStatus, CopyStatus, Status, TierStatus, TransferStatus
+from tierfall.policies.loss_bound import loss_bounds
+from tierfall.status import (
+    CheckpointStatus,
+    CopyStatus,
+    LossStatus,
+    Status,
+    TierStatus,
+    TransferStatus,
+)
 from tierfall.watching import Glimpse, Slot
 
 ROWS_MAX = 12
@@ -22,7 +31,6 @@ EVENTS_SHOWN = 6
 HANGS_AFTER_S = 15.0
 NUMBER_MAX = 1e18
 TIME_MAX_S = 3e10
-_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 _TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 
@@ -36,7 +44,7 @@ class Picture:
     checkpoints: tuple[CheckpointStatus, ...]
     checkpoints_known: int
     transfers: tuple[TransferStatus, ...]
-    newest: dict[LossClass, int | None]
+    bounds: dict[LossClass, LossBound]
     problems: tuple[str, ...]
 
     @property
@@ -50,7 +58,11 @@ class Picture:
             "checkpoints": [one.model_dump(mode="json") for one in self.checkpoints],
             "checkpoints_known": self.checkpoints_known,
             "transfers": [one.model_dump(mode="json") for one in self.transfers],
-            "newest": {str(lost): step for lost, step in self.newest.items()},
+            "newest": {
+                str(lost): bound.survives and bound.survives.step
+                for lost, bound in self.bounds.items()
+            },
+            "loss_bound": losses.members(self.bounds),
             "events": list(self.glimpse.events),
         }
 
@@ -69,9 +81,7 @@ class Picture:
             yield ""
             yield _transfer_table(self.transfers)
         yield ""
-        yield "survives the loss of " + ", ".join(
-            f"the {lost}: {_step(self.newest.get(lost))}" for lost in LOSS_CLASSES
-        )
+        yield losses.in_words(self.bounds, what=losses.lost_and_read_back)
         if len(self.glimpse.slots) > 1:
             yield ""
             yield _slot_table(self.glimpse)
@@ -89,7 +99,7 @@ def of_status(status: Status, glimpse: Glimpse) -> Picture:
         checkpoints=status.checkpoints,
         checkpoints_known=status.checkpoints_known,
         transfers=status.transfers,
-        newest=status.newest,
+        bounds={lost: _bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES},
         problems=glimpse.problems,
     )
 
@@ -104,7 +114,7 @@ def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
         checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
         checkpoints_known=len(facts.rows()),
         transfers=(),
-        newest=_newest(facts.view),
+        bounds=loss_bounds(facts.view, read_bytes_per_s={}),
         problems=(*glimpse.problems, *unread),
     )
 
@@ -141,23 +151,18 @@ def _listed(facts: Facts, id: CheckpointId) -> CheckpointStatus:
     )
 
 
-def _newest(view: View) -> dict[LossClass, int | None]:
-    """Name the newest step that survives each loss, as ``statistics`` does."""
-    return {
-        lost: max(
-            (
-                c.id.step
-                for c in view.checkpoints
-                if c.live
-                and any(
-                    _RANK[tier.survives] >= _RANK[lost] and c.readable_on(tier.name)
-                    for tier in view.tiers
-                )
-            ),
-            default=None,
+def _bound(found: LossStatus | None) -> LossBound:
+    if found is None:
+        return LossBound(
+            survives=None, tier=None, steps_lost=None, seconds_lost=None, restore_s=None
         )
-        for lost in LOSS_CLASSES
-    }
+    return LossBound(
+        survives=CheckpointId(found.step, found.attempt),
+        tier=found.tier,
+        steps_lost=found.steps_lost,
+        seconds_lost=_number(found.seconds_lost),
+        restore_s=_number(found.restore_s),
+    )
 
 
 # For programs ----------------------------------------------------------------------------------------
@@ -288,10 +293,6 @@ def _slot_table(glimpse: Glimpse) -> Table:
             ", ".join(f"{t.step}@{t.attempt} to {t.tier}" for t in status.transfers) or "-",
         )
     return made
-
-
-def _step(step: int | None) -> str:
-    return "nothing" if step is None else f"step {step}"
 
 
 def _told(event: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ def show(value: object) -> str:
         case dict():
             return "a mapping"
         case list() | tuple():
-            return "a list"
+            return "a list" if value else "an empty list"
         case int() | float():
             return f"{value!r}"[:60]
         case _:
@@ -138,9 +138,7 @@ def _bandwidth(value: int | str) -> int | float:
 def _wait(value: float | str) -> float:
     seconds = units.parse_duration(value)
     if seconds == 0:
-        raise ConfigError(
-            f"{show(value)} leaves a close no time for what is on its way; expected {_EXPECTED_WAIT}"
-        )
+        raise ConfigError(f"{show(value)} is no time at all; expected {_EXPECTED_WAIT}")
     return seconds
 
 

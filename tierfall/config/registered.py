@@ -11,7 +11,7 @@ from pydantic_core import InitErrorDetails, ValidationError
 from tierfall import plugins
 from tierfall.config.fields import nearest, show, wrong
 from tierfall.core.errors import ConfigError
-from tierfall.core.policy import PolicyKind
+from tierfall.core.policy import Policy, PolicyKind
 
 
 def known_keys(section: type[BaseModel]) -> Sequence[str]:
@@ -33,6 +33,7 @@ def with_registered(
 def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any:
     """Read what stands behind the name of a registered policy, or refuse it with its place."""
     inside: tuple[Any, ...] = (name,)
+    policy = None
     try:
         policy = plugins.find(kind, str(name)) if isinstance(name, str) else None
         if policy is not None:
@@ -47,7 +48,10 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
         problems, expected = [(inside, str(error))], "a policy whose plug-in can be loaded"
     except ValidationError as error:
         problems = [
-            ((*inside, *found["loc"]), f"{show(found['input'])} does not fit: {found['msg']}")
+            (
+                (*inside, *found["loc"]),
+                f"{show(found['input'])} does not fit: {_said(policy, found['msg'])}",
+            )
             for found in error.errors(include_url=False, include_context=False)
         ]
         expected = f"what the {kind} policy {name} takes"
@@ -59,3 +63,8 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
         ],
         hide_input=True,
     ) from None
+
+
+def _said(policy: Policy | None, message: str) -> str:
+    """Word what pydantic found; a policy without settings has no model that could say it."""
+    return message if policy and policy.rules else "it takes no settings; expected true"

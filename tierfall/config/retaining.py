@@ -21,8 +21,8 @@ from pydantic import (
 from tierfall import plugins
 from tierfall.config.fields import (
     Count,
-    Duration,
     Share,
+    Wait,
     any_word,
     choice,
     show,
@@ -137,7 +137,7 @@ class Retain(Section):
         description="Keep the best by a metric.",
         examples=[{"metric": "loss", "mode": "min", "count": 2}],
     )
-    for_s: Duration | None = Field(
+    for_s: Wait | None = Field(
         default=None,
         alias="for",
         description="Keep what was saved less than so long ago.",
