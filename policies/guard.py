@@ -69,7 +69,7 @@ def _held(
     gone: frozenset[CheckpointId],
 ) -> bool:
     """Say whether a live checkpoint of that step or newer survives that loss by another copy."""
-    for other in view.checkpoints:
+    for other in reversed(view.checkpoints):  # one of the newest mostly answers
         if not other.live or other.id < above.id:
             continue
         for tier in view.tiers:

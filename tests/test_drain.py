@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import tierfall
 from tests.core.ranks.threads import on_all
 from tests.open_ranks import Opener, close_all, wait_sealed
 from tests.steps import state_of, steps_on, wait_until
+from tierfall import ordering
 from tierfall.core.errors import ConfigError
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.values import LossClass
@@ -261,8 +262,11 @@ def test_a_drain_that_meets_a_close_lets_it_end(
 # Several ranks ---------------------------------------------------------------------------------------
 
 
-def slow_ranks(tmp_path: Path, ranks: list[Ranks]) -> list[Any]:
-    """Both ranks of a run whose tier has shown that an image takes a second, with four images that wait."""
+def slow_ranks(
+    tmp_path: Path, ranks: list[Ranks], waiting: Sequence[int] = (1, 1, 1, 1)
+) -> list[Any]:
+    """Both ranks of a run whose tier has shown that an image takes a second, with images that wait, each so many
+    times as large."""
     opener = Opener(tmp_path, ranks)
     checkpointers = on_all(
         [
@@ -289,13 +293,13 @@ def slow_ranks(tmp_path: Path, ranks: list[Ranks]) -> list[Any]:
         ]
     )
 
-    def save(rank: int, step: int) -> Any:
-        tensor = torch.full((ELEMENTS,), float(rank))
+    def save(rank: int, step: int, times: int = 1) -> Any:
+        tensor = torch.full((times * ELEMENTS,), float(rank))
         return checkpointers[rank].save(step, {"w": tensor, "rng": None})
 
     on_all([lambda r=r: save(r, 1).wait() for r in range(2)])  # type: ignore[misc]
-    for step in (2, 3, 4, 5):
-        on_all([lambda r=r, s=step: save(r, s).captured() for r in range(2)])  # type: ignore[misc]
+    for step, times in enumerate(waiting, start=2):
+        on_all([lambda r=r, s=step, n=times: save(r, s, n).captured() for r in range(2)])  # type: ignore[misc]
         wait_sealed(checkpointers)
     return checkpointers
 
@@ -310,6 +314,17 @@ def test_rank_0_plans_for_all_and_the_report_is_the_same_on_all(
     assert [f.arrives for f in reports[0].forecast].count(False) >= 1
     assert 5 in {step for step, _, _ in reports[0].done}, "the newest came before older ones"
     assert reports[0].left
+    close_all(checkpointers)
+
+
+def test_a_rank_that_knows_what_cannot_arrive_has_patience_with_one_that_waits_for_it(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointers = slow_ranks(tmp_path, ranks, waiting=(1, 6))
+    monkeypatch.setattr(ordering, "_patience_s", lambda session: 0.5)
+    reports = on_all([lambda c=c: c.drain(4.0) for c in checkpointers])  # type: ignore[misc]
+    monkeypatch.undo()
+    assert [report.left for report in reports] == [((3, 1, "nvme"),)] * 2, reports
     close_all(checkpointers)
 
 

@@ -92,7 +92,7 @@ def test_a_run_says_what_became_of_each_save(make_config: MakeConfig, tmp_path: 
     assert Counter(e["tier"] for e in only(log, "committed")) == {"fast": 4, "slow": 2}
     assert {tuple(e["tiers"]) for e in only(log, "save_begun")} == {("fast",), ("fast", "slow")}
     assert [e["step"] for e in only(log, "dropped")] == [1, 2, 3]
-    assert {e["reason"] for e in only(log, "dropped")} == {"older than the last 1"}
+    assert {e["reason"] for e in only(log, "dropped")} == {"no rule keeps it (last 1)"}
     (restored,) = only(log, "restored")
     assert restored["sources"] == {"slow": report.bytes}
     for done in only(log, "flush_done"):

@@ -181,8 +181,10 @@ def drain(session: Session, deadline_s: float | None) -> DrainReport:
     )
     report = drain_here(session, deadline)
     body = [report.done, report.left, report.lost, to_json(report.forecast)]
+    # rank 0 knows what cannot arrive, and does not wait for it; another waits until the deadline
+    rest_s = 0.0 if deadline is None else max(0.0, deadline - report.seconds)
     done, left, lost, forecast = session.ranks.agree(
-        "drain: end", body, _drained, timeout_s=_patience_s(session)
+        "drain: end", body, _drained, timeout_s=_patience_s(session) + rest_s
     )
     return DrainReport(
         done=tuple((step, attempt, tier) for step, attempt, tier in done),

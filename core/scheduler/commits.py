@@ -97,6 +97,7 @@ class Commits(Alone):
         self._waits: dict[CheckpointId, _Wait] = {}
         self._lost: dict[CheckpointId, tuple[BaseException, SaveOutcome]] = {}
         self.wants_drain: Callable[[int, float], None] = lambda rank, left_s: None
+        self.drains: Callable[[float], None] = lambda left_s: None
 
     # What this rank asks ---------------------------------------------------------------------------
 
@@ -187,6 +188,10 @@ class Commits(Alone):
         """Ask rank 0 to let all ranks work towards a deadline that this one has."""
         self._council.tell(_DRAIN, left_s)
 
+    def announce_drain(self, left_s: float) -> None:
+        """Let all ranks know that rank 0 works towards a deadline; for rank 0."""
+        self._council.announce(_DRAIN, left_s)
+
     def has_dropped(self, task: DropCopy) -> None:
         latest = task.next_latest
         body = [task.reason, task.tombstoned, [latest.step, latest.attempt] if latest else None]
@@ -197,6 +202,8 @@ class Commits(Alone):
     def hear(self, news: News) -> None:
         if isinstance(news, Told) and news.topic == _DRAIN:
             self.wants_drain(news.rank, float(news.body))
+        elif isinstance(news, Announced) and news.topic == _DRAIN:
+            self.drains(float(news.body))
         elif not self.divider.hear(news):
             self._hear(news)
 

@@ -231,14 +231,15 @@ class Coordinator:
         )
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
-        self.pacing.hurries = lambda: self._admissions.is_short() or self.draining.active
+        self.pacing.hurries = lambda: self._admissions.is_short() or self.draining.hurries
         self.draining.share_of = lambda tier: self.pacing.shares.get(tier, 1.0)
         self._admissions.answered = self.pressure.answered
         self._flusher.has_arrived = self.pressure.arrived
         self._flusher.memory_is_short = self._admissions.is_short
         self._flusher.is_unpinning = self._orders.is_unpinning
         self.notes = Notes(notify)
-        for part in (self.dropper, self._flusher, self.superseder, self._admissions, self._saves):
+        taking_notes = (self.dropper, self._flusher, self.turns, self.superseder)
+        for part in (*taking_notes, self._admissions, self._saves):
             part.notes = self.notes
         self.errors = self._flusher.errors
         self.counters = self._flusher.counters
@@ -272,6 +273,7 @@ class Coordinator:
         for part in (*parts, self.pressure, self.draining):
             part.others = self.commits
         self.commits.wants_drain = self._others_drain
+        self.commits.drains = self._rank_0_drains
         for lane in self.lanes.values():
             lane.land_only = True
         self._marks = NodesMarks(
@@ -554,11 +556,21 @@ class Coordinator:
 
     def ask_rank_0_to_drain(self, left_s: float) -> None:
         """Let all ranks work towards a deadline that only this one knows of."""
-        if self.commits is not None and not self.commits.decides:
+        if self.commits is None:
+            return
+        if self.commits.decides:
+            self.commits.announce_drain(left_s)
+        else:
             self.commits.ask_for_drain(left_s)
 
     def _others_drain(self, rank: int, left_s: float) -> None:
+        assert self.commits is not None
         self.draining.begin(f"rank {rank}", self.ledger.now_s + left_s, self.ledger.now_s)
+        self.commits.announce_drain(left_s)
+
+    def _rank_0_drains(self, left_s: float) -> None:
+        """Rank 0 plans towards a deadline: until then this rank's flushes yield to nobody either."""
+        self.draining.hurry("rank 0", self.ledger.now_s + left_s)
 
     # Asking ----------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class GaveWayError(FlushError):
 class Draining:
     """See the module. Several may ask for a drain at once: the earliest deadline counts. ``others`` are the other
     ranks; ``share_of`` says at which share of its rate a tier was written, as it yields to training: a drain does
-    not."""
+    not, on any rank."""
 
     def __init__(
         self, *, ledger: Ledger, lanes: Mapping[str, Lane], rates: Rates, plan_drain: PlanDrain
@@ -52,6 +52,7 @@ class Draining:
         self.others = Alone(ledger)
         self.plan: tuple[DrainDecision, ...] = ()
         self._until_s: dict[object, float] = {}
+        self._hurried_s: dict[object, float] = {}
         self._planned_at_s = 0.0
         self.share_of: Callable[[str], float] = lambda tier: 1.0
         self._shares: dict[str, float] = {}
@@ -61,12 +62,22 @@ class Draining:
         """Say whether lanes go by a drain's plan."""
         return bool(self._until_s)
 
+    @property
+    def hurries(self) -> bool:
+        """Say whether there is a deadline, whoever plans for it."""
+        return bool(self._until_s or self._hurried_s)
+
+    def hurry(self, asker: object, until_s: float) -> None:
+        """Know of a deadline that rank 0 plans for, until ``asker`` ends it, or it has passed."""
+        self._hurried_s[asker] = until_s
+
     def begin(self, asker: object, until_s: float, now_s: float) -> tuple[DrainDecision, ...]:
         """Work towards a deadline until ``asker`` ends it, or it has passed; return what is to be expected.
 
-        At a rank that does not decide, nothing changes, and nothing is known.
+        A rank that does not decide only hurries: it yields to nobody meanwhile, and nothing is known there.
         """
         if not self.others.decides:
+            self.hurry(asker, until_s)
             return ()
         if not self.active:
             self._shares = {tier: self.share_of(tier) for tier in self._lanes}
@@ -77,12 +88,14 @@ class Draining:
     def end(self, asker: object) -> None:
         """Go on as before, unless somebody else drains."""
         self._until_s.pop(asker, None)
+        self._hurried_s.pop(asker, None)
         if not self._until_s:
             self.plan = ()
 
     def tick(self, now_s: float) -> None:
         """Plan again where the last plan is old or misses something, and let copies give way by it."""
-        for asker in [asker for asker, until_s in self._until_s.items() if until_s <= now_s]:
+        known = (*self._until_s.items(), *self._hurried_s.items())
+        for asker in [asker for asker, until_s in known if until_s <= now_s]:
             self.end(asker)
         if self.active and (now_s >= self._planned_at_s + AGAIN_S or self._is_outdated()):
             self._make_plan(now_s)

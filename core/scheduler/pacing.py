@@ -139,8 +139,9 @@ class Pacing:
     def _adjust_share(self, rules: TierRules, now_s: float) -> None:
         name, share = rules.name, self.shares[rules.name]
         busy = self._busy[name]
-        if share < 1.0 and (still := self._why_in_full(now_s)) is not None:
-            self._change(name, 1.0, still)
+        if (still := self._why_in_full(now_s)) is not None:
+            if share < 1.0:
+                self._change(name, 1.0, still)
             return
         measured = self._rates.write_bytes_per_s(name)
         while self._idle and self._idle[0][0] < self._steps - IDLE_STEPS_MAX:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.values import CheckpointId, FlushOrder
 from tierfall.core.view import Decision, Eviction, Verdict, View
@@ -30,6 +31,7 @@ class Turns:
             rules.name for rules in ledger.rules if rules.flush_order is FlushOrder.NEWEST_FIRST
         }
         self.others = Alone(ledger)
+        self.notes = Notes()
         self.given_up: dict[str, int] = {}
         self.draining: Draining | None = None
         self._announced: set[tuple[str, CheckpointId]] = set()
@@ -100,5 +102,7 @@ class Turns:
         if tier not in entry.owed:
             return
         self.given_up[tier] = self.given_up.get(tier, 0) + 1
-        entry.give_up([tier], entry.given_up(f"{tier}: {reason}"))
+        error = entry.given_up(f"{tier}: {reason}")
+        self.notes.flush_given_up(tier, entry.id, error)
+        entry.give_up([tier], error)
         self._ledger.forget_if_gone(entry)

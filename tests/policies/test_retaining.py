@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.pictures import without
 from tests.policies.test_policies import a_rule, of, rules, views
 from tests.rules import last
+from tests.simulation.world import file_rules
 from tierfall.core.policy import Rule
-from tierfall.core.values import CheckpointId
-from tierfall.core.view import TierRules, Verdict, View
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import still_owed
 from tierfall.policies.guard import reason_to_keep
@@ -162,3 +164,31 @@ def test_what_would_stay_is_sent(view: View) -> None:
             ]
             assert tier.retain
             assert checkpoint.id not in wanted_of(view, tier, held)
+
+
+def test_what_is_asked_of_many_checkpoints_takes_no_more_than_so_many_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count, looks = 500, [0]
+    tier = file_rules("store", shared=True, retain_last=2)
+    checkpoints = tuple(
+        CheckpointView(
+            id=CheckpointId(step, 1),
+            ordinal=step,
+            started_from=None,
+            copies={"store": CopyView(state=CopyState.COMMITTED, bytes=1)},
+        )
+        for step in range(1, count + 1)
+    )
+    state = CheckpointView.state
+
+    def looked(self: CheckpointView, tier: str) -> CopyState:
+        looks[0] += 1
+        return state(self, tier)
+
+    alive = property(lambda self: looks.__setitem__(0, looks[0] + 1) or True)
+    monkeypatch.setattr(CheckpointView, "state", looked)
+    monkeypatch.setattr(CheckpointView, "live", alive)
+    decisions = plan_retention(View(tiers=(tier,), checkpoints=checkpoints), "store")
+    assert [d.checkpoint.step for d in decisions if d.verdict is Verdict.KEEP] == [499, 500]
+    assert looks[0] < 40 * count, "the coordinator decides on each of them after every commit"

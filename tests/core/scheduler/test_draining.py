@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.core.scheduler.test_commits import talk
+from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import CHUNK, IMAGE, file_rules
 from tierfall.core.prospects import Prospect
@@ -207,6 +209,31 @@ def test_of_two_drains_the_earlier_deadline_counts_until_it_is_over() -> None:
     world.coordinator.draining.end("patient")
     assert not world.coordinator.draining.active
     assert world.coordinator.draining.plan == ()
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_deadline_that_one_rank_knows_of_lets_the_flushes_of_all_yield_to_nobody(
+    signalled: int,
+) -> None:
+    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
+    run.ranks[signalled].coordinator.ask_rank_0_to_drain(30.0)
+    if signalled == 0:  # it plans for itself as well
+        run.ranks[0].coordinator.begin_drain("signal", run.now_s + 30.0)
+    talk(run)
+    assert [rank.coordinator.pacing.hurries() for rank in run.ranks] == [True, True]
+    assert [rank.coordinator.draining.active for rank in run.ranks] == [True, False]
+    run.now_s += 31.0
+    run.step()
+    assert [rank.coordinator.pacing.hurries() for rank in run.ranks] == [False, False]
+
+
+def test_a_rank_that_does_not_decide_hurries_until_its_drain_has_ended() -> None:
+    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, yields=True)], max_wait_s=10.0)
+    follower = run.ranks[1].coordinator
+    assert follower.begin_drain("test", run.now_s + 30.0) == ()
+    assert follower.pacing.hurries()
+    follower.draining.end("test")
+    assert not follower.pacing.hurries()
 
 
 def test_room_is_not_taken_from_a_newer_copy_for_an_older_one() -> None:

@@ -12,6 +12,7 @@ from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.errors import AccessDeniedError, FlushError
+from tierfall.core.events import FlushGivenUp
 from tierfall.core.scheduler.tasks import OpenShard, Order, PersonsOrder
 from tierfall.core.values import CheckpointId, FlushOrder, SaveOutcome
 from tierfall.tiers.stored import StoredTier
@@ -68,6 +69,9 @@ def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one
     with pytest.raises(FlushError, match=r"3@1 is given up: store: newer ones came first, and re"):
         given_up.wait("store", timeout=0)
     assert world.coordinator.turns.given_up == {"store": 1}
+    said = [e for e in world.lives[-1].events if isinstance(e, FlushGivenUp)]
+    assert [(e.id, e.tier) for e in said] == [(CheckpointId(3, 1), "store")]
+    assert "retention would drop it at once" in said[0].reason
     assert world.coordinator.errors == [], "what a rule gives up is no failure"
     assert not world.coordinator.busy()
 

@@ -123,6 +123,21 @@ def test_while_a_save_waits_for_memory_a_flush_yields_to_nobody() -> None:
     assert trained.pacing.shares["store"] == 1.0
 
 
+def test_until_a_deadline_steps_that_take_longer_slow_no_flush_for_a_moment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained = slowed_run()
+    trained.world.coordinator.begin_drain("test", trained.world.now_s + 1000.0)
+    with caplog.at_level("INFO", logger="tierfall"):
+        trained.train(200, save_every=20)
+    changes = [r.getMessage() for r in caplog.records if "flush to store takes" in r.message]
+    assert len(changes) == 1, changes
+    assert "there is a deadline" in changes[0]
+    trained.world.coordinator.draining.end("test")
+    trained.train(200, save_every=20)
+    assert trained.pacing.shares["store"] < 1.0
+
+
 def test_a_tier_that_is_not_to_yield_does_not() -> None:
     trained = Trained(lambda share: 0.5, yields=False)
     trained.train(300, save_every=60)
