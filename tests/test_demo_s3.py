@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,10 @@ def test_server_stops_when_the_demo_is_interrupted(tmp_path: Path) -> None:
             if line.startswith("1. Train"):
                 break
         assert answers(object_tier(folder)["options"]["endpoint_url"]), "".join(said)
-        assert processes_in(folder) > 1
+        deadline_s = time.monotonic() + WAIT_S
+        while processes_in(folder) < 2:  # the demo, and its trainer a moment later
+            assert time.monotonic() < deadline_s, "no trainer was started"
+            time.sleep(0.01)
         demo.send_signal(signal.SIGINT)
         said += demo.stdout.readlines()
         assert demo.wait() not in (0, -signal.SIGKILL), "".join(said)

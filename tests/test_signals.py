@@ -59,6 +59,8 @@ def calls() -> Iterator[list[str]]:
     def users(number: int, frame: object) -> None:
         noted.append(f"user's on {threading.current_thread().name}")
 
+    # a listener that another thread stopped has left its wakeup fd; the next one to stop here would close that
+    signals.stop(signals.listen({USR1}, what="a test", flag=lambda number: None))
     before, fd = signal.signal(USR1, users), signal.set_wakeup_fd(-1)
     yield noted
     assert signal.getsignal(USR1) is users, "the user's handler was not put back"
