@@ -11,7 +11,7 @@ HISTORIES_PER_BLOCK = 25
 EVENTS = 90
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(4))
 def test_no_history_breaks_a_promise(block: int) -> None:
     lived = [
         run_history(seed, EVENTS)
