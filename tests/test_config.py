@@ -323,6 +323,18 @@ def test_a_dict_has_places_and_no_lines() -> None:
             config_of(interval={"on_signal": ["SIGKILL"]}),
             r"interval.on_signal\[0\]: a program cannot go on after SIGKILL",
         ),
+        (
+            config_of(interval={"on_signal": [["SIGTERM"]]}),
+            r"interval.on_signal\[0\]: not a signal; expected the name of a signal",
+        ),
+        (
+            config_of(drain={"on_signal": ["SIGUSR1", "SIGSTOP"]}),
+            r"drain.on_signal\[1\]: a program cannot go on after SIGSTOP",
+        ),
+        (
+            config_of(drain={"on_signal": []}),
+            r"drain.on_signal: an empty list does not fit; .*\[SIGTERM\]",
+        ),
         (config_of(interval={"every": "0s"}), 'interval.every: "0s" is no interval; .*10m'),
         (
             config_of(interval={"every": 0}),

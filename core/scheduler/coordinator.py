@@ -35,8 +35,9 @@ from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
 from tierfall.core.scheduler.orders import Orders
-from tierfall.core.scheduler.pacing import LeastShare, Pacing, PlanYield
-from tierfall.core.scheduler.pressure import Foreseen, Pressure
+from tierfall.core.scheduler.pacing import Pacing
+from tierfall.core.scheduler.policies import Policies
+from tierfall.core.scheduler.pressure import Pressure
 from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
 from tierfall.core.scheduler.superseding import Superseder
@@ -66,59 +67,8 @@ from tierfall.core.scheduler.tasks import (
 from tierfall.core.scheduler.turns import Turns
 from tierfall.core.snapshot import HostMemory
 from tierfall.core.values import CheckpointId, SaveOutcome, WhenFull
-from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
 
 logger = logging.getLogger("tierfall")
-
-
-class Policies(Protocol):
-    """The decisions that the coordinator asks for: pure functions, handed in."""
-
-    @property
-    def plan_yield(self) -> PlanYield: ...
-
-    @property
-    def least_share(self) -> LeastShare: ...
-
-    def tiers_owed(self, tiers: tuple[TierRules, ...], ordinal: int) -> tuple[str, ...]: ...
-
-    def still_owed(self, view: View, checkpoint: CheckpointView) -> tuple[str, ...]: ...
-
-    def plan_flush(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
-
-    def plan_drain(
-        self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
-    ) -> tuple[DrainDecision, ...]: ...
-
-    def forecast(
-        self,
-        tier: TierRules,
-        *,
-        saves: int,
-        every_s: float,
-        bytes: int,
-        bytes_per_s: float | None,
-        stretches: int,
-        waiting: int,
-    ) -> Foreseen: ...
-
-    def lateness(self, tier: TierRules, behind_s: float) -> str | None: ...
-
-    def plan_retention(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
-
-    def next_due_s(self, view: View, tier_name: str) -> float | None: ...
-
-    def plan_eviction(
-        self, view: View, tier_name: str, *, need_bytes: int, free_bytes: int
-    ) -> Eviction: ...
-
-    def plan_relief(
-        self, view: View, tier_name: str, *, missing_bytes: int
-    ) -> tuple[Decision, ...]: ...
-
-    def plan_superseding(
-        self, view: View, tier_name: str, *, fits: Callable[[frozenset[CheckpointId]], bool]
-    ) -> tuple[Decision, ...]: ...
 
 
 class Inheritance(Protocol):

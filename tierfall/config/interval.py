@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -21,20 +20,17 @@ from tierfall.config.fields import (
     Flag,
     Share,
     every,
-    nearest,
     number_or_text,
     wrong,
 )
 from tierfall.config.registered import known_keys, with_registered
 from tierfall.config.sections import Section
+from tierfall.config.signal_names import Signal
 from tierfall.core import units
 from tierfall.core.policy import PolicyKind, Rule
 
 OVERHEAD = 0.035
 """What saving may cost where nobody says otherwise: CheckFreq's (FAST'21) default."""
-
-_NEVER_CAUGHT = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT")
-_EXPECTED_SIGNAL = "signals by name, such as [SIGTERM, SIGUSR1]"
 
 
 def _above_zero(example: str) -> AfterValidator:
@@ -49,19 +45,6 @@ def _above_zero(example: str) -> AfterValidator:
 def _below_one(value: float) -> float:
     if value >= 1:
         raise wrong("100% leaves no time to train; expected less, such as 3.5%", expected="3.5%")
-    return value
-
-
-def _signal(value: object) -> object:
-    known = sorted(s.name for s in signal.Signals)
-    if not isinstance(value, str) or value not in known:
-        near = nearest(value, known) if isinstance(value, str) else ""
-        raise wrong(f"not a signal; expected {_EXPECTED_SIGNAL}{near}", expected=_EXPECTED_SIGNAL)
-    if value in _NEVER_CAUGHT:
-        raise wrong(
-            f"a program cannot go on after {value}; expected {_EXPECTED_SIGNAL}",
-            expected=_EXPECTED_SIGNAL,
-        )
     return value
 
 
@@ -84,7 +67,6 @@ Overhead = Annotated[
     Share, AfterValidator(_below_one), _above_zero("3.5%"), PlainSerializer(_write_share)
 ]
 Time = Annotated[Duration, _above_zero("4h")]
-Signal = Annotated[str, BeforeValidator(_signal)]
 
 
 class Mtbf(Section):

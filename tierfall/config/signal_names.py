@@ -1,4 +1,4 @@
-"""Names of signals, as the configuration has them: those that tell a process of what is to come, and no others."""
+"""Names of signals, as the configuration has them: those after which a program can go on."""
 
 from __future__ import annotations
 
@@ -9,30 +9,38 @@ from pydantic import BeforeValidator, WithJsonSchema
 
 from tierfall.config.fields import nearest, show, wrong
 
-ALLOWED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-_EXPECTED = f"a list of {', '.join(ALLOWED)}"
+_EXPECTED = "the name of a signal such as SIGTERM or SIGUSR1"
+_EXPECTED_LIST = "a list such as [SIGTERM]"
+_NO_GOING_ON = frozenset(
+    {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS"}
+)
 
 
-def _read(value: object) -> tuple[str, ...]:
+def _read(value: object) -> object:
+    known = sorted({number.name for number in Signals} - _NO_GOING_ON)
+    if isinstance(value, str) and value in known:
+        return value
+    if isinstance(value, str) and value in _NO_GOING_ON:
+        raise wrong(
+            f"a program cannot go on after {value}; expected {_EXPECTED}", expected=_EXPECTED
+        )
+    near = nearest(value, known) if isinstance(value, str) else ""
+    raise wrong(f"not a signal; expected {_EXPECTED}{near}", expected=_EXPECTED)
+
+
+def _read_some(value: object) -> object:
     if not isinstance(value, list | tuple) or not value:
-        raise wrong(f"{show(value)} does not fit; expected {_EXPECTED}", expected=_EXPECTED)
-    for name in value:
-        if name not in ALLOWED:
-            near = nearest(name, ALLOWED) if isinstance(name, str) else ""
-            raise wrong(
-                f"{show(name)} is no signal to listen to; expected {_EXPECTED}{near}",
-                expected=_EXPECTED,
-            )
-    return tuple(dict.fromkeys(value))
+        raise wrong(
+            f"{show(value)} does not fit; expected {_EXPECTED_LIST}", expected=_EXPECTED_LIST
+        )
+    return tuple(dict.fromkeys(value)) if all(isinstance(name, str) for name in value) else value
 
 
-SignalNames = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_read),
-    WithJsonSchema(
-        {"type": "array", "items": {"type": "string", "enum": list(ALLOWED)}, "minItems": 1}
-    ),
+Signal = Annotated[
+    str, BeforeValidator(_read), WithJsonSchema({"type": "string", "pattern": "^SIG"})
 ]
+SignalNames = Annotated[tuple[Signal, ...], BeforeValidator(_read_some)]
+"""One or more."""
 
 
 def signals_named(names: tuple[str, ...]) -> frozenset[Signals]:
