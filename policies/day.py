@@ -28,6 +28,7 @@ class TierForecast:
     so that it writes for the share ``busy`` of the time, and falls behind by ``behind_per_h`` checkpoints. ``kept`` and
     ``bytes`` are there at the end, ``kept_max`` and ``bytes_max`` at most. ``full_s``: when it had no room for a copy
     first; ``waits``: nothing may go then, and it takes no more. ``lag_s``: from save to commit, of the last copy.
+    ``late_s``: when it was first further behind than its ``within``.
     """
 
     tier: str
@@ -43,6 +44,7 @@ class TierForecast:
     full_s: float | None
     waits: bool
     lag_s: float | None
+    late_s: float | None
     reasons: tuple[str, ...]
 
 
@@ -123,6 +125,12 @@ def _tier(
             per_s = grown / (end.at_s - half.at_s)
             full_s = end.at_s + (most - end.kept[name]) / per_s
         kept = min(kept, most)
+    late_s = counted.late_s
+    if late_s is None and rules.within_s is not None:
+        grown_s = end.behind_s[name] - half.behind_s[name]
+        if end.behind_s[name] + grown_s * trend > rules.within_s:
+            still_s = (rules.within_s - end.behind_s[name]) * (end.at_s - half.at_s) / grown_s
+            late_s = end.at_s + max(0.0, still_s)
     every_s = load.save_every_s * (rules.flush_every if rules.kind is not TierKind.HOST else 1)
     copy_s = None if rules.kind is TierKind.HOST else copy_s_of(rules, chain, load)
     behind = 0.0 if not copy_s else max(0.0, 3600 / every_s - 3600 / copy_s)
@@ -140,6 +148,7 @@ def _tier(
         full_s=full_s,
         waits=counted.waits,
         lag_s=counted.lag_s,
+        late_s=late_s,
         reasons=(),
     )
     return _with_reasons(made, rules, chain, load)
@@ -162,6 +171,11 @@ def _with_reasons(
             found.append(
                 f"falls behind by {_short(tier.behind_per_h)} checkpoints an hour: its "
                 f"{format_rate(chain.rates[rules.name])} against {format_rate(comes)} of images"
+            )
+        if tier.late_s is not None and rules.within_s is not None:
+            found.append(
+                f"further behind than {format_duration(rules.within_s)} (flush.within) after "
+                f"{format_duration(tier.late_s)}"
             )
         if capacity is not None and capacity < tier.copy_bytes:
             found.append(

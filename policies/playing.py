@@ -83,6 +83,8 @@ class _Counted:
     full_s: float | None = None
     waits: bool = False
     lag_s: float | None = None
+    due_s: dict[CheckpointId, float] = field(default_factory=dict)
+    late_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class Mark:
     superseded: int
     waited_s: float
     kept: Mapping[str, int]
+    behind_s: Mapping[str, float]
 
 
 class Play:
@@ -122,13 +125,15 @@ class Play:
 
     def until(self, horizon_s: float) -> tuple[Mark, Mark]:
         """Play; returns the counters at half of what was played, and at its end: at the horizon, or at a save. What is
-        kept goes up and down: of each half it is the most."""
+        kept, and how far a tier is behind, goes up and down: of each half it is the most."""
         marks = [self.mark()]
         next_save_s = self._load.save_every_s
         while self._work_left > 0:
             self._work_left -= WORK_OF_EVENT + 6 * len(self._held)
             if min(next_save_s, self._next_done_s()) > horizon_s:
                 self.now_s = horizon_s
+                for lane in self._lanes:
+                    self._note_late(lane.rules)
                 marks.append(self.mark())
                 break
             if next_save_s < self._next_done_s():
@@ -146,7 +151,10 @@ class Play:
 
     def mark(self) -> Mark:
         kept = {name: self.kept(name) for name in self.counted}
-        return Mark(self.now_s, self.saves, self.skipped, self.superseded, self.waited_s, kept)
+        behind_s = {name: self._behind_s(name) for name in self.counted}
+        return Mark(
+            self.now_s, self.saves, self.skipped, self.superseded, self.waited_s, kept, behind_s
+        )
 
     def kept(self, tier: str) -> int:
         """How many whole copies a tier holds."""
@@ -182,6 +190,8 @@ class Play:
                 set(owed),
             )
         )
+        for tier in owed:
+            self.counted[tier].due_s[self._held[-1].id] = self.now_s
         self._note_most(self._host.name)
         self._begin_all()
         self.waited_s += self.now_s - began_s
@@ -236,7 +246,10 @@ class Play:
         lane.active, lane.done_s = None, math.inf
         one.copies[tier] = CopyState.COMMITTED
         one.owed.discard(tier)
-        self.counted[tier].lag_s = self.now_s - one.saved_s
+        counted = self.counted[tier]
+        counted.lag_s = self.now_s - one.saved_s
+        self._note_late(lane.rules)
+        counted.due_s = {id: at_s for id, at_s in counted.due_s.items() if id > one.id}
         self._note_most(tier)
         for other in self._lanes:
             if other.rules.retain:
@@ -321,6 +334,8 @@ class Play:
                 del one.copies[tier]
                 if not one.copies:
                     self._held.remove(one)
+                    for counted in self.counted.values():
+                        counted.due_s.pop(id, None)
                 return
 
     def _settle(self) -> None:
@@ -343,6 +358,15 @@ class Play:
     def _note_most(self, tier: str) -> None:
         counted = self.counted[tier]
         counted.kept_max = max(counted.kept_max, self.kept(tier))
+
+    def _behind_s(self, tier: str) -> float:
+        """How long ago the oldest checkpoint was saved that is newer than all that a tier has."""
+        return self.now_s - min(self.counted[tier].due_s.values(), default=self.now_s)
+
+    def _note_late(self, rules: TierRules) -> None:
+        counted, bound_s = self.counted[rules.name], rules.within_s
+        if counted.late_s is None and bound_s is not None and self._behind_s(rules.name) > bound_s:
+            counted.late_s = min(counted.due_s.values()) + bound_s
 
     def _worked(self, decisions: int = 1) -> None:
         self._work_left -= max(1, decisions) * len(self._held)
@@ -382,8 +406,10 @@ class Play:
 
 
 def _with_most(marks: Sequence[Mark]) -> Mark:
-    most = {tier: max(m.kept[tier] for m in marks) for tier in marks[-1].kept}
-    return replace(marks[-1], kept=most)
+    tiers = marks[-1].kept
+    most = {tier: max(m.kept[tier] for m in marks) for tier in tiers}
+    behind_s = {tier: max(m.behind_s[tier] for m in marks) for tier in tiers}
+    return replace(marks[-1], kept=most, behind_s=behind_s)
 
 
 def keeps_all(rules: TierRules) -> bool:

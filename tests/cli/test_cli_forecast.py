@@ -76,6 +76,18 @@ def test_no_tier_is_taken_to_be_faster_than_the_file_allows(cli: Cli) -> None:
     assert far["copy_s"] == 9 * GIB / 1e6, "its bandwidth is 1MB/s"
 
 
+def test_a_share_and_a_bound_on_how_far_a_tier_is_behind_count(cli: Cli) -> None:
+    """Half of 1 MB/s takes 2000 s for what comes every 500 s: over an hour behind when the third copy arrives."""
+    host, disk, far = cli.config["tiers"]
+    far = {**far, "bandwidth": "50%", "flush": {"every": 1, "within": "1h"}}
+    cli.configure({**cli.config, "tiers": [host, disk, far]})
+    words = ("--image", "1GB", "--save-every", "500s")
+    found = cli.json("check", *SMALL, *words)["forecast"]["tiers"][2]
+    assert found["copy_s"] == 2000
+    assert found["late_s"] == 3 * 500 + 3600, "the third comes at 6500 s, saved at 1500 s"
+    assert "further behind than 1 h 00 min (flush.within) after 1 h 25 min" in found["reasons"]
+
+
 def test_steps_and_their_time_make_the_interval(cli: Cli) -> None:
     cli.configure({**cli.config, "interval": {"every": 300}})
     by_time = cli.json("check", *SMALL, "--image", "1GiB", "--step-time", "2s")["forecast"]

@@ -109,6 +109,14 @@ CASES: dict[str, tuple[Chain, Workload]] = {
         replace(far(), rules=(HOST, disk(capacity_bytes=28 * GB), store(when_full=WhenFull.SKIP))),
         every(10, 7 * GB),
     ),
+    "a store that falls behind, and is to be no further behind than a minute": (
+        far(within_s=60.0),
+        every(10, 7 * GB),
+    ),
+    "a store that takes the newest first is never a minute behind": (
+        far(flush_order=FlushOrder.NEWEST_FIRST, within_s=60.0, keep=2),
+        every(10, 7 * GB),
+    ),
     "memory for one image alone": (replace(FAST, host_bytes=10 * GB), every(60)),
 }
 
@@ -124,10 +132,11 @@ def told(made: DayForecast) -> str:
         busy = "?" if tier.busy is None else f"{tier.busy:.3f}"
         full = "never" if tier.full_s is None else f"after {tier.full_s:.0f} s"
         lag = "?" if tier.lag_s is None else f"{tier.lag_s:.1f} s"
+        late = "" if tier.late_s is None else f", late after {tier.late_s:.0f} s"
         lines.append(
             f"  {tier.tier}: {tier.copy_bytes / GB:g} GB every {tier.every_s:g} s takes {takes}, busy {busy}, behind "
             f"{tier.behind_per_h:.2f}/h, keeps {tier.kept} (most {tier.kept_max}), {tier.bytes / GB:g} GB, full {full}"
-            f"{', waits' if tier.waits else ''}, lag {lag}"
+            f"{', waits' if tier.waits else ''}, lag {lag}{late}"
         )
         lines += [f"    {reason}" for reason in tier.reasons]
     lines += [f"  {reason}" for reason in made.reasons]
@@ -163,6 +172,17 @@ def test_what_fills_after_what_was_played_is_foreseen() -> None:
     full = {made.played_s: made.tiers[2].full_s for made in (whole, part)}
     assert whole.tiers[2].full_s == pytest.approx(part.tiers[2].full_s, rel=0.02), full
     assert whole.tiers[2].kept == part.tiers[2].kept == 800
+
+
+def test_a_bound_that_is_passed_after_what_was_played_is_foreseen() -> None:
+    """What is saved in 30 s takes 45: half an hour is lost in an hour and a half, however little was played."""
+    chain = far(within_s=1800.0)
+    whole = forecast_day(chain, every(30, 10.5 * GB), work_max=400_000)
+    part = forecast_day(chain, every(30, 10.5 * GB), work_max=20_000)
+    assert part.played_s < 2000 < whole.played_s
+    late = {made.played_s: made.tiers[2].late_s for made in (whole, part)}
+    assert whole.tiers[2].late_s == pytest.approx(5400, rel=0.05), late
+    assert part.tiers[2].late_s == pytest.approx(5400, rel=0.05), late
 
 
 def test_what_goes_up_and_down_has_no_trend() -> None:

@@ -189,11 +189,15 @@ def foresee(answer: Answer, settings: Config, tiers: Sequence[Measured], wishes:
 
 
 def _rates(settings: Config, tiers: Sequence[Measured]) -> dict[str, float]:
-    """What was measured, and no more than the file allows: a short measurement may be faster than that."""
-    allowed = {tier.name: tier.bandwidth_bytes_per_s for tier in settings.stored}
+    """What was measured, and no more than the file allows: a short measurement may be faster than that, and is not
+    held to a share."""
+    rules = {tier.name: tier for tier in settings.stored}
     found: dict[str, float] = {}
     for tier in tiers:
-        known = [r for r in (tier.write_bytes_per_s, allowed.get(tier.name)) if r]
+        file = rules.get(tier.name)
+        allowed = None if file is None else file.bandwidth_bytes_per_s
+        share = 1.0 if file is None else file.bandwidth_share or 1.0
+        known = [r for r in ((tier.write_bytes_per_s or 0.0) * share, allowed) if r]
         if known:
             found[tier.name] = min(known)
     return found
@@ -260,5 +264,6 @@ def _tier_members(tier: TierForecast) -> dict[str, Any]:
         "full_s": tier.full_s,
         "waits": tier.waits,
         "lag_s": tier.lag_s,
+        "late_s": tier.late_s,
         "reasons": list(tier.reasons),
     }
