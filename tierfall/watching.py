@@ -83,6 +83,12 @@ class Glimpse:
         return max(0.0, self.wall_time_s - status.wall_time_s)
 
 
+def living(config: Config, *, run: str) -> Status | None:
+    """Return what a trainer that lives on this node says of a run; None where none does, or it could not be read."""
+    with Watcher(config, run=run) as watcher:
+        return watcher.look().live
+
+
 class Watcher:
     """Looks at a run again and again. Used in a with."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +74,10 @@ def test_a_living_trainer_is_shown_as_it_says_it_is(
     kinds = [event["kind"] for event in found["events"]]
     assert {"captured", "committed"} <= set(kinds)
     assert (found["ok"], found["transfers"]) == (True, [])
+    listed = cli.json("ls")["loss_bound"]
+    assert listed["process"] == found["loss_bound"]["process"], "ls says what the trainer says"
+    assert listed["node"] == found["loss_bound"]["node"]
+    assert re.search(r"of the process, 2@1 on host, .*\b0 steps.* lost; of the node", cli("ls").out)
     out = cli("watch", "--once").out
     assert f"run run: process {trainer.pid} on " in out
     assert "survives the loss of the process, 2@1 on host" in out

@@ -30,6 +30,7 @@ from tierfall.core.values import CheckpointId
 from tierfall.orders import find, unread
 
 PIPED_WIDTH = 10_000
+NUMBER_MAX = 1e18
 _STEP = re.compile(r"([0-9]{1,18})(?:@([0-9]{1,12}))?\Z")
 
 
@@ -274,3 +275,10 @@ def listen_to_warnings() -> None:
     logger = logging.getLogger("tierfall")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr(level=logging.WARNING))
+
+
+def readable_number(value: object) -> float | None:
+    """Read a number that anybody may have written; None where no time or size is like that."""
+    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
+        return float(value)
+    return None

@@ -34,6 +34,8 @@ from tierfall.core.errors import BackendError
 from tierfall.core.units import format_duration, format_size
 from tierfall.core.values import CheckpointId
 from tierfall.reading import Reader
+from tierfall.status import Status
+from tierfall.watching import living
 
 LARGEST_SHOWN = 5
 
@@ -44,17 +46,20 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
     answer = Answer(as_json)
     with Reader(settings) as reader:
         facts = Facts.gather(reader)
+        trainer = living(settings, run=settings.run)
         _note_unread(answer, facts)
         answer.document = {
             "run": settings.run,
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
-            "loss_bound": losses.members(losses.known_bounds(facts.view)),
+            "loss_bound": losses.members(
+                losses.told_bounds(trainer) if trainer else losses.known_bounds(facts.view)
+            ),
         }
         if facts.rows():
             answer.show(_steps(facts))
-        answer.show(*_summary(facts, settings))
+        answer.show(*_summary(facts, settings, trainer))
     answer.finish()
 
 
@@ -197,7 +202,7 @@ def _remarks(facts: Facts, checkpoint: KnownCheckpoint) -> Iterable[str]:
         yield "to be deleted"
 
 
-def _summary(facts: Facts, settings: Config) -> Iterable[str]:
+def _summary(facts: Facts, settings: Config, trainer: Status | None) -> Iterable[str]:
     count = len(facts.known)
     what = counted(count, "checkpoint", "checkpoints") if count else "no checkpoint"
     held = ", ".join(
@@ -206,7 +211,9 @@ def _summary(facts: Facts, settings: Config) -> Iterable[str]:
         if listing.copies
     )
     yield f"run {settings.run}: {what}" + (f" ({held})" if held else "")
-    if facts.known:
+    if trainer is not None:
+        yield losses.in_words(losses.told_bounds(trainer), what=losses.lost_and_read_back)
+    elif facts.known:
         yield losses.in_words(losses.known_bounds(facts.view), tuple(facts.unread))
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"

@@ -1,15 +1,18 @@
-"""What a failure would cost now, as a command can know it without the trainer: in words, and for programs."""
+"""What a failure would cost now, as its trainer says it, or as a command can know it without one: in words, and for
+programs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from tierfall.cli.common import readable_number
 from tierfall.core.loss import LossBound
 from tierfall.core.units import format_duration
-from tierfall.core.values import LossClass
+from tierfall.core.values import LOSS_CLASSES, CheckpointId, LossClass
 from tierfall.core.view import View
 from tierfall.policies.loss_bound import loss_bounds
+from tierfall.status import LossStatus, Status
 
 
 def known_bounds(
@@ -18,6 +21,25 @@ def known_bounds(
     """Say what would be lost, counted from the newest step that is anywhere: where training is, is not known."""
     steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
     return loss_bounds(view, step=max(steps, default=None), read_bytes_per_s=read_bytes_per_s or {})
+
+
+def told_bounds(status: Status) -> dict[LossClass, LossBound]:
+    """Read what a trainer says, which knows where training is and how fast its tiers are read."""
+    return {lost: _told(status.loss_bound.get(lost)) for lost in LOSS_CLASSES}
+
+
+def _told(found: LossStatus | None) -> LossBound:
+    if found is None:
+        return LossBound(
+            survives=None, tier=None, steps_lost=None, seconds_lost=None, restore_s=None
+        )
+    return LossBound(
+        survives=CheckpointId(found.step, found.attempt),
+        tier=found.tier,
+        steps_lost=found.steps_lost,
+        seconds_lost=readable_number(found.seconds_lost),
+        restore_s=readable_number(found.restore_s),
+    )
 
 
 def read_back(bound: LossBound) -> str:

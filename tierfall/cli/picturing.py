@@ -10,16 +10,15 @@ from typing import Any
 from rich.table import Table
 
 from tierfall.cli import losses
-from tierfall.cli.common import counted, of_tier, owner_members, table
+from tierfall.cli.common import counted, of_tier, owner_members, readable_number, table
 from tierfall.cli.facts import Facts
 from tierfall.core.loss import LossBound
 from tierfall.core.units import format_duration, format_rate, format_share, format_size
-from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
+from tierfall.core.values import CheckpointId, CopyState, LossClass
 from tierfall.policies.loss_bound import loss_bounds
 from tierfall.status import (
     CheckpointStatus,
     CopyStatus,
-    LossStatus,
     Status,
     TierStatus,
     TransferStatus,
@@ -29,7 +28,6 @@ from tierfall.watching import Glimpse, Slot
 ROWS_MAX = 12
 EVENTS_SHOWN = 6
 HANGS_AFTER_S = 15.0
-NUMBER_MAX = 1e18
 TIME_MAX_S = 3e10
 _TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
@@ -99,7 +97,7 @@ def of_status(status: Status, glimpse: Glimpse) -> Picture:
         checkpoints=status.checkpoints,
         checkpoints_known=status.checkpoints_known,
         transfers=status.transfers,
-        bounds={lost: _bound(status.loss_bound.get(lost)) for lost in LOSS_CLASSES},
+        bounds=losses.told_bounds(status),
         problems=glimpse.problems,
     )
 
@@ -148,20 +146,6 @@ def _listed(facts: Facts, id: CheckpointId) -> CheckpointStatus:
         owed=facts.owed(id),
         pinned=known.pinned,
         abandoned=known.abandoned,
-    )
-
-
-def _bound(found: LossStatus | None) -> LossBound:
-    if found is None:
-        return LossBound(
-            survives=None, tier=None, steps_lost=None, seconds_lost=None, restore_s=None
-        )
-    return LossBound(
-        survives=CheckpointId(found.step, found.attempt),
-        tier=found.tier,
-        steps_lost=found.steps_lost,
-        seconds_lost=_number(found.seconds_lost),
-        restore_s=_number(found.restore_s),
     )
 
 
@@ -297,7 +281,7 @@ def _slot_table(glimpse: Glimpse) -> Table:
 
 def _told(event: dict[str, Any]) -> str:
     """One event as a line: when, what, of which step, on which tier, and what is known of it."""
-    at = _number(event.get("wall_time_s"))
+    at = readable_number(event.get("wall_time_s"))
     when = (
         "-" if at is None or abs(at) > TIME_MAX_S else time.strftime("%H:%M:%S", time.localtime(at))
     )
@@ -308,7 +292,7 @@ def _told(event: dict[str, Any]) -> str:
         parts.append(str(event["tier"]))
     for name in _TOLD:
         value = event.get(name)
-        number = _number(value)
+        number = readable_number(value)
         if name == "bytes" and number is not None:
             parts.append(format_size(number))
         elif name == "seconds" and number is not None:
@@ -316,10 +300,3 @@ def _told(event: dict[str, Any]) -> str:
         elif isinstance(value, str | int):
             parts.append(str(value))
     return " ".join(parts)
-
-
-def _number(value: object) -> float | None:
-    """Read a number of a log that anybody may have written; None where no time or size is like that."""
-    if isinstance(value, int | float) and abs(value) < NUMBER_MAX:
-        return float(value)
-    return None
