@@ -49,6 +49,7 @@ def open_backend(
     driver: Driver | None = None,
     read_only: bool = False,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Backend:
     """Open the place that a URL names; ``options`` are fsspec's for its protocol, ``driver`` picks the library.
 
@@ -69,6 +70,7 @@ def open_backend(
         longest_wait_s=1.0,
         most_s=_TRIES_S,
         sleep=sleep,
+        clock=clock,
         rng=random.Random(),
     )
     found = registry.find(scheme) if driver is None else None

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -366,23 +367,39 @@ def test_saves_are_told_when_they_come_further_and_no_more_when_they_are_done(
     ]
 
 
+LEFT = ((1, 1, "store"),)
+FURTHER = {"store": replace(TIERS["store"], arrived_bytes=6, moved_bytes=10)}
+WHOLE = {"store": TierNow(whole=("1@1", "2@1"), arriving=None, arrived_bytes=0, moved_bytes=14)}
+
+
+@pytest.mark.parametrize(
+    ("looks", "drains"),
+    [
+        ([TIERS, FURTHER, WHOLE], [LEFT, LEFT, ()]),
+        ([TIERS, TIERS, WHOLE], [LEFT, LEFT, ()]),  # nothing was seen to come, and it came
+        ([TIERS, TIERS, TIERS], [LEFT, LEFT, LEFT]),
+    ],
+)
 def test_drain_looks_time_and_again_but_does_not_wait_for_a_tier_that_takes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Any], drains: list[Any]
 ) -> None:
-    """A drain that returns before its time has nothing more to wait for, whatever is left."""
+    """A drain with a deadline returns early also where a copy would only come after it."""
 
     class Ckpt:
-        spent_s: ClassVar = [trainer.LOOK_S, trainer.LOOK_S, 0.0, trainer.LOOK_S]
+        deadlines_s: ClassVar[list[float | None]] = []
 
-        def drain(self, deadline: float) -> tierfall.DrainReport:
-            assert deadline == trainer.LOOK_S
-            seconds = self.spent_s.pop(0)
-            return tierfall.DrainReport(done=(), left=((1, 1, "store"),), seconds=seconds)
+        def drain(self, deadline: float | None) -> tierfall.DrainReport:
+            left = drains[len(self.deadlines_s)]
+            self.deadlines_s.append(deadline)
+            return tierfall.DrainReport(done=(), left=left, seconds=0.0)
 
-    monkeypatch.setattr(trainer, "look", lambda ckpt: (TIERS, None))
+    Ckpt.deadlines_s.clear()
+    pending = list(looks)
+    monkeypatch.setattr(trainer, "look", lambda ckpt: (pending.pop(0), None))
     ckpt: Any = Ckpt()
     with EventWriter(tmp_path / "events") as log:
         trainer.drain(ckpt, log)
-    assert len(Ckpt.spent_s) == 1
+    forever = looks[0] == looks[1]
+    assert Ckpt.deadlines_s == [trainer.LOOK_S] * 2 + [None if forever else trainer.LOOK_S]
     told = EventReader(tmp_path / "events").read()
-    assert [event.tiers for event in told if isinstance(event, Looked)] == [TIERS] * 3
+    assert [event.tiers for event in told if isinstance(event, Looked)] == looks

@@ -74,6 +74,24 @@ def test_the_forecast_is_within_a_fifth_of_what_became_durable(
         assert newest["a"] == newest["b"] == 7, "the newest came before what was older"
 
 
+def test_the_seconds_of_a_report_are_those_of_the_whole_call(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those in which it learns what another process has committed for this start."""
+    with tierfall.open(make_config()) as ckpt:
+        real = ckpt._session.look
+
+        def look(*args: Any, **words: Any) -> None:
+            time.sleep(0.2)
+            real(*args, **words)
+
+        monkeypatch.setattr(ckpt._session, "look", look)
+        for deadline in (None, 0.1):
+            began = time.monotonic()
+            seconds = ckpt.drain(deadline).seconds
+            assert 0.2 <= seconds <= time.monotonic() - began
+
+
 def test_a_close_brings_the_newest_first_and_the_rest_stays_in_memory(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -433,7 +433,7 @@ class Checkpointer:
         if deadline is not None:
             deadline = max(0.0, deadline - (time.monotonic() - began))
         drain = ordering.drain if self._session.ranks.many else ordering.drain_here
-        return drain(self._session, deadline)
+        return replace(drain(self._session, deadline), seconds=time.monotonic() - began)
 
     def close(self) -> None:
         """Finish what can be made durable within ``max_wait``, and let go of everything. May be called twice.

@@ -92,7 +92,8 @@ class DrainForecast:
 class DrainReport:
     """What a drain made durable, what is left, and what was given up meanwhile, as (step, attempt, tier).
 
-    ``forecast`` is what was to be expected when it began, in the order in which copies go; empty without a deadline.
+    ``seconds`` is what the call took, less than the deadline where nothing more can arrive before it. ``forecast`` is
+    what was to be expected when it began, in the order in which copies go; empty without a deadline.
     """
 
     done: tuple[tuple[int, int, str], ...]

@@ -162,16 +162,34 @@ def test_what_passes_at_open_is_tried_again(
     assert len(put_) > 1, "a name is used again"
 
 
-def test_patience_at_open_ends(stub: Stub, driver: Driver) -> None:
+@pytest.mark.parametrize(("answer_s", "waited"), [(0.0, 3), (3.5, 1), (20.0, 0)])
+def test_patience_at_open_ends(stub: Stub, driver: Driver, answer_s: float, waited: int) -> None:
+    """After a number of tries, or where the store takes long over its refusals, after some seconds."""
     waits: list[float] = []
-    stub.reply = lambda method, query: (503, "")
+    now_s = 0.0
+
+    def busy(method: str, query: dict[str, list[str]]) -> Reply:
+        nonlocal now_s
+        now_s += answer_s if method == "PUT" else 0.0
+        return 503, ""
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        waits.append(seconds)
+        now_s += seconds
+
+    stub.reply = busy
     error = refused(
         lambda: open_backend(
-            "s3://bucket/run", options=stub.options, driver=driver, sleep=waits.append
+            "s3://bucket/run",
+            options=stub.options,
+            driver=driver,
+            sleep=sleep,
+            clock=lambda: now_s,
         )
     )
     assert type(error) is UnreachableError
-    assert len(waits) == 3
+    assert len(waits) == waited
     assert sum(waits) < 3
 
 

@@ -113,11 +113,19 @@ def run(
 
 def drain(ckpt: tierfall.Checkpointer, log: EventWriter) -> None:
     """Wait until what is owed is durable, looking from time to time; a tier that takes nothing is not waited for."""
+    before, still = None, False
     while True:
-        report = ckpt.drain(LOOK_S)
-        log.write(Looked(time_s=time.monotonic(), tiers=look(ckpt)[0]))
-        if not report.left or report.seconds < LOOK_S:
+        report = ckpt.drain(None if still else LOOK_S)
+        early_s = LOOK_S - report.seconds
+        if (
+            report.left and early_s > 0
+        ):  # a copy that takes longer than until the next look goes on after the drain
+            time.sleep(early_s)
+        now = look(ckpt)[0]
+        log.write(Looked(time_s=time.monotonic(), tiers=now))
+        if still or not report.left:
             return
+        before, still = now, now == before
 
 
 class Saves:
