@@ -371,8 +371,11 @@ class Coordinator:
         self.steps += 1
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
+        took: list[Event] = []
         while self._events:
-            self._take(self._events.popleft(), now_s)
+            took.append(self._events.popleft())
+            self._take(took[-1], now_s)
+        self._admissions.note(took)
         self.draining.tick(now_s)
         for _ in range(2):  # what one of them changes may be what another has waited for
             self._orders.carry_out(now_s)
