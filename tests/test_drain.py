@@ -25,7 +25,7 @@ from tests.steps import state_of, steps_on, wait_until
 from tierfall import ordering
 from tierfall.core.errors import ConfigError
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import LossClass
+from tierfall.core.values import LossClass, SaveOutcome
 from tierfall.signalled import DrainOnSignal
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -255,6 +255,21 @@ def test_a_save_that_the_signal_asks_for_may_come_before_the_drain_has_begun(
         saved.set()
         wait_until(called.is_set, "the drain is over")
         assert handle.done("disk")
+
+
+def test_a_save_that_the_signal_asks_for_and_that_is_skipped_is_not_waited_for(
+    make_config: MakeConfig, called: threading.Event
+) -> None:
+    host = {"capacity": "1200KiB", "when_full": "skip"}
+    config = make_config(disk={"bandwidth": "900kB/s"}, host=host)
+    with tierfall.open(saving_on_signal(config)) as ckpt:
+        ckpt.save(1, large(1)).captured()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handle = ckpt.maybe_save(2, large(2))
+        assert handle is not None
+        assert handle.outcome is SaveOutcome.SKIPPED
+        wait_until(called.is_set, "the drain is over")
+        assert steps_on(Path(config["tiers"][-1]["path"])) == [1]
 
 
 def test_a_drain_that_waits_for_a_save_ends_with_the_close(

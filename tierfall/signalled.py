@@ -27,7 +27,7 @@ class DrainOnSignal:
     drain is over: what can be durable is, or the deadline has passed.
 
     Where the same signal asks for a save (``interval.on_signal``), the drain goes on until that save is durable too, or
-    to the deadline, or until the run is closed: ``saves`` counts those that have begun.
+    to the deadline, or until the run is closed: ``saves`` counts those that have begun, or were skipped.
     """
 
     def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
