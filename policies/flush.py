@@ -7,12 +7,13 @@ soon as it came.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind
 from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
 from tierfall.policies.guard import beginning_of_the_line, newest_of
-from tierfall.policies.retention import plan_retention, wanted_of
+from tierfall.policies.retention import decide_on_one, wanted_of
 
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
 
@@ -53,11 +54,14 @@ def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
         if c.live and tier_name in c.owed and c.state(tier_name) is CopyState.ABSENT
     ]
     newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
+    held = view.on(tier_name) if newest_first else ()
+    newest = _newest_live(held)
+    before = 0
     decisions: list[Decision] = []
     for checkpoint in sorted(waiting, key=lambda c: c.id, reverse=newest_first):
-        reason = _why_not_any_more(view, checkpoint, tier) if newest_first else None
+        is_late = newest is not None and checkpoint.id < newest
+        reason = _why_not_any_more(view, checkpoint, tier, held) if is_late else None
         verdict = Verdict.KEEP if reason is None else Verdict.DROP
-        before = sum(d.verdict is Verdict.KEEP for d in decisions)
         decisions.append(
             Decision(
                 checkpoint=checkpoint.id,
@@ -67,7 +71,12 @@ def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
                 bytes=max((copy.bytes for copy in checkpoint.copies.values()), default=0),
             )
         )
+        before += verdict is Verdict.KEEP
     return tuple(decisions)
+
+
+def _newest_live(held: Iterable[CheckpointView]) -> CheckpointId | None:
+    return max((c.id for c in held if c.live), default=None)
 
 
 def _turn(before: int, *, newest_first: bool) -> str:
@@ -80,9 +89,15 @@ def _turn(before: int, *, newest_first: bool) -> str:
 def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     """Say whether a tier had it once, or gave it up, by what lies there. Where ranks might come to different answers it
     counts as still to come."""
-    if tier.flush_order is FlushOrder.NEWEST_FIRST and not _is_told_alike(view, tier):
+    held = view.on(tier.name)
+    newest = _newest_live(held)
+    if newest is None or newest < checkpoint.id:
         return False
-    return _why_not_any_more(view, checkpoint, tier) is not None
+    if tier.flush_order is FlushOrder.IN_ORDER:
+        return True
+    return (
+        _is_told_alike(view, tier) and _why_not_any_more(view, checkpoint, tier, held) is not None
+    )
 
 
 def _is_told_alike(view: View, tier: TierRules) -> bool:
@@ -91,19 +106,15 @@ def _is_told_alike(view: View, tier: TierRules) -> bool:
     return not view.many_ranks or all(rule.policy.alike for rule in tier.retain)
 
 
-def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
-    """Say why a tier that has a newer checkpoint is not to get this one any more; None where it has none, or where it
-    takes the newest first and its retention would keep this one."""
-    if not any(c.live and c.id > checkpoint.id for c in view.on(tier.name)):
+def _why_not_any_more(
+    view: View, checkpoint: CheckpointView, tier: TierRules, held: tuple[CheckpointView, ...]
+) -> str | None:
+    """Say why a tier that takes the newest first, and holds ``held`` with a newer one, is not to get this one any more;
+    None where its retention would keep it."""
+    if not tier.retain:
         return None
-    if tier.flush_order is FlushOrder.IN_ORDER:
-        return "it has a newer one, and copies arrive in order"
     arrived = replace(_as_if_there(checkpoint, tier), owed=checkpoint.owed - {tier.name})
-    as_if = replace(
-        view,
-        checkpoints=tuple(arrived if c.id == checkpoint.id else c for c in view.checkpoints),
-    )
-    told = next(d for d in plan_retention(as_if, tier.name) if d.checkpoint == checkpoint.id)
+    told = decide_on_one(view, arrived, tier, beside=held)
     if told.verdict is Verdict.KEEP:
         return None
     return f"newer ones came first, and retention would drop it at once ({told.reason})"
@@ -118,7 +129,7 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
     """
     if not tier.retain or not _is_told_alike(view, tier):
         return False
-    newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
+    newest = _newest_live(view.on(tier.name))
     expected = {
         c.id: _as_if_there(c, tier)
         for c in view.checkpoints

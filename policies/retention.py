@@ -32,6 +32,19 @@ def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
+def decide_on_one(
+    view: View,
+    checkpoint: CheckpointView,
+    tier: TierRules,
+    *,
+    beside: tuple[CheckpointView, ...],
+) -> Decision:
+    """Decide on one copy as if it were there beside others; that older ones may go says nothing of it."""
+    return _decide(
+        view, checkpoint, tier, wanted_of(view, tier, (*beside, checkpoint)), frozenset()
+    )
+
+
 def wanted_of(
     view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]
 ) -> dict[CheckpointId, str]:

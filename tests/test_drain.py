@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from tests.steps import state_of, steps_on, wait_until
 from tierfall import ordering
 from tierfall.core.errors import ConfigError
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import LossClass
+from tierfall.core.values import LossClass, SaveOutcome
+from tierfall.signalled import DrainOnSignal
 
 MakeConfig = Callable[..., dict[str, Any]]
+SOON_S = 20.0
 ELEMENTS = 200_000
 """An image of 0.86 MB: a second at 860 kB/s."""
 
@@ -223,24 +225,85 @@ def test_signals_are_let_go_of_at_the_close_and_may_be_listened_to_again(
         assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_save_that_the_signal_asks_for_is_waited_for(make_config: MakeConfig) -> None:
-    """One signal asks for a save at the next step, and for a drain, which takes that save along."""
+@pytest.fixture
+def called(make_config: MakeConfig) -> Iterator[threading.Event]:
+    """Set by the user's handler, which a drain on SIGUSR1 lets run once it is over."""
     called = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: called.set())
-    config = make_config()
+    yield called
+    signal.signal(signal.SIGUSR1, before)
+
+
+def saving_on_signal(config: dict[str, Any]) -> dict[str, Any]:
+    """One signal asks for a save and for a drain, whose deadline no test waits for."""
     config["interval"] = {"every": 10**6, "on_signal": ["SIGUSR1"]}
-    config["drain"] = {"on_signal": ["SIGUSR1"], "deadline": "20s"}
-    try:
-        with tierfall.open(config) as ckpt:
-            assert ckpt.maybe_save(1, state_of(1)) is None
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert not called.wait(0.5), "it was over before the save"
-            handle = ckpt.maybe_save(2, state_of(2))
-            assert handle is not None
-            wait_until(called.is_set, "the drain is over")
-            assert handle.done("disk")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    config["drain"] = {"on_signal": ["SIGUSR1"], "deadline": "10m"}
+    return config
+
+
+def test_a_save_that_the_signal_asks_for_is_waited_for(
+    make_config: MakeConfig, called: threading.Event
+) -> None:
+    """One signal asks for a save at the next step, and for a drain, which takes that save along."""
+    with tierfall.open(saving_on_signal(make_config())) as ckpt:
+        ckpt.save(1, state_of(1))
+        assert ckpt.maybe_save(2, state_of(2)) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not called.wait(0.5), "it was over before the save"
+        handle = ckpt.maybe_save(3, state_of(3))
+        assert handle is not None
+        wait_until(called.is_set, "the drain is over")
+        assert handle.done("disk")
+
+
+def test_a_save_that_the_signal_asks_for_may_come_before_the_drain_has_begun(
+    make_config: MakeConfig, called: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, drain = threading.Event(), DrainOnSignal._drain
+
+    def drain_late(self: DrainOnSignal, number: signal.Signals) -> None:
+        assert saved.wait(SOON_S)
+        drain(self, number)
+
+    monkeypatch.setattr(DrainOnSignal, "_drain", drain_late)
+    with tierfall.open(saving_on_signal(make_config())) as ckpt:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handle = ckpt.maybe_save(1, state_of(1))
+        assert handle is not None
+        saved.set()
+        wait_until(called.is_set, "the drain is over")
+        assert handle.done("disk")
+
+
+def test_a_save_that_the_signal_asks_for_and_that_is_skipped_is_not_waited_for(
+    make_config: MakeConfig, called: threading.Event
+) -> None:
+    host = {"capacity": "1200KiB", "when_full": "skip"}
+    config = make_config(disk={"bandwidth": "900kB/s"}, host=host)
+    with tierfall.open(saving_on_signal(config)) as ckpt:
+        ckpt.save(1, large(1)).captured()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handle = ckpt.maybe_save(2, large(2))
+        assert handle is not None
+        assert handle.outcome is SaveOutcome.SKIPPED
+        wait_until(called.is_set, "the drain is over")
+        assert steps_on(Path(config["tiers"][-1]["path"])) == [1]
+
+
+def test_a_drain_that_waits_for_a_save_ends_with_the_close(
+    make_config: MakeConfig, called: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = threading.Event(), DrainOnSignal._wait_for_save
+
+    def wait_for_save(self: DrainOnSignal, *args: Any) -> bool:
+        waits.set()
+        return wait(self, *args)
+
+    monkeypatch.setattr(DrainOnSignal, "_wait_for_save", wait_for_save)
+    with tierfall.open(saving_on_signal(make_config())):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert waits.wait(SOON_S)
+    wait_until(called.is_set, "the drain is over")
 
 
 def test_off_the_main_thread_open_refuses_and_leaves_nothing_behind(
@@ -262,19 +325,14 @@ def test_off_the_main_thread_open_refuses_and_leaves_nothing_behind(
 
 
 def test_a_drain_that_meets_a_close_lets_it_end(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+    make_config: MakeConfig, called: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
-    called = threading.Event()
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: called.set())
     config = make_config(disk={"bandwidth": "900kB/s"}, host={"capacity": "16MiB"}, max_wait="20s")
     config["drain"] = {"on_signal": ["SIGUSR1"], "deadline": "20s"}
-    try:
-        with tierfall.open(config) as ckpt:
-            ckpt.save(1, large(1)).captured()
-            os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(called.is_set, "the handler was called after the close")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, large(1)).captured()
+        os.kill(os.getpid(), signal.SIGUSR1)
+    wait_until(called.is_set, "the handler was called after the close")
     assert "what was to be done on SIGUSR1 failed" not in caplog.text
 
 

@@ -123,7 +123,7 @@ class Checkpointer:
             self._on_signal = None
             if config.drain is not None:
                 counts = self._saver.counts
-                self._on_signal = DrainOnSignal(config, self._session, lambda: counts.begun)
+                self._on_signal = DrainOnSignal(config, self._session, lambda: counts.tried)
             undo.pop_all()
         _open.add(self)
 

@@ -3,6 +3,7 @@
 It belongs to the training thread and reads no clock: whoever calls hands it the time, and the handles tell the rest.
 Steps are timed from one call to the next; those from a save on, until every tier has it or the next save begins, are
 *affected*, all others are *clean*. What a save costs is what its affected steps took beyond as many clean ones.
+``step_clock`` times the optimizer's own steps, beside flushes or not; ``steps_seen`` all steps alike, for any thread.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from signal import Signals
@@ -26,7 +27,7 @@ class DrainOnSignal:
     drain is over: what can be durable is, or the deadline has passed.
 
     Where the same signal asks for a save (``interval.on_signal``), the drain goes on until that save is durable too, or
-    to the deadline: ``saves`` counts those that have begun.
+    to the deadline, or until the run is closed: ``saves`` counts those that have begun, or were skipped.
     """
 
     def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
@@ -35,17 +36,24 @@ class DrainOnSignal:
         self._saving = frozenset(config.interval.on_signal)
         self._session = session
         self._saves = saves
+        self._saves_before: dict[Signals, int] = {}
+        self._closed = threading.Event()
         self._listener = signals.listen(
-            signals_named(config.drain.on_signal), what=WHAT, work=self._drain
+            signals_named(config.drain.on_signal), what=WHAT, flag=self._note, work=self._drain
         )
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Listen no more: the run is closed."""
+        self._closed.set()
         signals.stop(self._listener)
+
+    def _note(self, number: Signals) -> None:
+        """Count the saves on the thread that saves: the one that the signal asks for may be over before the drain has
+        so much as begun."""
+        self._saves_before.setdefault(number, self._saves())
 
     def _drain(self, number: Signals) -> None:
         ends_s = time.monotonic() + self._deadline_s
-        before = self._saves()
         name, session = number.name, self._session
         logger.warning(
             "%s: what can become durable within %s does; then it has the effect that it had before",
@@ -56,7 +64,7 @@ class DrainOnSignal:
             session.tell(lambda: session.coordinator.ask_rank_0_to_drain(self._deadline_s))
             saves = name in self._saving
             report = self._until(ends_s, name, goes_on=not saves)
-            if saves and self._wait_for_save(before, ends_s):
+            if saves and self._wait_for_save(number, ends_s):
                 report = self._until(ends_s, name, goes_on=True)
         except (
             TierfallError
@@ -70,10 +78,14 @@ class DrainOnSignal:
         left_s = max(0.0, ends_s - time.monotonic())
         return ordering.drain_here(self._session, left_s, doing=name, goes_on=goes_on)
 
-    def _wait_for_save(self, before: int, ends_s: float) -> bool:
-        """Wait for the save that the signal asks for as well; False where it has not come in time."""
-        while self._saves() == before:
-            if time.monotonic() >= ends_s:
+    def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
+        """Wait for the save that the signal asks for as well; False where it has not come in time, or cannot come any
+        more."""
+        while not self._has_saved_since(number):
+            if time.monotonic() >= ends_s or self._closed.wait(POLL_S):
                 return False
-            time.sleep(POLL_S)
         return True
+
+    def _has_saved_since(self, number: Signals) -> bool:
+        before = self._saves_before.get(number)  # None: the main thread has not heard of it yet
+        return before is not None and self._saves() > before

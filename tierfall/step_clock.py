@@ -1,7 +1,8 @@
 """The step clock: how long the steps of training take, told to whoever paces flushes. It runs on the training thread.
 
 A step is the time between two steps of one optimizer. Those in which a save was called, and the ones after it, whose
-barrier waits for the capture, say nothing of flushes.
+barrier waits for the capture, say nothing of flushes. Unlike the calls of ``maybe_save`` that ``metering`` goes by,
+these come in any loop, one by one, also where that is called once in many steps.
 """
 
 from __future__ import annotations

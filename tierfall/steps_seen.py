@@ -1,4 +1,8 @@
-"""The steps that save and maybe_save saw: where training is, and how long a step takes."""
+"""The steps that save and maybe_save saw: where training is, and how long a step takes.
+
+All that a step takes counts, saves included, as for what a failure costs: ``metering`` tells these apart, and knows of
+no loop that calls ``save`` alone.
+"""
 
 from __future__ import annotations
 

@@ -47,6 +47,11 @@ class SaveCounts:
     handles: list[SaveHandle] = field(default_factory=list)
     steps: StepsSeen = field(default_factory=StepsSeen)
 
+    @property
+    def tried(self) -> int:
+        """Those that were begun, and those that found no room."""
+        return self.begun + self.skipped
+
     def note(self, handle: SaveHandle, *, lazy: bool) -> None:
         self.begun += 1
         self.lazy += int(lazy)

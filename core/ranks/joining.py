@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -75,25 +75,22 @@ def join(
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
     """Return what ``call`` returns, or raise what it raises; TimeoutError where it does not end: torch waits for ever
     for a store that has answered before and stands still."""
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    return _begun(call).result(timeout_s)
 
-    def run() -> None:
-        try:
-            answers.put((call(), None))
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
-            answers.put((None, error))
 
-    threading.Thread(target=run, name="tierfall-store", daemon=True).start()
+def _begun(call: Callable[[], T]) -> futures.Future[T]:
+    """Begin a call on a thread of its own, which may never end."""
+    future: futures.Future[T] = futures.Future()
+    threading.Thread(target=_run, args=(future, call), name="tierfall-store", daemon=True).start()
+    return future
+
+
+def _run(future: futures.Future[T], call: Callable[[], T]) -> None:
     try:
-        value, error = answers.get(timeout=timeout_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-    try:
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
-    finally:
-        del error  # its traceback holds this frame, and so the store
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised by who waits
+        future.set_exception(error)
+        del future  # the error's traceback holds this frame, and so the store
 
 
 def connect(host: str, port: int) -> TCPStore:
@@ -183,9 +180,28 @@ class _Visitor:
         self._hello = json.dumps(_said(place) | {"visit": visit})
         self._deadline = deadline
         self._name, self.host, self.port = json.loads(sign)
+        self._is_in = False  # let in: no other door is looked for any more
+        self._has_left = False  # what may still wait here is to end
 
     def knock(self) -> tuple[Topology, StorePost] | None:
-        """Go in; None where nobody is there for this process, or another address has come to stand at the door."""
+        """Go in; None where nobody is there for this process, or another address has come to stand at the door.
+
+        The door is looked at meanwhile: torch tries for long to reach a store that went as it was being reached.
+        """
+        going_in = _begun(self._go_in)
+        try:
+            while not futures.wait([going_in], LOOK_AGAIN_S).done:
+                if self._is_in:
+                    continue
+                late = time.monotonic() >= self._deadline + STORE_S
+                if late or self._bootstrap.get(self._door) != self._sign:
+                    self._has_left = True
+                    return None
+            return going_in.result()
+        finally:
+            del going_in  # an error's traceback holds this frame, and so the store
+
+    def _go_in(self) -> tuple[Topology, StorePost] | None:
         key = f"{self._name}/welcome"
         try:
             store = connect(self.host, self.port)
@@ -206,21 +222,18 @@ class _Visitor:
         return topology, StorePost(topology.rank, self._offices(topology, store))
 
     def _wait_for(self, store: TCPStore, welcome: str) -> bool:
-        """Wait to be let in; False where the others have gone to another door."""
+        """Wait to be let in; False where this rank has left for another door."""
         pause = _FIRST_PAUSE_S
-        look_at = time.monotonic() + LOOK_AGAIN_S
         while not store.check([welcome]):
             pause = rest(pause)
-            now = time.monotonic()
-            if now >= self._deadline + ANSWER_S:
+            if self._has_left:
+                return False
+            if time.monotonic() >= self._deadline + ANSWER_S:
                 raise RanksError(
                     f"open: rank {self._place.rank} waited in vain at {self.host}:{self.port} for rank 0 to say that "
                     "all ranks have come: others have not called open, or that address is of an earlier start"
                 )
-            if now >= look_at:
-                if self._bootstrap.get(self._door) != self._sign:
-                    return False
-                look_at = now + LOOK_AGAIN_S
+        self._is_in = True
         return True
 
     def _offices(self, topology: Topology, store: TCPStore) -> tuple[Office, ...]:

@@ -16,7 +16,7 @@ from tierfall.core.errors import CapacityError, FlushError
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.superseding import Superseder
-from tierfall.core.scheduler.tasks import Admission
+from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CopyRun, Event, Outcome
 from tierfall.core.snapshot import HostMemory, HostRegion
 from tierfall.core.units import format_size
 from tierfall.core.values import CopyState, SaveOutcome, WhenFull
@@ -64,10 +64,26 @@ class Admissions:
         self.notes = Notes()
         self._waiting: deque[Admission] = deque()
         self._found_no_room = False
+        self._refused: Admission | None = None
+        self._copies_go_on = False
         self._said: set[str] = set()
 
     def ask(self, request: Admission) -> None:
         self._waiting.append(request)
+
+    def note(self, took: Collection[Event]) -> None:
+        """Know what this step has heard. Where copies only go on, nothing may leave memory that could not before, and
+        the plans for a save that waits, which look at every checkpoint, are not worked out again."""
+        self._copies_go_on = bool(took) and all(self._is_progress(event) for event in took)
+
+    def _is_progress(self, event: Event) -> bool:
+        match event:
+            case CaptureAdvanced():
+                return True
+            case Outcome(task=CopyRun() as run, error=None):
+                entry, host = self._ledger.entries.get(run.id), self._ledger.host
+                return run.source.tier != host or bool(entry and entry.leases.get(host))
+        return False
 
     def busy(self) -> bool:
         return bool(self._waiting)
@@ -108,10 +124,14 @@ class Admissions:
             region: HostRegion | None = None
             error = refusal
             if error is None:
-                region = self._allocate(request)
-                self._found_no_room = region is None
                 waits = self._when_full is not WhenFull.SKIP and now_s < self._deadline_s(request)
+                region = self._allocate(
+                    request,
+                    may_plan=not (waits and self._copies_go_on and request is self._refused),
+                )
+                self._found_no_room = region is None
                 if region is None and waits:
+                    self._refused = request
                     return
                 if region is None:
                     error = self._no_room(request)
@@ -120,13 +140,13 @@ class Admissions:
             request.answer(region, error)
             self.answered(now_s)
 
-    def _allocate(self, request: Admission) -> HostRegion | None:
+    def _allocate(self, request: Admission, *, may_plan: bool) -> HostRegion | None:
         """Take a region, making room image by image: free bytes may lie in pieces, so it is the try that tells."""
         while True:
             region = self._host.allocate(
                 image_bytes=request.image_bytes, records_bytes=request.records_bytes
             )
-            if region is not None or not self._make_room(request):
+            if region is not None or not may_plan or not self._make_room(request):
                 return region
 
     def _make_room(self, request: Admission) -> bool:

@@ -1,4 +1,4 @@
-"""Ageing: what retention comes to let go by time alone, with no commit after which it would be asked.
+"""Ageing: what retention comes to let go with no commit after which it would be asked: by time, or once it was read.
 
 It remembers, per tier, when that may be next; the policies say when. It reads no clock.
 """
@@ -12,6 +12,8 @@ from tierfall.core.view import View
 
 LOOK_AGAIN_S = 86400.0
 """The longest sleep: a wait of the system's is bounded."""
+READ_S = 30.0
+"""So long after a copy was kept because somebody reads it, it is looked at again."""
 LATE_S = 0.001
 """How much later than due it is looked: a sum of clocks may round down."""
 
@@ -31,6 +33,8 @@ class Ageing:
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, LOOK_AGAIN_S)
             self._look_s[tier] = self._ledger.now_s + left_s
+        if any(checkpoint.copies[tier].leased for checkpoint in view.on(tier)):
+            self.look_in(tier, READ_S)
 
     def look_in(self, tier: str, seconds: float) -> None:
         """Look at a tier so much later, at the latest."""

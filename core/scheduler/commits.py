@@ -509,6 +509,7 @@ class Commits(Alone):
         self._clear(entry, tier, str(error), complete=complete)
         if by_rule:
             self._flusher.turns.give_up_here(entry, tier, reason)
+            self._flusher.stop_copy(entry, tier, error)
         elif tier in entry.owed:
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)

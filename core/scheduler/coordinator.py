@@ -170,7 +170,9 @@ class Coordinator:
             when_full=when_full,
             max_wait_s=max_wait_s,
         )
-        self._saves = Saves(ledger=ledger, lanes=self.lanes, flusher=self._flusher)
+        self._saves = Saves(
+            ledger=ledger, lanes=self.lanes, flusher=self._flusher, pressure=self.pressure
+        )
         self.commits: Commits | None = None
         self._marks: NodesMarks | None = None
         if council is not None:
@@ -369,8 +371,11 @@ class Coordinator:
         self.steps += 1
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
+        took: list[Event] = []
         while self._events:
-            self._take(self._events.popleft(), now_s)
+            took.append(self._events.popleft())
+            self._take(took[-1], now_s)
+        self._admissions.note(took)
         self.draining.tick(now_s)
         for _ in range(2):  # what one of them changes may be what another has waited for
             self._orders.carry_out(now_s)
@@ -415,7 +420,6 @@ class Coordinator:
                 | SaveGivenUp()
             ):
                 self._saves.take(event)
-                self._note_save(event, now_s)
             case Order():
                 if event.kind is PersonsOrder.DELETE:
                     self.pressure.gone(event.id)
@@ -431,13 +435,6 @@ class Coordinator:
                 self._tasks_out -= 1
                 self.rates.ended(event, now_s)
                 self._took(event, now_s)
-
-    def _note_save(self, event: Event, now_s: float) -> None:
-        match event:
-            case CaptureBegun():
-                self.pressure.saved(event.snapshot.id, event.tiers, now_s)
-            case CaptureFailed():
-                self.pressure.gone(event.id)
 
     def _hear(self, news: News) -> None:
         """Other ranks have said something."""

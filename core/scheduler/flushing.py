@@ -377,6 +377,10 @@ class Flusher:
         self.counters.given_up_copies += 1
         self.notes.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
+        self.stop_copy(entry, tier, error)
+
+    def stop_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
+        """Let a copy that is given up come to no end where it is under way."""
         lane = self._lanes[tier]
         if lane.is_at(entry.id):
             lane.give_up(error)

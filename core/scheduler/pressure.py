@@ -195,7 +195,7 @@ class Pressure:
         left = self._ledger.abandoned()
         for id in list(self._due[tier]):
             entry = self._ledger.entries.get(id)
-            if id in left or (entry is not None and (entry.tombstoned or entry.lost)):
+            if id in left or (entry is not None and entry.tombstoned):
                 self.gone(id)
 
     def _look_ahead(self, tier: str) -> None:

@@ -13,6 +13,7 @@ from tierfall.core.scheduler.lane import Lane
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
+from tierfall.core.scheduler.pressure import Pressure
 from tierfall.core.scheduler.tasks import (
     CaptureAdvanced,
     CaptureBegun,
@@ -26,12 +27,16 @@ logger = logging.getLogger("tierfall")
 
 
 class Saves:
-    """Takes the events of captures. ``others`` are the other ranks of the run."""
+    """Takes the events of captures. ``others`` are the other ranks of the run; ``pressure`` counts what is to come to
+    each tier: not what was given up before it was a checkpoint."""
 
-    def __init__(self, *, ledger: Ledger, lanes: Mapping[str, Lane], flusher: Flusher) -> None:
+    def __init__(
+        self, *, ledger: Ledger, lanes: Mapping[str, Lane], flusher: Flusher, pressure: Pressure
+    ) -> None:
         self._ledger = ledger
         self._lanes = lanes
         self._flusher = flusher
+        self._pressure = pressure
         self.others = Alone(ledger)
         self.notes = Notes()
 
@@ -72,6 +77,7 @@ class Saves:
         entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
         self._ledger.entries[entry.id] = entry
         self.notes.save_begun(entry)
+        self._pressure.saved(entry.id, event.tiers, self._ledger.now_s)
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
         for tier in entry.owed & self._ledger.failing.keys():
@@ -108,6 +114,7 @@ class Saves:
         if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
             return
         entry.lost = True
+        self._pressure.gone(entry.id)
         self.notes.save_ended(entry.id, outcome, error)
         self._flusher.errors.append(error)
         logger.error("%s", error)
@@ -120,6 +127,7 @@ class Saves:
 
     def _capture_failed(self, event: CaptureFailed) -> None:
         id, error = event.id, event.error
+        self._pressure.gone(id)
         entry = self._ledger.entries.get(id)
         if entry is None:  # it was interrupted before it was announced, or reported before
             event.region.release()

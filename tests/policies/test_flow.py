@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.policies.pictures import COPY_BYTES
 from tests.policies.test_policies import views
+from tests.policies.test_retaining import count_looks, saved
+from tests.simulation.world import file_rules
 from tierfall.core.values import LOSS_CLASSES, CopyState, FlushOrder, LossClass, TierKind, WhenFull
 from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.flush import plan_flush, still_owed
@@ -48,15 +51,32 @@ def test_each_copy_that_waits_is_planned_once_in_the_tiers_order(view: View) -> 
 @given(views())
 def test_what_is_given_up_for_newer_ones_is_what_retention_drops_when_it_comes(view: View) -> None:
     for tier in stored(view):
+        newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
         for decision in plan_flush(view, tier.name):
-            if decision.verdict is Verdict.KEEP:
+            waits = next(c for c in view.checkpoints if c.id == decision.checkpoint)
+            newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
+            if not newest_first or newest is None or newest < waits.id:
+                assert decision.verdict is Verdict.KEEP
                 continue
-            given_up = next(c for c in view.checkpoints if c.id == decision.checkpoint)
-            assert not given_up.pinned
-            assert any(c.live and c.id > given_up.id for c in view.on(tier.name))
-            there = arrived(view, given_up, tier)
-            told = {d.checkpoint: d.verdict for d in plan_retention(there, tier.name)}
-            assert told[given_up.id] is Verdict.DROP
+            told = {d.checkpoint: d for d in plan_retention(arrived(view, waits, tier), tier.name)}
+            assert decision.verdict is told[waits.id].verdict
+            assert not (waits.pinned and decision.verdict is Verdict.DROP)
+
+
+@pytest.mark.parametrize("retained", [None, 2 * 500])
+def test_the_turns_of_many_that_wait_take_no_more_than_so_many_looks(
+    monkeypatch: pytest.MonkeyPatch, retained: int | None
+) -> None:
+    """A tier that has the newest is owed many older ones."""
+    count = 500
+    store = file_rules("store", flush_order=FlushOrder.NEWEST_FIRST, retain_last=retained)
+    waiting = [saved(step, "nvme", owed="store") for step in range(1, count + 1)]
+    checkpoints = (*waiting, saved(count + 1, "store"))
+    looks = count_looks(monkeypatch)
+    plan = plan_flush(View(tiers=(file_rules("nvme"), store), checkpoints=checkpoints), "store")
+    assert [d.checkpoint.step for d in plan] == [*range(count, 0, -1)]
+    assert plan[-1].reason == f"after {count - 1} newer ones"
+    assert looks[0] < 60 * count, "it is worked out whenever a copy may begin"
 
 
 def arrived(view: View, checkpoint: CheckpointView, tier: TierRules) -> View:

@@ -166,20 +166,9 @@ def test_what_would_stay_is_sent(view: View) -> None:
             assert checkpoint.id not in wanted_of(view, tier, held)
 
 
-def test_what_is_asked_of_many_checkpoints_takes_no_more_than_so_many_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    count, looks = 500, [0]
-    tier = file_rules("store", shared=True, retain_last=2)
-    checkpoints = tuple(
-        CheckpointView(
-            id=CheckpointId(step, 1),
-            ordinal=step,
-            started_from=None,
-            copies={"store": CopyView(state=CopyState.COMMITTED, bytes=1)},
-        )
-        for step in range(1, count + 1)
-    )
+def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count, from now on, how often a policy looks at a checkpoint."""
+    looks = [0]
     state = CheckpointView.state
 
     def looked(self: CheckpointView, tier: str) -> CopyState:
@@ -189,6 +178,27 @@ def test_what_is_asked_of_many_checkpoints_takes_no_more_than_so_many_looks(
     alive = property(lambda self: looks.__setitem__(0, looks[0] + 1) or True)
     monkeypatch.setattr(CheckpointView, "state", looked)
     monkeypatch.setattr(CheckpointView, "live", alive)
+    return looks
+
+
+def saved(step: int, tier: str, *, owed: str | None = None) -> CheckpointView:
+    """A checkpoint that a tier has, and that another is owed."""
+    return CheckpointView(
+        id=CheckpointId(step, 1),
+        ordinal=step,
+        started_from=None,
+        copies={tier: CopyView(state=CopyState.COMMITTED, bytes=1)},
+        owed=frozenset() if owed is None else frozenset((owed,)),
+    )
+
+
+def test_what_is_asked_of_many_checkpoints_takes_no_more_than_so_many_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 500
+    tier = file_rules("store", shared=True, retain_last=2)
+    checkpoints = tuple(saved(step, "store") for step in range(1, count + 1))
+    looks = count_looks(monkeypatch)
     decisions = plan_retention(View(tiers=(tier,), checkpoints=checkpoints), "store")
     assert [d.checkpoint.step for d in decisions if d.verdict is Verdict.KEEP] == [499, 500]
     assert looks[0] < 40 * count, "the coordinator decides on each of them after every commit"

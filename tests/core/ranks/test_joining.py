@@ -16,9 +16,11 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.core.ranks.processes import PATIENCE_S, Process, listening, serve
+from tests.core.ranks.threads import on_all
 from tierfall.core.errors import RanksError
 from tierfall.core.ranks import joining
 from tierfall.core.ranks.joining import Place, connect, join
+from tierfall.core.ranks.ranks import Ranks
 
 DOOR = "tierfall/run/door"
 NODES = "abab"
@@ -140,6 +142,41 @@ def test_the_door_of_a_start_that_is_alive_and_never_welcomes(
     assert [rank.result() for rank in ranks] == [((0, 2), (1, 3))] * 4
     assert time.monotonic() - began < joining.LOOK_AGAIN_S + 5
     assert agreed(ranks)
+
+
+@pytest.mark.parametrize("how", ["gone", "mute"])
+def test_a_store_that_goes_just_as_it_is_reached_keeps_nobody_from_the_next_door(
+    bootstrap: TCPStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Rank 1 opens again while the store of the time before goes; torch would try for ``STORE_S`` to reach it."""
+    monkeypatch.setattr(joining, "LOOK_AGAIN_S", 0.2)
+    monkeypatch.setattr(joining, "STORE_S", 12.0)
+    old = socket.create_server(("127.0.0.1", 0))
+    port = old.getsockname()[1]
+    reached = threading.Event()
+    connects = socket.create_connection
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        connection = connects(address, timeout)
+        if address[1] == port:
+            if how == "gone":
+                old.close()
+            reached.set()
+        return connection
+
+    monkeypatch.setattr(joining.socket, "create_connection", create_connection)
+    bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
+
+    def open_again(rank: int) -> Ranks:
+        place = Place(rank=rank, world_size=2, node="a", address="127.0.0.1", settings={})
+        if rank == 0:
+            assert reached.wait(PATIENCE_S)
+        return Ranks.join(place, bootstrap, run="run", timeout_s=10.0)
+
+    with old:
+        both = on_all([lambda r=rank: open_again(r) for rank in range(2)])  # type: ignore[misc]
+    assert [one.topology.nodes for one in both] == [((0, 1),)] * 2
+    assert on_all([lambda r=ranks: r.close(PATIENCE_S) for ranks in both]) == [None] * 2  # type: ignore[misc]
 
 
 def test_ranks_that_never_come_are_named_by_all_that_came(ranks: list[Process]) -> None:

@@ -10,7 +10,7 @@ from tests.rules import best, last, young
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import World, file_rules
 from tierfall.core.errors import UnreachableError
-from tierfall.core.scheduler.ageing import LOOK_AGAIN_S
+from tierfall.core.scheduler.ageing import LOOK_AGAIN_S, READ_S
 from tierfall.core.scheduler.dropping import RETRY_S
 from tierfall.core.scheduler.tasks import ReadMarks
 from tierfall.core.values import CheckpointId
@@ -94,6 +94,26 @@ def test_while_a_restore_reads_nothing_goes_and_after_it_it_does() -> None:
     world.step()
     world.run_all()
     assert world.steps_on("nvme") == [2, 3]
+
+
+def test_what_is_read_when_it_becomes_too_old_goes_soon_after_that() -> None:
+    world = aged()
+    first = world.coordinator.ledger.entries[CheckpointId(1, 1)]
+    first.lease("nvme", +1)
+    for seconds in (1.0, READ_S, READ_S):
+        world.now_s = max(world.now_s, HOUR_S) + seconds
+        world.step()
+        world.run_all()
+    assert world.steps_on("nvme") == [1, 3], "it goes while it is read"
+    first.lease("nvme", -1)
+    due = world.step()
+    assert due is not None
+    assert due <= world.now_s + READ_S
+    world.now_s = due
+    world.step()
+    world.run_all()
+    assert world.steps_on("nvme") == [3]
+    assert world.step() is None
 
 
 def test_marks_that_could_not_be_read_are_read_again_without_a_commit() -> None:

@@ -20,7 +20,7 @@ from tierfall.core.errors import (
 )
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.orders import RETRY_S
-from tierfall.core.scheduler.tasks import CommitCopy, DropCopy, FinishCopy, Task
+from tierfall.core.scheduler.tasks import CommitCopy, CopyRun, DropCopy, FinishCopy, Task
 from tierfall.core.values import CheckpointId, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
@@ -97,6 +97,28 @@ def test_what_lands_while_it_is_given_up_is_taken_back() -> None:
     run.settle()
     assert folder_is_empty(run, SHARED_TIER)
     assert not any(rank.coordinator.ledger.entries[CheckpointId(1, 1)].owed for rank in run.ranks)
+
+
+def test_a_copy_under_way_that_a_rule_of_rank_0_gives_up_is_stopped_and_is_no_failure() -> None:
+    run = world(tiers=SHARED_TIER)
+    decides, follows = run.ranks
+    for rank in run.ranks:
+        rank.save(1)
+    talk(run)
+    work(run, follows, CopyRun)
+    assert decides.coordinator.commits is not None
+    decides.coordinator.commits.gives_up(SHARED_TIER, CheckpointId(1, 1), "newer ones came first")
+    talk(run)
+    while follows.run_one(DRAW):
+        assert not any(isinstance(task, FinishCopy) for task in follows.tasks), "it was brought"
+        talk(run)
+    run.settle()
+    assert folder_is_empty(run, SHARED_TIER)
+    for rank in run.ranks:
+        with pytest.raises(FlushError, match="newer ones came first"):
+            rank.handles[CheckpointId(1, 1)].wait(SHARED_TIER, timeout=0)
+        assert rank.coordinator.counters.flush_failures == 0
+        assert not rank.coordinator.errors
 
 
 @pytest.mark.parametrize("seed", range(6))

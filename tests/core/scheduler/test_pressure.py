@@ -132,6 +132,25 @@ def test_a_capture_that_fails_and_what_a_person_deletes_is_not_missed() -> None:
     assert world.coordinator.pressure.behind_s("store", world.now_s) == 0.0
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_save_that_another_rank_lost_is_not_missed(comes_first: bool) -> None:
+    run = Many((0, 1), [file_rules(SHARED_TIER, shared=True, within_s=60.0)], max_wait_s=600.0)
+    saves, fails = run.ranks
+    if comes_first:
+        saves.save(1)
+    region, _ = fails.ask(1)
+    fails.fail_capture(fails.begin(1, region), CaptureError("on purpose"))
+    talk(run)
+    if not comes_first:
+        saves.save(1)
+    run.settle(limit_s=10.0)
+    run.now_s += 61.0
+    run.step()
+    for rank in run.ranks:
+        assert rank.coordinator.pressure.behind_s(SHARED_TIER, run.now_s) == 0.0
+        assert rank.coordinator.pressure.late == {}
+
+
 def test_what_an_earlier_start_left_counts_from_the_start() -> None:
     world = world_of(copy_s=1000.0, within_s=60.0)
     world.save_soon(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -96,6 +97,24 @@ def keeps_waiting(world: World, step: int) -> str:
 
 
 # Several in flight -----------------------------------------------------------------------------------
+
+
+def test_while_copies_only_go_on_no_plan_is_worked_out_again_for_a_save_that_waits() -> None:
+    world = superseding()
+    for step in (1, 2):
+        world.save(step)
+    answer = world.ask_for_region(3)
+    until(world, CopyRun)
+    ledger = world.coordinator.ledger
+    with mock.patch.object(ledger, "view", wraps=ledger.view) as view:
+        for _ in range(3):
+            carry_out(world, lambda task: isinstance(task, CopyRun))
+        assert view.call_count == 0
+        assert answer == []
+        until(world, FinishCopy)
+        carry_out(world, lambda task: isinstance(task, FinishCopy))
+        assert view.call_count > 0
+    assert answer[1] is None, "a copy that has come is no mere progress"
 
 
 def test_memory_for_four_has_four_on_their_way_and_each_tier_takes_them_in_order() -> None:
