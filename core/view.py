@@ -103,6 +103,7 @@ class View:
     ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
     as number ``attempt``; ``restoring`` says that a restore is reading the tiers. ``wall_time_s`` is now, in seconds
     since 1970; ``many_ranks``: other ranks make a view of their own, in which metrics, tags and time may differ.
+    ``read_bytes_per_s`` is how fast tiers were seen to be read, in bytes of images: what has no entry is not known.
     """
 
     tiers: tuple[TierRules, ...]
@@ -113,6 +114,7 @@ class View:
     restoring: bool = False
     wall_time_s: float = 0.0
     many_ranks: bool = False
+    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)

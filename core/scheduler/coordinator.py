@@ -109,6 +109,7 @@ class Coordinator:
         self._events: deque[Event] = deque()
         self._tasks_out = 0
         self.rates = Rates()
+        ledger.read_rates = self.rates.read_rates
         self.steps = 0
         self._idle_bells: list[Bell] = []
         self._tending = False

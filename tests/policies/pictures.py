@@ -6,6 +6,7 @@
         [newest_first] [when_full=WORD]
     retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
     many-ranks
+    read TIER=BYTES-PER-SECOND ...      how fast tiers were seen to be read
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
@@ -18,7 +19,7 @@
         | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
-    ask loss STEP [seconds=OF-A-STEP] TIER=BYTES-READ-PER-SECOND ...
+    ask loss STEP [seconds=OF-A-STEP]
     -> an answer, one line each, with its reason
 
 Every copy has 100 bytes, or what its checkpoint's ``size`` says. Times are in seconds on the wall. A host tier
@@ -73,6 +74,7 @@ class Picture:
     restoring: bool = False
     now_s: float = 0.0
     many_ranks: bool = False
+    read_bytes_per_s: dict[str, float] = field(default_factory=dict)
 
     def view(self) -> View:
         return View(
@@ -84,6 +86,7 @@ class Picture:
             restoring=self.restoring,
             wall_time_s=self.now_s,
             many_ranks=self.many_ranks,
+            read_bytes_per_s=self.read_bytes_per_s,
         )
 
     def checkpoint(self, id: CheckpointId) -> CheckpointView:
@@ -115,8 +118,10 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
             picture.tiers.append(_tier(words))
         case "now":
             picture.now_s = float(words[0])
-        case "many-ranks":
-            picture.many_ranks = True
+        case "many-ranks" | "restoring":
+            setattr(picture, verb.replace("-", "_"), True)
+        case "read":
+            picture.read_bytes_per_s = _rates(words)
         case "retain":
             place = next(i for i, tier in enumerate(picture.tiers) if tier.name == words[0])
             more = _retain(words[1:])
@@ -129,8 +134,6 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
         case "restored":
             picture.restored_from = _id(words[0])
             picture.attempt = int(_options(words[1:]).get("attempt", 0)) or None
-        case "restoring":
-            picture.restoring = True
         case "ask":
             return _ask(picture, words[0], words[1:]) or ["nothing"]
         case _:
@@ -179,15 +182,12 @@ def _ask_of_what_comes(
                 view,
                 step=int(words[0]),
                 step_s=float(options["seconds"]) if "seconds" in options else None,
-                read_bytes_per_s={
-                    t.name: float(options[t.name]) for t in view.tiers if t.name in options
-                },
             )
             return [_bound(lost, bound) for lost, bound in bounds.items()]
         case "drain":
             decisions = plan_drain(
                 view,
-                bytes_per_s={name: float(rate) for name, rate in options.items()},
+                bytes_per_s=_rates(words),
                 left_s=float(words[0]),
                 one_at_a_time="one-at-a-time" in words,
             )
@@ -323,6 +323,10 @@ def _checkpoint(words: list[str]) -> CheckpointView:
 
 def _options(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _rates(words: list[str]) -> dict[str, float]:
+    return {name: float(rate) for name, rate in _options(words).items()}
 
 
 def _id(text: str) -> CheckpointId:

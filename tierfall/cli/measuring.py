@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -92,7 +93,7 @@ def _say_what_a_loss_costs(answer: Answer, settings: Config, tiers: Sequence[Mea
     with Reader(settings) as reader:
         facts = Facts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
-    bounds = losses.known_bounds(facts.view, rates)
+    bounds = losses.known_bounds(replace(facts.view, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = losses.members(bounds) if saved else None
     if saved:
