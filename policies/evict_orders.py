@@ -6,14 +6,12 @@ What must stay, and that what a rule of retention wants goes last, is not theirs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tierfall.core.units import format_rate
 from tierfall.core.values import CheckpointId, CopyState, LossClass
 from tierfall.core.view import CheckpointView, TierRules, TierView, View
+from tierfall.policies.asking import Order
 from tierfall.policies.registry import register
 
-Order = Sequence[tuple[CheckpointId, str]]
 _SURVIVES = (LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 
 

@@ -1,16 +1,26 @@
 """Flush: which tiers are owed a copy of a checkpoint, and in which order a tier takes what it is owed.
 
 Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with; in
-rising order, or the newest first. What it has moved past is not sent again, nor is what its retention would drop as
-soon as it came.
+which order is ``flush_orders``' to say. What it has moved past is not sent again, nor is what its retention would drop
+as soon as it came.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind
-from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
+from tierfall.core.values import CheckpointId, CopyState, TierKind
+from tierfall.core.view import (
+    CheckpointView,
+    CopyView,
+    Decision,
+    TierRules,
+    Verdict,
+    View,
+)
+from tierfall.policies.asking import ask_order
+from tierfall.policies.flush_orders import in_order
 from tierfall.policies.guard import beginning_of_the_line, newest_of
 from tierfall.policies.retention import plan_retention, wanted_of
 
@@ -29,8 +39,8 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Name the tiers that a checkpoint found at a start is still owed to.
 
     Not where it is; nor, where copies arrive in order, where a newer checkpoint of the line was committed: that tier
-    had it once, or gave it up. Where the newest comes first that says nothing, and what retention would keep there is
-    still owed. Nor where it would be dropped at once beside those that are to come.
+    had it once, or gave it up. In any other order that says nothing, and what retention would keep there is still owed.
+    Nor where it would be dropped at once beside those that are to come.
     """
     if not checkpoint.live:
         return ()
@@ -44,43 +54,58 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 
 
 def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
-    """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there, in the order in
-    which the tier takes them; DROP: its copy is given up."""
+    """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there: first what is given
+    up, the newest first, then the others in the order in which the tier takes them."""
     tier = view.tier(tier_name)
-    waiting = [
-        c
-        for c in view.checkpoints
-        if c.live and tier_name in c.owed and c.state(tier_name) is CopyState.ABSENT
-    ]
-    newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
-    decisions: list[Decision] = []
-    for checkpoint in sorted(waiting, key=lambda c: c.id, reverse=newest_first):
-        reason = _why_not_any_more(view, checkpoint, tier) if newest_first else None
-        verdict = Verdict.KEEP if reason is None else Verdict.DROP
-        before = sum(d.verdict is Verdict.KEEP for d in decisions)
-        decisions.append(
-            Decision(
-                checkpoint=checkpoint.id,
-                tier=tier_name,
-                verdict=verdict,
-                reason=reason or _turn(before, newest_first=newest_first),
-                bytes=max((copy.bytes for copy in checkpoint.copies.values()), default=0),
-            )
+    waiting = sorted(
+        (
+            c
+            for c in view.checkpoints
+            if c.live and tier_name in c.owed and c.state(tier_name) is CopyState.ABSENT
+        ),
+        key=lambda c: c.id,
+    )
+    given_up, left = [], []
+    for checkpoint in waiting:
+        reason = None if tier.in_order else _why_not_any_more(view, checkpoint, tier)
+        if reason is None:
+            left.append(checkpoint)
+        else:
+            given_up.append(_decided(checkpoint, tier, reason, Verdict.DROP))
+    goes = (_decided(c, tier, reason, Verdict.KEEP) for c, reason in _in_turn(view, tier, left))
+    return (*reversed(given_up), *goes)
+
+
+def _in_turn(
+    view: View, tier: TierRules, waiting: Sequence[CheckpointView]
+) -> Iterator[tuple[CheckpointView, str]]:
+    """Give each as the order of the tier says, and why it comes where it does; what it says nothing of comes after, the
+    oldest first."""
+    reasons = ask_order(tier.flush_order, in_order, view=view, tier=tier, about=waiting)
+    places = {id: place for place, id in enumerate(reasons)}
+    for checkpoint in sorted(waiting, key=lambda c: (places.get(c.id, len(places)), c.id)):
+        yield (
+            checkpoint,
+            reasons.get(checkpoint.id, "its turn comes after what the order speaks of"),
         )
-    return tuple(decisions)
 
 
-def _turn(before: int, *, newest_first: bool) -> str:
-    which = "newer" if newest_first else "older"
-    if before == 0:
-        return f"the {'newest' if newest_first else 'oldest'} that waits"
-    return f"after {before} {which} {'one' if before == 1 else 'ones'}"
+def _decided(
+    checkpoint: CheckpointView, tier: TierRules, reason: str, verdict: Verdict
+) -> Decision:
+    return Decision(
+        checkpoint=checkpoint.id,
+        tier=tier.name,
+        verdict=verdict,
+        reason=reason,
+        bytes=max((copy.bytes for copy in checkpoint.copies.values()), default=0),
+    )
 
 
 def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
     """Say whether a tier had it once, or gave it up, by what lies there. Where ranks might come to different answers it
     counts as still to come."""
-    if tier.flush_order is FlushOrder.NEWEST_FIRST and not _is_told_alike(view, tier):
+    if not tier.in_order and not _is_told_alike(view, tier):
         return False
     return _why_not_any_more(view, checkpoint, tier) is not None
 
@@ -93,10 +118,10 @@ def _is_told_alike(view: View, tier: TierRules) -> bool:
 
 def _why_not_any_more(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
     """Say why a tier that has a newer checkpoint is not to get this one any more; None where it has none, or where it
-    takes the newest first and its retention would keep this one."""
+    takes them in another order than they were saved in, and its retention would keep this one."""
     if not any(c.live and c.id > checkpoint.id for c in view.on(tier.name)):
         return None
-    if tier.flush_order is FlushOrder.IN_ORDER:
+    if tier.in_order:
         return "it has a newer one, and copies arrive in order"
     arrived = replace(_as_if_there(checkpoint, tier), owed=checkpoint.owed - {tier.name})
     as_if = replace(
@@ -133,12 +158,11 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:
     """Say whether the tier, which holds none newer than ``newest``, is to get it."""
-    in_order = tier.flush_order is FlushOrder.IN_ORDER
     return (
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
         and any(checkpoint.readable_on(name) for name in checkpoint.copies)
-        and (newest is None or not in_order or checkpoint.id > newest)
+        and (newest is None or not tier.in_order or checkpoint.id > newest)
     )
 
 

@@ -3,7 +3,7 @@
     ## title of the case
     now SECONDS
     tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [capacity=N high=SHARE [low=SHARE]] [order=NAME]
-        [newest_first] [when_full=WORD]
+        [newest_first | scattered] [when_full=WORD]
     retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
     many-ranks
     read TIER=BYTES-PER-SECOND ...      how fast tiers were seen to be read
@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tests.rules import order, retained
+from tests.rules import NEWEST_FIRST, SCATTERED, order, retained
 from tierfall.config import Retain
 from tierfall.core.loss import LossBound
 from tierfall.core.policy import Rule
@@ -39,7 +39,6 @@ from tierfall.core.prospects import DrainDecision
 from tierfall.core.values import (
     CheckpointId,
     CopyState,
-    FlushOrder,
     LossClass,
     TierKind,
     WhenFull,
@@ -60,6 +59,7 @@ from tierfall.policies.superseding import Fits, plan_superseding
 from tierfall.policies.yielding import plan_yield
 
 COPY_BYTES = 100
+FLUSH_ORDERS = {rule.policy.name: rule for rule in (NEWEST_FIRST, SCATTERED)}
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _tier(words: list[str]) -> TierRules:
         evict=order(options["order"]) if "order" in options else None,
         within_s=float(options["within"]) if "within" in options else None,
         when_full=WhenFull(options["when_full"]) if "when_full" in options else _when_full(kind),
-        flush_order=FlushOrder.NEWEST_FIRST if "newest_first" in words else FlushOrder.IN_ORDER,
+        flush_order=next((FLUSH_ORDERS[word] for word in words if word in FLUSH_ORDERS), None),
     )
 
 

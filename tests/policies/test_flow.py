@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.policies.pictures import COPY_BYTES
 from tests.policies.test_policies import views
-from tierfall.core.values import LOSS_CLASSES, CopyState, FlushOrder, LossClass, TierKind, WhenFull
+from tests.rules import NEWEST_FIRST
+from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, TierKind, WhenFull
 from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.flush import plan_flush, still_owed
 from tierfall.policies.forecast import forecast
@@ -33,14 +34,16 @@ def test_each_copy_that_waits_is_planned_once_in_the_tiers_order(view: View) -> 
     for tier in stored(view):
         plan = plan_flush(view, tier.name)
         ids = [decision.checkpoint for decision in plan]
-        newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
-        assert ids == sorted(ids, reverse=newest_first)
+        newest_first = tier.flush_order is NEWEST_FIRST
+        goes = [d.checkpoint for d in plan if d.verdict is Verdict.KEEP]
+        assert goes == sorted(goes, reverse=newest_first)
+        assert goes == ids[len(ids) - len(goes) :], "what is given up comes first"
         waiting = {
             c.id
             for c in view.checkpoints
             if c.live and tier.name in c.owed and c.state(tier.name) is CopyState.ABSENT
         }
-        assert set(ids) == waiting
+        assert sorted(ids) == sorted(waiting)
         assert newest_first or all(decision.verdict is Verdict.KEEP for decision in plan)
 
 
