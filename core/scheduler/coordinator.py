@@ -129,6 +129,7 @@ class Coordinator:
             tiers=self.lanes,
             plan_retention=policies.plan_retention,
             next_due_s=policies.next_due_s,
+            missing_metrics=policies.missing_metrics,
             dispatch=self._dispatch,
         )
         self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)

@@ -15,7 +15,7 @@
         TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | due TIER | owed ORDINAL | still-owed STEP@ATTEMPT
-        | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | metrics saves=N | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
         | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
@@ -52,6 +52,7 @@ from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.loss_bound import loss_bounds
+from tierfall.policies.metric_names import missing_metrics
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import lateness, owed_in_time
@@ -170,13 +171,13 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
         case "save":
             every = int(options["every"])
             return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
-    return _ask_of_what_comes(view, what, words, options)
+    return _ask_of_all(view, what, words, options)
 
 
-def _ask_of_what_comes(
-    view: View, what: str, words: list[str], options: dict[str, str]
-) -> list[str]:
+def _ask_of_all(view: View, what: str, words: list[str], options: dict[str, str]) -> list[str]:
     match what:
+        case "metrics":
+            return list(missing_metrics(view, saves_min=int(options["saves"])).values())
         case "loss":
             bounds = loss_bounds(
                 view,

@@ -9,9 +9,10 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic_core import InitErrorDetails, ValidationError
 
 from tierfall import plugins
-from tierfall.config.fields import nearest, show, wrong
+from tierfall.config.fields import show, wrong
 from tierfall.core.errors import ConfigError
 from tierfall.core.policy import Policy, PolicyKind, Rule
+from tierfall.core.words import nearest
 
 
 def known_keys(section: type[BaseModel]) -> Sequence[str]:
