@@ -11,11 +11,12 @@ from typing import Any
 
 
 class PolicyKind(StrEnum):
-    """What a policy decides: when to save, what a tier keeps, what it gives up first."""
+    """What a policy decides: when to save, what a tier keeps, what it gives up first, what goes there first."""
 
     INTERVAL = "interval"
     RETAIN = "retain"
     EVICT = "evict"
+    FLUSH = "flush"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

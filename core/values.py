@@ -127,13 +127,6 @@ class Direction(StrEnum):
     MAX = "max"
 
 
-class FlushOrder(StrEnum):
-    """Which of several waiting checkpoints a tier takes first."""
-
-    IN_ORDER = "in_order"
-    NEWEST_FIRST = "newest_first"
-
-
 class OnError(StrEnum):
     """What a failed flush does to the training loop."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tierfall.core.policy import Rule
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind, WhenFull
+from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind, WhenFull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,8 @@ class TierRules:
 
     What any rule of ``retain`` wants is kept; without one, all there is room for. Where more than the share
     ``evict_high`` of the capacity would be taken, copies go until it is ``evict_low`` (None: they go only where room is
-    short), in the order of ``evict`` (None: the cheapest to lose first).
+    short), in the order of ``evict`` (None: the cheapest to lose first). What the tier is owed goes there in the order
+    of ``flush_order`` (None: as it was saved).
 
     ``when_full`` says what becomes of what waits for the tier where that fills those above (None: what the host tier
     says, and there that it is waited for); ``max_wait_s`` for how long a save waits for it (None: as long as for any).
@@ -38,11 +39,17 @@ class TierRules:
     evict_low: float | None = None
     evict: Rule | None = None
     within_s: float | None = None
-    flush_order: FlushOrder = FlushOrder.IN_ORDER
+    flush_order: Rule | None = None
     when_full: WhenFull | None = None
     max_wait_s: float | None = None
     yields: bool = False
     bandwidth_share: float | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """Say whether copies come as they were saved: then a newer one there says that older ones were dealt with.
+        Under any other order, one of a user's own among them, it does not: what has not come is still owed."""
+        return self.flush_order is None
 
     def is_high(self, used_bytes: int) -> bool:
         """Say whether so many bytes on the tier are above its high watermark."""
@@ -103,6 +110,7 @@ class View:
     ``failing`` names tiers that do not take copies at present; ``restored_from`` is what this start continued from,
     as number ``attempt``; ``restoring`` says that a restore is reading the tiers. ``wall_time_s`` is now, in seconds
     since 1970; ``many_ranks``: other ranks make a view of their own, in which metrics, tags and time may differ.
+    ``read_bytes_per_s`` is how fast tiers were seen to be read, in bytes of images: what has no entry is not known.
     """
 
     tiers: tuple[TierRules, ...]
@@ -113,6 +121,7 @@ class View:
     restoring: bool = False
     wall_time_s: float = 0.0
     many_ranks: bool = False
+    read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)

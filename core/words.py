@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 _NAMED_MAX = 8
@@ -26,3 +27,10 @@ def few_of(things: Sequence[str]) -> str:
     """Name a few of many, and say how many more there are."""
     more = len(things) - 4
     return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Word a hint at the known word that was probably meant; empty where none is near."""
+    by_shape = {name.lower().replace("-", "_"): name for name in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
+    return f'; did you mean "{by_shape[near[0]]}"?' if near else ""

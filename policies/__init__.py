@@ -5,7 +5,7 @@
 
 from tierfall.core.policy import Policy, PolicyKind
 from tierfall.core.view import CheckpointView, TierRules, TierView, View
-from tierfall.policies import evict_orders, retain_rules
+from tierfall.policies import evict_orders, flush_orders, retain_rules
 from tierfall.policies.cadence import Measured
 from tierfall.policies.registry import register
 
@@ -18,6 +18,7 @@ __all__ = [
     "TierView",
     "View",
     "evict_orders",
+    "flush_orders",
     "register",
     "retain_rules",
 ]

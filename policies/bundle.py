@@ -7,6 +7,7 @@ from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
+from tierfall.policies.metric_names import missing_metrics
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import lateness
@@ -19,6 +20,7 @@ __all__ = [
     "forecast",
     "lateness",
     "least_share",
+    "missing_metrics",
     "next_due_s",
     "plan_drain",
     "plan_eviction",

@@ -6,13 +6,12 @@ What must stay, and that what a rule of retention wants goes last, is not theirs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from tierfall.core.units import format_rate
 from tierfall.core.values import CheckpointId, CopyState, LossClass
-from tierfall.core.view import CheckpointView, TierRules, TierView
+from tierfall.core.view import CheckpointView, TierRules, TierView, View
+from tierfall.policies.asking import Order
 from tierfall.policies.registry import register
 
-Order = Sequence[tuple[CheckpointId, str]]
 _SURVIVES = (LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 
 
@@ -20,7 +19,7 @@ _SURVIVES = (LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
     """Give up first what was left behind, then what another tier holds that survives as much, what is quicker to read
     back from there before what is dearer, then what lies nowhere else so safe; the older first in each."""
-    places = {rules.name: place for place, rules in enumerate(tier.view.tiers)}
+    places = {rules.name: place for place, rules in enumerate(_quickest_first(tier.view))}
 
     def score(checkpoint: CheckpointView) -> tuple[bool, int, CheckpointId]:
         elsewhere = _elsewhere(checkpoint, tier)
@@ -28,18 +27,27 @@ def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
         return (checkpoint.live, dear, checkpoint.id)
 
     ordered = sorted(tier.checkpoints, key=score)
-    return [(c.id, _said(c, _elsewhere(c, tier))) for c in ordered]
+    return [(c.id, _said(c, _elsewhere(c, tier), tier.view)) for c in ordered]
 
 
 @register("evict", "oldest", words=lambda rules: "the oldest first")
 def oldest_first(tier: TierView, rules: None, now_s: float) -> Order:
     """Give up first what was left behind, then the oldest."""
     ordered = sorted(tier.checkpoints, key=lambda c: (c.live, c.id))
-    return [(c.id, _said(c, None)) for c in ordered]
+    return [(c.id, _said(c, None, tier.view)) for c in ordered]
+
+
+def _quickest_first(view: View) -> list[TierRules]:
+    """Sort the tiers by how fast they were seen to be read. Those that were not keep their places in the chain, and the
+    others share out theirs: so each two that were measured stand right, and without any it is the chain."""
+    rates = view.read_bytes_per_s
+    measured = (tier for tier in view.tiers if tier.name in rates)
+    in_turn = iter(sorted(measured, key=lambda tier: rates[tier.name], reverse=True))
+    return [next(in_turn) if tier.name in rates else tier for tier in view.tiers]
 
 
 def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
-    """Return the fastest other tier that holds it as safely as this one."""
+    """Return the other tier that a restore would take it from, of those that hold it as safely as this one."""
     return next(
         (
             other
@@ -52,9 +60,11 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
     )
 
 
-def _said(checkpoint: CheckpointView, elsewhere: TierRules | None) -> str:
+def _said(checkpoint: CheckpointView, elsewhere: TierRules | None, view: View) -> str:
     if not checkpoint.live:
         return "it is of an abandoned line" if checkpoint.abandoned else "deleted by a person"
     if elsewhere is not None:
-        return f"{elsewhere.name} holds it as safely"
+        rate = view.read_bytes_per_s.get(elsewhere.name)
+        read = "" if rate is None else f", read at {format_rate(rate)}"
+        return f"{elsewhere.name} holds it as safely{read}"
     return "it is the oldest that may go"

@@ -15,10 +15,10 @@ from tierfall.core.view import (
     Decision,
     Eviction,
     TierRules,
-    TierView,
     Verdict,
     View,
 )
+from tierfall.policies.asking import ask_order
 from tierfall.policies.evict_orders import cheapest_first
 from tierfall.policies.guard import only_source_for, reason_to_keep
 from tierfall.policies.retention import wanted_of
@@ -71,14 +71,7 @@ def _in_order(
     if tier.kind is TierKind.HOST:
         yield from ((c, "") for c in sorted(held, key=lambda c: (c.live, c.id)))
         return
-    asked = TierView(checkpoints=held, tier=tier, view=view)
-    rule = tier.evict
-    ordered = (
-        cheapest_first(asked, None, view.wall_time_s)
-        if rule is None
-        else rule.policy.decide(asked, rule.rules, view.wall_time_s)
-    )
-    reasons = dict(ordered)
+    reasons = ask_order(tier.evict, cheapest_first, view=view, tier=tier, about=held)
     places = {id: place for place, id in enumerate(reasons)}
     wanted = wanted_of(view, tier, held)
     for checkpoint in sorted(

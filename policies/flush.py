@@ -1,17 +1,26 @@
 """Flush: which tiers are owed a copy of a checkpoint, and in which order a tier takes what it is owed.
 
 Pure. A tier gets the checkpoints whose ordinal its ``flush.every`` divides, and the one that a training ended with; in
-rising order, or the newest first. What it has moved past is not sent again, nor is what its retention would drop as
-soon as it came.
+which order is ``flush_orders``' to say. What it has moved past is not sent again, nor is what its retention would drop
+as soon as it came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind
-from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
+from tierfall.core.values import CheckpointId, CopyState, TierKind
+from tierfall.core.view import (
+    CheckpointView,
+    CopyView,
+    Decision,
+    TierRules,
+    Verdict,
+    View,
+)
+from tierfall.policies.asking import ask_order
+from tierfall.policies.flush_orders import in_order
 from tierfall.policies.guard import beginning_of_the_line, newest_of
 from tierfall.policies.retention import decide_on_one, wanted_of
 
@@ -30,8 +39,8 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Name the tiers that a checkpoint found at a start is still owed to.
 
     Not where it is; nor, where copies arrive in order, where a newer checkpoint of the line was committed: that tier
-    had it once, or gave it up. Where the newest comes first that says nothing, and what retention would keep there is
-    still owed. Nor where it would be dropped at once beside those that are to come.
+    had it once, or gave it up. In any other order that says nothing, and what retention would keep there is still owed.
+    Nor where it would be dropped at once beside those that are to come.
     """
     if not checkpoint.live:
         return ()
@@ -45,45 +54,59 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
 
 
 def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
-    """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there, in the order in
-    which the tier takes them; DROP: its copy is given up."""
+    """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there: first what is given
+    up, the newest first, then the others in the order in which the tier takes them."""
     tier = view.tier(tier_name)
-    waiting = [
-        c
-        for c in view.checkpoints
-        if c.live and tier_name in c.owed and c.state(tier_name) is CopyState.ABSENT
-    ]
-    newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
-    held = view.on(tier_name) if newest_first else ()
+    waiting = sorted(
+        (
+            c
+            for c in view.checkpoints
+            if c.live and tier_name in c.owed and c.state(tier_name) is CopyState.ABSENT
+        ),
+        key=lambda c: c.id,
+    )
+    held = () if tier.in_order else view.on(tier_name)
     newest = _newest_live(held)
-    before = 0
-    decisions: list[Decision] = []
-    for checkpoint in sorted(waiting, key=lambda c: c.id, reverse=newest_first):
+    given_up, left = [], []
+    for checkpoint in waiting:
         is_late = newest is not None and checkpoint.id < newest
         reason = _why_not_any_more(view, checkpoint, tier, held) if is_late else None
-        verdict = Verdict.KEEP if reason is None else Verdict.DROP
-        decisions.append(
-            Decision(
-                checkpoint=checkpoint.id,
-                tier=tier_name,
-                verdict=verdict,
-                reason=reason or _turn(before, newest_first=newest_first),
-                bytes=max((copy.bytes for copy in checkpoint.copies.values()), default=0),
-            )
+        if reason is None:
+            left.append(checkpoint)
+        else:
+            given_up.append(_decided(checkpoint, tier, reason, Verdict.DROP))
+    goes = (_decided(c, tier, reason, Verdict.KEEP) for c, reason in _in_turn(view, tier, left))
+    return (*reversed(given_up), *goes)
+
+
+def _in_turn(
+    view: View, tier: TierRules, waiting: Sequence[CheckpointView]
+) -> Iterator[tuple[CheckpointView, str]]:
+    """Give each as the order of the tier says, and why it comes where it does; what it says nothing of comes after, the
+    oldest first."""
+    reasons = ask_order(tier.flush_order, in_order, view=view, tier=tier, about=waiting)
+    places = {id: place for place, id in enumerate(reasons)}
+    for checkpoint in sorted(waiting, key=lambda c: (places.get(c.id, len(places)), c.id)):
+        yield (
+            checkpoint,
+            reasons.get(checkpoint.id, "its turn comes after what the order speaks of"),
         )
-        before += verdict is Verdict.KEEP
-    return tuple(decisions)
+
+
+def _decided(
+    checkpoint: CheckpointView, tier: TierRules, reason: str, verdict: Verdict
+) -> Decision:
+    return Decision(
+        checkpoint=checkpoint.id,
+        tier=tier.name,
+        verdict=verdict,
+        reason=reason,
+        bytes=max((copy.bytes for copy in checkpoint.copies.values()), default=0),
+    )
 
 
 def _newest_live(held: Iterable[CheckpointView]) -> CheckpointId | None:
     return max((c.id for c in held if c.live), default=None)
-
-
-def _turn(before: int, *, newest_first: bool) -> str:
-    which = "newer" if newest_first else "older"
-    if before == 0:
-        return f"the {'newest' if newest_first else 'oldest'} that waits"
-    return f"after {before} {which} {'one' if before == 1 else 'ones'}"
 
 
 def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
@@ -93,7 +116,7 @@ def _has_moved_past(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
     newest = _newest_live(held)
     if newest is None or newest < checkpoint.id:
         return False
-    if tier.flush_order is FlushOrder.IN_ORDER:
+    if tier.in_order:
         return True
     return (
         _is_told_alike(view, tier) and _why_not_any_more(view, checkpoint, tier, held) is not None
@@ -109,8 +132,8 @@ def _is_told_alike(view: View, tier: TierRules) -> bool:
 def _why_not_any_more(
     view: View, checkpoint: CheckpointView, tier: TierRules, held: tuple[CheckpointView, ...]
 ) -> str | None:
-    """Say why a tier that takes the newest first, and holds ``held`` with a newer one, is not to get this one any more;
-    None where its retention would keep it."""
+    """Say why a tier that takes copies in another order than they were saved in, and holds ``held`` with a newer one,
+    is not to get this one any more; None where its retention would keep it."""
     if not tier.retain:
         return None
     arrived = replace(_as_if_there(checkpoint, tier), owed=checkpoint.owed - {tier.name})
@@ -144,12 +167,11 @@ def _is_outlived(view: View, tier: TierRules, checkpoint: CheckpointView) -> boo
 
 def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointId | None) -> bool:
     """Say whether the tier, which holds none newer than ``newest``, is to get it."""
-    in_order = tier.flush_order is FlushOrder.IN_ORDER
     return (
         checkpoint.live
         and (checkpoint.at_end or checkpoint.ordinal % tier.flush_every == 0)
         and any(checkpoint.readable_on(name) for name in checkpoint.copies)
-        and (newest is None or not in_order or checkpoint.id > newest)
+        and (newest is None or not tier.in_order or checkpoint.id > newest)
     )
 
 

@@ -1,12 +1,10 @@
 """The loss bound: what would be lost if this process, this node, or this site died now, and how soon training could go
 on.
 
-Pure: (view, step, rates) -> one bound for each loss class. A copy in memory counts for the loss of a process alone.
+Pure: (view, step) -> one bound for each loss class. A copy in memory counts for the loss of a process alone.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from tierfall.core.loss import LossBound
 from tierfall.core.values import LOSS_CLASSES, LossClass
@@ -20,23 +18,15 @@ def loss_bounds(
     *,
     step: int | None = None,
     step_s: float | None = None,
-    read_bytes_per_s: Mapping[str, float],
 ) -> dict[LossClass, LossBound]:
     """Say for each loss class which step survives, what is lost, and from which tier it would be restored how soon.
 
-    ``step`` is the one that training is at (None: not known), ``step_s`` how many seconds one takes, and
-    ``read_bytes_per_s`` how fast tiers are read, in bytes of images: what has no entry is not known.
+    ``step`` is the one that training is at (None: not known), ``step_s`` how many seconds one takes.
     """
-    return {lost: _bound(view, lost, step, step_s, read_bytes_per_s) for lost in LOSS_CLASSES}
+    return {lost: _bound(view, lost, step, step_s) for lost in LOSS_CLASSES}
 
 
-def _bound(
-    view: View,
-    lost: LossClass,
-    step: int | None,
-    step_s: float | None,
-    rates: Mapping[str, float],
-) -> LossBound:
+def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) -> LossBound:
     found = _newest_surviving(view, lost)
     if found is None:
         return LossBound(
@@ -44,7 +34,7 @@ def _bound(
         )
     checkpoint, tier = found
     steps_lost = None if step is None else max(0, step - checkpoint.id.step)
-    rate = rates.get(tier.name)
+    rate = view.read_bytes_per_s.get(tier.name)
     image_bytes = max(copy.bytes for copy in checkpoint.copies.values())
     return LossBound(
         survives=checkpoint.id,

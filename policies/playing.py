@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, TierKind, WhenFull
+from tierfall.core.values import CheckpointId, CopyState, TierKind, WhenFull
 from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, tiers_owed
@@ -280,7 +280,7 @@ class Play:
     def _next_for(self, rules: TierRules) -> _Held | None:
         """Find what a tier takes next, and let go of what it is not to get any more."""
         waiting = {held.id: held for held in self._held if rules.name in held.owed}
-        if rules.flush_order is FlushOrder.IN_ORDER:
+        if rules.in_order:
             return next(iter(waiting.values()), None)
         for decision in plan_flush(self._view(), rules.name) if waiting else ():
             self._worked()

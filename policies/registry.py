@@ -29,7 +29,7 @@ def register(
 ) -> Callable[[Decide], Decide]:
     """Register the function below as a policy, which a configuration then asks for by ``name``.
 
-    ``kind`` is one of interval, retain, evict; what such a function is given and answers stands in
+    ``kind`` is one of interval, retain, evict, flush; what such a function is given and answers stands in
     docs/write-a-policy.md. ``rules`` is the pydantic model, or another type that pydantic reads, of what stands behind
     the name in YAML; without it, nothing does. ``due``, called with what the function is called with, says at which
     wall time in seconds its answer may change though nothing happens; without it, it is asked when something does.

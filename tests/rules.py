@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierfall.core.policy import PolicyKind, Rule
-from tierfall.core.values import Direction
+from tierfall.core.policy import Policy, PolicyKind, Rule
+from tierfall.core.values import CheckpointId, Direction
+from tierfall.core.view import TierView
 from tierfall.policies.registry import find
 from tierfall.policies.retain_rules import Best, Every, Tags
 
@@ -47,3 +48,15 @@ def tagged(*names: str) -> Rule:
 
 def order(name: str) -> Rule:
     return rule(name, kind=PolicyKind.EVICT)
+
+
+NEWEST_FIRST = rule("newest_first", kind=PolicyKind.FLUSH)
+
+
+def _scattered(tier: TierView, rules: None, now_s: float) -> list[tuple[CheckpointId, str]]:
+    by_remainder = sorted(tier.checkpoints, key=lambda c: c.id.step * 5 % 7)
+    return [(c.id, f"5 * {c.id.step} mod 7") for c in by_remainder[:-1]]
+
+
+SCATTERED = Rule(policy=Policy(kind=PolicyKind.FLUSH, name="scattered", decide=_scattered))
+"""An order of flush as a user may write one: neither by age, nor does it speak of all."""

@@ -674,7 +674,7 @@ def test_a_bandwidth_is_a_rate_or_a_share(
         ({"flush": {"yield": "maybe"}}, r"flush.yield: .*expected true or false"),
         (
             {"flush": {"order": "newest"}},
-            r'flush.order: "newest" .*; did you mean "newest_first"\?',
+            r'flush.order.newest: unknown order; did you mean "newest_first"\?',
         ),
         ({"when_full": "drop"}, "when_full: .*expected one of wait, skip, supersede"),
         ({"max_wait": 0}, "max_wait: 0 is no time at all"),

@@ -9,7 +9,7 @@ import yaml
 
 from tierfall.config import Retain, load_config
 from tierfall.core.policy import PolicyKind
-from tierfall.core.values import CheckpointId, CopyState, FlushOrder, LossClass, TierKind
+from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.view import CheckpointView, CopyView, TierRules, TierView, View
 from tierfall.policies import registry
 
@@ -34,7 +34,7 @@ def test_the_pages_files_are_good_ones() -> None:
     assert len(config.stored[1].retain.rules()) == len(Retain.model_fields)
     host = {"name": "h", "kind": "host"}
     store = load_config({"run": "x", "tiers": [host, *yaml.safe_load(flush)]}).stored[0]
-    assert (store.flush.order, store.flush.within_s) == (FlushOrder.NEWEST_FIRST, 600.0)
+    assert (store.flush.order, store.flush.within_s) == ({"newest_first": True}, 600.0)
     assert store.bandwidth_share == 0.5
     told = load_config({"run": "x", "tiers": "./c", **yaml.safe_load(drain)}).drain
     assert told is not None
@@ -53,10 +53,11 @@ def test_every_rule_and_order_that_is_built_in_is_on_the_page() -> None:
             for name in registry.names_of(kind)
             if registry.find(kind, name).decide.__module__.startswith("tierfall.")  # type: ignore[union-attr]
         }
-        for kind in (PolicyKind.RETAIN, PolicyKind.EVICT)
+        for kind in (PolicyKind.RETAIN, PolicyKind.EVICT, PolicyKind.FLUSH)
     }
     assert shown == known == built_in[PolicyKind.RETAIN]
     assert all(f"`{name}`" in TEXT for name in built_in[PolicyKind.EVICT])
+    assert all(f"`order: {name}`" in TEXT for name in built_in[PolicyKind.FLUSH])
 
 
 def test_each_reason_is_one_that_the_rule_gives() -> None:

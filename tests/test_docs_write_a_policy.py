@@ -25,6 +25,8 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules
 from tierfall.policies import Measured, registry
 from tierfall.policies.cadence import Bound, choose_interval
 from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import plan_flush
+from tierfall.stores import tier_rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-policy.md"
 TEXT = PAGE.read_text()
@@ -54,7 +56,7 @@ def left(folder: Path) -> list[int]:
 
 
 def test_the_page_has_what_is_run_here() -> None:
-    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [4, 3, 1]
+    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [5, 4, 1]
     lines = blocks("python")[0].splitlines()
     assert len(lines) <= 20
 
@@ -113,12 +115,38 @@ def test_the_order_gives_up_the_worst_loss_first(desk: Path) -> None:
     ]
 
 
+def test_the_order_brings_what_was_tagged_first(desk: Path) -> None:
+    exec(compile(blocks("python")[3], str(PAGE), "exec"), {})
+    disk = {"name": "disk", "kind": "file", "path": "./c", **yaml.safe_load(blocks("yaml")[2])}
+    config = load_config({"run": "x", "tiers": [{"name": "h", "kind": "host"}, disk]})
+    picture = Picture(tiers=list(tier_rules(config)))
+    copies = {"h": CopyView(state=CopyState.SEALED, bytes=100)}
+    for step, tags in enumerate((("release",), (), ("release",), ()), start=1):
+        picture.checkpoints.append(
+            CheckpointView(
+                id=CheckpointId(step, 1),
+                ordinal=step,
+                started_from=None,
+                copies=copies,
+                owed=frozenset({"disk"}),
+                tags=frozenset(tags),
+            )
+        )
+    plan = plan_flush(picture.view(), "disk")
+    assert [(d.checkpoint.step, d.reason) for d in plan] == [
+        (3, "it is tagged"),
+        (1, "it is tagged"),
+        (4, "it is not tagged"),
+        (2, "it is not tagged"),
+    ]
+
+
 @pytest.mark.parametrize(("hour", "steps", "when"), [(12, 25, "4%.*day"), (2, 50, "2%.*night")])
 def test_the_cadence_saves_half_as_often_at_night(
     desk: Path, hour: int, steps: int, when: str
 ) -> None:
-    exec(compile(blocks("python")[3], str(PAGE), "exec"), {})
-    section = yaml.safe_load(blocks("yaml")[2])
+    exec(compile(blocks("python")[4], str(PAGE), "exec"), {})
+    section = yaml.safe_load(blocks("yaml")[3])
     config = load_config({"run": "x", "tiers": "./c", **section})
     rules = rules_of(config.interval, ())
     measured = Measured(step_s=0.1, cost_s=0.1, saved=True)

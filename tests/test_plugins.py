@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 
+import tierfall
 from tests.policies.pictures import Picture, _checkpoint, _tier
 from tierfall import plugins
 from tierfall.cadence import rules_of
@@ -23,7 +25,9 @@ from tierfall.core.view import TierView, Verdict, View
 from tierfall.policies import Measured, register, registry
 from tierfall.policies.cadence import Bound, choose_interval
 from tierfall.policies.eviction import plan_eviction
+from tierfall.policies.flush import plan_flush
 from tierfall.policies.retention import next_due_s, plan_retention
+from tierfall.stores import tier_rules
 
 HOST = {"name": "host", "kind": "host"}
 
@@ -318,6 +322,10 @@ def speaks_of_others(tier: TierView, rules: Any, now_s: float) -> Any:
     return {"1@1": "a name is no id"}
 
 
+def names_one_twice(tier: TierView, rules: Any, now_s: float) -> Any:
+    return [(tier.checkpoints[-1].id, "again")] * 2
+
+
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
@@ -339,7 +347,7 @@ def test_a_rule_that_fails_keeps_everything_and_says_so_once(
     assert len([r for r in caplog.records if "mine failed" in r.message]) == 1
 
 
-@pytest.mark.parametrize("order", [fails, answers_with_none, speaks_of_others])
+@pytest.mark.parametrize("order", [fails, answers_with_none, speaks_of_others, names_one_twice])
 def test_an_order_that_fails_leaves_the_oldest_first(
     order: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -351,6 +359,83 @@ def test_an_order_that_fails_leaves_the_oldest_first(
         (step, "room is needed and it is the oldest that may go") for step in (1, 2)
     ]
     assert "the evict policy mine failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (fails, "the flush policy mine failed: KeyError('loss')"),
+        (answers_with_none, "the flush policy mine failed: TypeError("),
+        (speaks_of_others, "the flush policy mine failed: ValueError("),
+        (names_one_twice, "the flush policy mine failed: ValueError('it speaks of 3@1 twice')"),
+    ],
+)
+def test_an_order_of_flush_that_fails_lets_the_oldest_go_first_and_says_so_once(
+    order: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    register("flush", "mine")(order)
+    (_, tier) = tier_rules(config_of(flush={"order": "mine"}))
+    picture = Picture(tiers=[_tier(["host", "host"]), tier])
+    picture.checkpoints = [_checkpoint([f"{s}@1", "host=sealed", "owed=disk"]) for s in (1, 2, 3)]
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            plan = plan_flush(picture.view(), "disk")
+    assert [(d.checkpoint.step, d.verdict) for d in plan] == [
+        (step, Verdict.KEEP) for step in (1, 2, 3)
+    ]
+    assert [r.message for r in caplog.records if said in r.message] == [
+        r.message for r in caplog.records
+    ]
+    assert len(caplog.records) == 1
+
+
+def test_a_flush_in_an_order_of_ones_own_goes_by_it_and_on_where_it_fails(tmp_path: Path) -> None:
+    """Through the file, and all of a run: what it says is done, and what it raises ends nothing."""
+    asked: list[list[int]] = []
+
+    @register("flush", "mine", rules=Model)
+    def order(tier: TierView, rules: Model, now_s: float) -> list[Any]:
+        asked.append([c.id.step for c in tier.checkpoints])
+        if len(asked) > rules.weight:
+            raise ValueError("enough")
+        return [(c.id, "it is new") for c in reversed(tier.checkpoints)]
+
+    disk = {"name": "disk", "kind": "file", "path": str(tmp_path / "c")}
+    host = {**HOST, "folder": str(tmp_path / "memory"), "capacity": "1MiB"}
+    order_of_disk = {"order": {"mine": {"weight": 1}}}
+    config = {"run": "x", "tiers": [host, {**disk, "flush": order_of_disk}]}
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": torch.zeros(8)}, block=True)
+        assert [c.step for c in ckpt.checkpoints() if "disk" in c.tiers] == [1, 2, 3]
+    assert asked[0] == [1]
+    assert len(asked) > 2
+
+
+@pytest.mark.parametrize(
+    ("flush", "message"),
+    [
+        ({"order": "my_ordr"}, r'flush.order.my_ordr: unknown order; did you mean "my_order"\?'),
+        ({"order": {"my_order": {"weight": "x"}}}, r'flush.order.my_order.weight: "x" does not'),
+        (
+            {"order": ["in_order"]},
+            "flush.order: a list does not fit; expected the name of an order",
+        ),
+        ({"order": {"newest_first": 3}}, "newest_first: 3 does not fit: it takes no settings"),
+    ],
+)
+def test_an_order_of_flush_that_is_asked_for_wrongly_is_refused(
+    flush: dict[str, Any], message: str
+) -> None:
+    register("flush", "my_order", rules=Model)(answers_with_none)
+    with pytest.raises(ConfigError, match=message):
+        config_of(flush=flush)
+
+
+def test_in_order_by_its_name_is_what_it_is_without() -> None:
+    for flush in ({}, {"order": "in_order"}, {"order": {"in_order": True}}):
+        assert tier_rules(config_of(flush=flush))[1].in_order
+    assert not tier_rules(config_of(flush={"order": "newest_first"}))[1].in_order
 
 
 def test_an_order_neither_takes_what_must_stay_nor_leaves_out_what_it_is_silent_of() -> None:

@@ -60,6 +60,48 @@ def test_metrics_and_tags_of_an_earlier_start_count(
     assert reasons[4] == "best loss 1 of 2"
 
 
+NEAREST = 'they have accuracy, loss; did you mean "loss"?'
+
+
+@pytest.mark.parametrize(
+    ("metrics", "saves", "said"),
+    [
+        ({"loss": 0.5, "accuracy": 0.9}, 1, [NEAREST]),
+        ({"loss": 0.5, "accuracy": 0.9}, 5, [NEAREST]),
+        ({}, 2, []),
+        ({}, 5, ["nor any other; save takes them as metrics={...}"]),
+        ({"los": 0.5}, 5, []),
+    ],
+)
+def test_a_metric_that_no_save_gives_is_said_once_and_harms_nothing(
+    metrics: dict[str, float],
+    saves: int,
+    said: list[str],
+    make_config: MakeConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    retain = {"last": 1, "best": {"metric": "los"}}
+    with tierfall.open(make_config(disk={"retain": retain})) as ckpt:
+        for step in range(1, saves + 1):
+            ckpt.save(step, state_of(step), metrics=metrics, block=True)
+    warned = [r for r in caplog.records if "no checkpoint has" in r.message]
+    assert [r.levelname for r in warned] == ["WARNING"] * len(said)
+    assert all(text in r.message for text, r in zip(said, warned, strict=True))
+    assert steps_on(tmp_path / "disk")[-1] == saves
+
+
+def test_a_metric_that_an_earlier_start_gave_is_not_missed(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(disk={"retain": RULES})
+    save_all(config)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(7, state_of(7), metrics={"accuracy": 0.5}, block=True)
+    assert "no checkpoint has" not in caplog.text
+
+
 def test_a_time_counts_from_when_a_step_was_saved(make_config: MakeConfig, tmp_path: Path) -> None:
     save_all(make_config(disk={}))
     for retain, left in (({"for": "30d"}, sorted(LOSSES)), ({"for": "1ms"}, [6])):
@@ -98,6 +140,26 @@ def test_rank_0s_metrics_decide_for_all(tmp_path: Path) -> None:
                 handle.wait("shared", timeout=SOON_S)
         assert on_all([one.close for one in opened]) == [None, None]
     assert steps_on(tmp_path / "shared") == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("given", "times"), [(("other", "loss"), 1), (("loss", "other"), 0)])
+def test_of_several_ranks_rank_0_says_what_it_was_not_given(
+    given: tuple[str, str], times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, shared={"retain": {"last": 1, "best": {"metric": "loss"}}})
+    with network(["a", "a"]) as ranks:
+        opened = on_all([lambda r=r: Checkpointer(config, run="run", ranks=r) for r in ranks])  # type: ignore[misc]
+        for step in (1, 2):
+            saves = [
+                lambda c=ckpt, m=metric, s=step: c.save(  # type: ignore[misc]
+                    s, {"w": torch.ones(4), "rng": None}, metrics={m: 1.0}
+                )
+                for ckpt, metric in zip(opened, given, strict=True)
+            ]
+            for handle in on_all(saves):
+                handle.wait("shared", timeout=SOON_S)
+        assert on_all([one.close for one in opened]) == [None, None]
+    assert len([r for r in caplog.records if "they have other" in r.message]) == times
 
 
 class Sparing(Opener):

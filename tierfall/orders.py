@@ -31,7 +31,7 @@ from tierfall.core.scheduler.tasks import Order, PersonsOrder
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Decision, Verdict, View
 from tierfall.inheriting import images_in
-from tierfall.policies.bundle import plan_retention, still_owed
+from tierfall.policies.bundle import missing_metrics, plan_retention, still_owed
 from tierfall.session import Session
 from tierfall.stores import open_stores, tier_rules
 from tierfall.tiers.stored import StoredTier
@@ -122,6 +122,14 @@ def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
             for c in view.checkpoints
         ),
     )
+
+
+def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, ...]:
+    """Say which metrics retention goes by that no checkpoint has; nothing where a tier could not be read: it may hold
+    one that has them."""
+    if unread(listings):
+        return ()
+    return tuple(missing_metrics(view_of(config, merge(listings))).values())
 
 
 def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:

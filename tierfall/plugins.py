@@ -8,6 +8,7 @@ registers it. A policy of somebody else's that raises, or answers with what is n
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -136,8 +137,8 @@ def _careful_interval(policy: Policy) -> Policy:
 
 
 def _careful(policy: Policy) -> Policy:
-    """Wrap a policy so that it harms nothing when it fails: then a rule of retention wants everything, and an order of
-    eviction says nothing, which leaves the oldest first."""
+    """Wrap a policy so that it harms nothing when it fails: then a rule of retention wants everything, and an order
+    says nothing, which leaves the oldest first."""
     failed = _sayer(policy)
 
     @wraps(policy.decide)
@@ -146,9 +147,9 @@ def _careful(policy: Policy) -> Policy:
             return _ANSWERS[policy.kind](policy.decide(tier, rules, now_s), tier)
         except Exception as error:  # noqa: BLE001 - it is logged, and what is safe stands for its answer
             text = failed(error)
-        if policy.kind is PolicyKind.EVICT:
-            return []
-        return {c.id: f"{text}: it keeps everything" for c in tier.checkpoints}
+        if policy.kind is PolicyKind.RETAIN:
+            return {c.id: f"{text}: it keeps everything" for c in tier.checkpoints}
+        return []
 
     def due(tier: TierView, rules: Any, now_s: float) -> float | None:
         assert policy.due is not None
@@ -173,15 +174,19 @@ def _kept(answer: Any, tier: TierView) -> dict[Any, str]:
 
 
 def _ordered(answer: Any, tier: TierView) -> list[tuple[Any, str]]:
-    """Check what an order of eviction answers: pairs of a checkpoint of those that it was asked about and a reason."""
+    """Check what an order answers: pairs of a checkpoint of those that it was asked about and a reason, each once."""
     pairs = [(id, str(reason)) for id, reason in answer]
     asked = {c.id for c in tier.checkpoints}
     if strange := [id for id, _ in pairs if id not in asked]:
         raise ValueError(f"it speaks of {strange[0]!r}, which it was not asked about")
+    said = Counter(id for id, _ in pairs)
+    if twice := [id for id, times in said.items() if times > 1]:
+        raise ValueError(f"it speaks of {twice[0]} twice")
     return pairs
 
 
 _ANSWERS: Mapping[PolicyKind, Callable[[Any, TierView], Any]] = {
     PolicyKind.RETAIN: _kept,
     PolicyKind.EVICT: _ordered,
+    PolicyKind.FLUSH: _ordered,
 }

@@ -22,7 +22,7 @@ from tierfall.core.errors import BackendError, ConfigError, TierfallError, Unrea
 from tierfall.core.pace import Pace
 from tierfall.core.packing.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.scheduler.lane import LaneLimits
-from tierfall.core.values import Codec, FlushOrder, LossClass, Shard, TierKind, survives
+from tierfall.core.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.view import TierRules
 from tierfall.tiers.arena_folder import default_folder
 from tierfall.tiers.host import HostTier
@@ -52,7 +52,7 @@ def tier_rules(config: Config) -> tuple[TierRules, ...]:
                 evict_low=stored.evict.low if stored else None,
                 evict=stored.evict.rule() if stored else None,
                 within_s=stored.flush.within_s if stored else None,
-                flush_order=stored.flush.order if stored else FlushOrder.IN_ORDER,
+                flush_order=stored.flush.rule() if stored else None,
                 when_full=tier.when_full,
                 max_wait_s=stored.max_wait_s if stored else None,
                 yields=stored.flush.yields if stored else False,

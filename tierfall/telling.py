@@ -236,19 +236,11 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
 
 def bounds_of(session: Session) -> dict[LossClass, LossBound]:
     """Say what each loss would cost now; on the coordinator's thread."""
-    coordinator = session.coordinator
     return loss_bounds(
-        coordinator.ledger.view(),
+        session.coordinator.ledger.view(),
         step=session.steps_seen.last,
         step_s=session.steps_seen.step_s,
-        read_bytes_per_s=_read_rates(coordinator),
     )
-
-
-def _read_rates(coordinator: Coordinator) -> dict[str, float]:
-    tiers = [rules.name for rules in coordinator.ledger.rules]
-    rates = {tier: coordinator.rates.read_bytes_per_s(tier) for tier in tiers}
-    return {tier: rate for tier, rate in rates.items() if rate is not None}
 
 
 def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
@@ -269,7 +261,7 @@ def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
 
     return {
         "write_bytes_per_s": seen(rates.write_bytes_per_s),
-        "read_bytes_per_s": seen(rates.read_bytes_per_s),
+        "read_bytes_per_s": rates.read_rates(),
         "behind": dict(pressure.behind),
         "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
         "flush_shares": dict(coordinator.pacing.shares),

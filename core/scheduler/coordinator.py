@@ -109,6 +109,7 @@ class Coordinator:
         self._events: deque[Event] = deque()
         self._tasks_out = 0
         self.rates = Rates()
+        ledger.read_rates = self.rates.read_rates
         self.steps = 0
         self._idle_bells: list[Bell] = []
         self._tending = False
@@ -128,6 +129,7 @@ class Coordinator:
             tiers=self.lanes,
             plan_retention=policies.plan_retention,
             next_due_s=policies.next_due_s,
+            missing_metrics=policies.missing_metrics,
             dispatch=self._dispatch,
         )
         self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)

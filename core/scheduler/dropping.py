@@ -7,7 +7,8 @@ the deletions third. Nothing here does I/O; it says what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.ageing import Ageing
@@ -20,7 +21,13 @@ from tierfall.core.view import Decision, Verdict, View
 logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
+SAVES_WITHOUT_METRICS = 3
+"""So many saves in a row without any are no accident."""
 PlanRetention = Callable[[View, str], tuple[Decision, ...]]
+
+
+class MissingMetrics(Protocol):
+    def __call__(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
 
 
 class Dropper:
@@ -39,10 +46,13 @@ class Dropper:
         tiers: Iterable[str],
         plan_retention: PlanRetention,
         next_due_s: Callable[[View, str], float | None],
+        missing_metrics: MissingMetrics,
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
         self._plan_retention = plan_retention
+        self._missing_metrics = missing_metrics
+        self._said_missing: set[str] = set()
         self._ageing = Ageing(ledger, next_due_s)
         self._dispatch = dispatch
         self.alone = True
@@ -188,12 +198,20 @@ class Dropper:
     def _plan(self, tier: str) -> list[Decision]:
         view = self._ledger.view()
         self._ageing.note(view, tier)
+        self._say_what_is_missing(view)
         return [
             decision
             for decision in self._plan_retention(view, tier)
             if decision.verdict is Verdict.DROP
             and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
         ]
+
+    def _say_what_is_missing(self, view: View) -> None:
+        """A rule that goes by a metric which no save gives is said once."""
+        missing = self._missing_metrics(view, saves_min=SAVES_WITHOUT_METRICS)
+        for metric in missing.keys() - self._said_missing:
+            self._said_missing.add(metric)
+            logger.warning("%s", missing[metric])
 
     def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> bool:
         """Let a committed copy go; False where a person's order about it, not this one, is being carried out."""

@@ -6,7 +6,7 @@ It keeps facts and answers questions; what follows from them is the coordinator'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
@@ -170,7 +170,8 @@ class Ledger:
         ``scattered`` are those whose parts are all somewhere, but not on one tier: they can be restored, and no rank
         flushes its part, as another may have none to bring; ``deleted`` bear a tombstone where any rank looked.
         ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but by a
-        person's order. ``now_s`` is the time of the last step."""
+        person's order. ``now_s`` is the time of the last step; ``read_rates`` says how fast tiers were seen to be
+        read."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -186,6 +187,7 @@ class Ledger:
         self.least_ordinal = 0
         self.now_s = 0.0
         self.wall_offset_s = 0.0
+        self.read_rates: Callable[[], Mapping[str, float]] = dict
 
     def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
         """Say what time it is: on the clock that ``step`` is told of, and on the wall. From here on the first one
@@ -267,6 +269,7 @@ class Ledger:
             restoring=restoring,
             wall_time_s=self.now_s + self.wall_offset_s,
             many_ranks=self.shard.world_size > 1,
+            read_bytes_per_s=self.read_rates(),
         )
 
     def _view(self, entry: Entry, left: bool, held: bool, settling: bool) -> CheckpointView:

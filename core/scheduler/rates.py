@@ -98,6 +98,11 @@ class Rates:
         """Return how fast a stored tier was read, by flushes to other tiers and by restores; None before the first."""
         return _rate(self._reads, tier)
 
+    def read_rates(self) -> dict[str, float]:
+        """Return those of all tiers that were read."""
+        found = {tier: moving.per_s for tier, moving in self._reads.items()}
+        return {tier: rate for tier, rate in found.items() if rate is not None}
+
     def stretches(self, tier: str) -> int:
         """Return how many stretches the estimate of what comes to a tier is over, ``STRETCHES`` at most."""
         return len(self._given.get(tier, ()))

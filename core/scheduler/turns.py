@@ -13,7 +13,7 @@ from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
-from tierfall.core.values import CheckpointId, FlushOrder
+from tierfall.core.values import CheckpointId
 from tierfall.core.view import Decision, Eviction, Verdict, View
 
 logger = logging.getLogger("tierfall")
@@ -27,9 +27,7 @@ class Turns:
     def __init__(self, *, ledger: Ledger, plan_flush: PlanFlush) -> None:
         self._ledger = ledger
         self._plan_flush = plan_flush
-        self._newest_first = {
-            rules.name for rules in ledger.rules if rules.flush_order is FlushOrder.NEWEST_FIRST
-        }
+        self._in_order = {rules.name for rules in ledger.rules if rules.in_order}
         self.others = Alone(ledger)
         self.notes = Notes()
         self.given_up: dict[str, int] = {}
@@ -51,7 +49,7 @@ class Turns:
             )
         elif self.draining is not None and self.draining.active:
             yield from self.draining.turns(tier, waiting)
-        elif tier not in self._newest_first or not waiting:
+        elif tier in self._in_order or not waiting:
             yield from waiting
         else:
             yield from self._planned(tier, {entry.id: entry for entry in waiting})
@@ -76,7 +74,7 @@ class Turns:
         """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or, where
         it does not fit as it is, of what may not go at all."""
         draining = self.draining is not None and self.draining.active
-        if entry.pinned or not (draining or tier in self._newest_first):
+        if entry.pinned or (tier in self._in_order and not draining):
             return False
         after = any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
         left = self._ledger.abandoned()

@@ -56,6 +56,27 @@ def test_prune_says_by_which_rule_each_copy_stays_and_does_it(cli: Cli, tmp_path
     assert steps_on(tmp_path / "disk") == [2, 3, 4, 6]
 
 
+def test_prune_and_check_say_that_no_checkpoint_has_a_metric(
+    cli: Cli, make_cli: MakeCli, tmp_path: Path
+) -> None:
+    commands = (["prune", "--dry-run"], ["check", "--size", "64KiB"])
+    for words in commands:
+        assert cli.json(*words)["notes"] == []
+    cli.configure(make_cli(disk={"retain": {"best": {"metric": "los"}}}).config)
+    said = (
+        'retain.best of disk keeps nothing: no checkpoint has the metric "los"; they have loss; did '
+        'you mean "loss"?'
+    )
+    for words in commands:
+        assert cli.json(*words)["notes"] == [said]
+        assert said in " ".join(cli(*words).out.split())
+    cli.configure(make_cli(disk={"retain": {"best": {"metric": "los"}}}, far={}).config)
+    (tmp_path / "far").write_text("this is no folder")
+    answer = cli.json("prune", "--dry-run", code=-1)
+    assert answer["problems"]
+    assert answer["notes"] == [], "far may hold one that has it"
+
+
 @pytest.mark.parametrize("step", SAYS)
 def test_show_says_of_a_step_why_its_copy_stays_or_goes(cli: Cli, step: int) -> None:
     verdict, reason = SAYS[step]

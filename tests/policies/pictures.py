@@ -3,9 +3,10 @@
     ## title of the case
     now SECONDS
     tier NAME KIND [shared] [last=N] [every=N] [within=SECONDS] [capacity=N high=SHARE [low=SHARE]] [order=NAME]
-        [newest_first] [when_full=WORD]
+        [newest_first | scattered] [when_full=WORD]
     retain TIER RULE=VALUE ...          as in YAML: every=1000 every=1d best=loss:min:2 for=30d tags=true tags=a,b
     many-ranks
+    read TIER=BYTES-PER-SECOND ...      how fast tiers were seen to be read
     failing NAME ...
     restored STEP@ATTEMPT [attempt=N]
     restoring
@@ -14,11 +15,11 @@
         TIER=STATE[:leased] | TIER=arriving:BYTES that have come ...
     ask retention TIER | flush TIER | eviction TIER need=N free=N | superseding TIER need=N free=N
         | relief TIER missing=N | guard TIER STEP@ATTEMPT | due TIER | owed ORDINAL | still-owed STEP@ATTEMPT
-        | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
+        | metrics saves=N | in-time STEP@ATTEMPT | late TIER behind=SECONDS | save STEP every=N
         | yield share=SHARE least=SHARE idle=SECONDS,... busy=SECONDS,...
         | forecast TIER saves=N every=SECONDS bytes=N rate=N stretches=N waiting=N
     ask drain SECONDS TIER=BYTES-PER-SECOND ... [one-at-a-time]
-    ask loss STEP [seconds=OF-A-STEP] TIER=BYTES-READ-PER-SECOND ...
+    ask loss STEP [seconds=OF-A-STEP]
     -> an answer, one line each, with its reason
 
 Every copy has 100 bytes, or what its checkpoint's ``size`` says. Times are in seconds on the wall. A host tier
@@ -30,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tests.rules import order, retained
+from tests.rules import NEWEST_FIRST, SCATTERED, order, retained
 from tierfall.config import Retain
 from tierfall.core.loss import LossBound
 from tierfall.core.policy import Rule
@@ -38,7 +39,6 @@ from tierfall.core.prospects import DrainDecision
 from tierfall.core.values import (
     CheckpointId,
     CopyState,
-    FlushOrder,
     LossClass,
     TierKind,
     WhenFull,
@@ -52,6 +52,7 @@ from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
 from tierfall.policies.forecast import forecast
 from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.loss_bound import loss_bounds
+from tierfall.policies.metric_names import missing_metrics
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import next_due_s, plan_retention
 from tierfall.policies.staleness import lateness, owed_in_time
@@ -59,6 +60,7 @@ from tierfall.policies.superseding import Fits, plan_superseding
 from tierfall.policies.yielding import plan_yield
 
 COPY_BYTES = 100
+FLUSH_ORDERS = {rule.policy.name: rule for rule in (NEWEST_FIRST, SCATTERED)}
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Picture:
     restoring: bool = False
     now_s: float = 0.0
     many_ranks: bool = False
+    read_bytes_per_s: dict[str, float] = field(default_factory=dict)
 
     def view(self) -> View:
         return View(
@@ -84,6 +87,7 @@ class Picture:
             restoring=self.restoring,
             wall_time_s=self.now_s,
             many_ranks=self.many_ranks,
+            read_bytes_per_s=self.read_bytes_per_s,
         )
 
     def checkpoint(self, id: CheckpointId) -> CheckpointView:
@@ -115,8 +119,10 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
             picture.tiers.append(_tier(words))
         case "now":
             picture.now_s = float(words[0])
-        case "many-ranks":
-            picture.many_ranks = True
+        case "many-ranks" | "restoring":
+            setattr(picture, verb.replace("-", "_"), True)
+        case "read":
+            picture.read_bytes_per_s = _rates(words)
         case "retain":
             place = next(i for i, tier in enumerate(picture.tiers) if tier.name == words[0])
             more = _retain(words[1:])
@@ -129,8 +135,6 @@ def _take(picture: Picture, verb: str, words: list[str]) -> list[str]:
         case "restored":
             picture.restored_from = _id(words[0])
             picture.attempt = int(_options(words[1:]).get("attempt", 0)) or None
-        case "restoring":
-            picture.restoring = True
         case "ask":
             return _ask(picture, words[0], words[1:]) or ["nothing"]
         case _:
@@ -167,27 +171,24 @@ def _ask(picture: Picture, what: str, words: list[str]) -> list[str]:
         case "save":
             every = int(options["every"])
             return ["yes" if should_save(int(words[0]), every_steps=every) else "no"]
-    return _ask_of_what_comes(view, what, words, options)
+    return _ask_of_all(view, what, words, options)
 
 
-def _ask_of_what_comes(
-    view: View, what: str, words: list[str], options: dict[str, str]
-) -> list[str]:
+def _ask_of_all(view: View, what: str, words: list[str], options: dict[str, str]) -> list[str]:
     match what:
+        case "metrics":
+            return list(missing_metrics(view, saves_min=int(options["saves"])).values())
         case "loss":
             bounds = loss_bounds(
                 view,
                 step=int(words[0]),
                 step_s=float(options["seconds"]) if "seconds" in options else None,
-                read_bytes_per_s={
-                    t.name: float(options[t.name]) for t in view.tiers if t.name in options
-                },
             )
             return [_bound(lost, bound) for lost, bound in bounds.items()]
         case "drain":
             decisions = plan_drain(
                 view,
-                bytes_per_s={name: float(rate) for name, rate in options.items()},
+                bytes_per_s=_rates(words),
                 left_s=float(words[0]),
                 one_at_a_time="one-at-a-time" in words,
             )
@@ -269,7 +270,7 @@ def _tier(words: list[str]) -> TierRules:
         evict=order(options["order"]) if "order" in options else None,
         within_s=float(options["within"]) if "within" in options else None,
         when_full=WhenFull(options["when_full"]) if "when_full" in options else _when_full(kind),
-        flush_order=FlushOrder.NEWEST_FIRST if "newest_first" in words else FlushOrder.IN_ORDER,
+        flush_order=next((FLUSH_ORDERS[word] for word in words if word in FLUSH_ORDERS), None),
     )
 
 
@@ -323,6 +324,10 @@ def _checkpoint(words: list[str]) -> CheckpointView:
 
 def _options(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _rates(words: list[str]) -> dict[str, float]:
+    return {name: float(rate) for name, rate in _options(words).items()}
 
 
 def _id(text: str) -> CheckpointId:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rules import retained
-from tierfall.core.values import FlushOrder, LossClass, TierKind, WhenFull
+from tests.rules import NEWEST_FIRST, retained
+from tierfall.core.values import LossClass, TierKind, WhenFull
 from tierfall.core.view import TierRules
 from tierfall.policies.day import DayForecast, forecast_day
 from tierfall.policies.playing import Chain, Workload
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Chain, Workload]] = {
         every(10, 7 * GB),
     ),
     "a store that takes the newest first, and keeps two": (
-        far(flush_order=FlushOrder.NEWEST_FIRST, keep=2),
+        far(flush_order=NEWEST_FIRST, keep=2),
         every(10, 7 * GB),
     ),
     "a store that is waited for 3 s, and saves are skipped then": (
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Chain, Workload]] = {
         every(10, 7 * GB),
     ),
     "a store that takes the newest first is never a minute behind": (
-        far(flush_order=FlushOrder.NEWEST_FIRST, within_s=60.0, keep=2),
+        far(flush_order=NEWEST_FIRST, within_s=60.0, keep=2),
         every(10, 7 * GB),
     ),
     "memory for one image alone": (replace(FAST, host_bytes=10 * GB), every(60)),
@@ -216,7 +216,7 @@ def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
             replace(
                 disk(name),
                 flush_every=draw(st.integers(1, 5)),
-                flush_order=draw(st.sampled_from(FlushOrder)),
+                flush_order=draw(st.sampled_from([None, NEWEST_FIRST])),
                 when_full=draw(st.one_of(st.none(), st.sampled_from(WhenFull))),
                 retain=retained(draw(st.one_of(st.none(), st.integers(1, 6)))),
                 capacity_bytes=None if capacity is None else capacity * size,

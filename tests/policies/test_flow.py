@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.policies.pictures import COPY_BYTES
 from tests.policies.test_policies import views
 from tests.policies.test_retaining import count_looks, saved
+from tests.rules import NEWEST_FIRST
 from tests.simulation.world import file_rules
-from tierfall.core.values import LOSS_CLASSES, CopyState, FlushOrder, LossClass, TierKind, WhenFull
+from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, TierKind, WhenFull
 from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
 from tierfall.policies.flush import plan_flush, still_owed
 from tierfall.policies.forecast import forecast
@@ -36,14 +37,16 @@ def test_each_copy_that_waits_is_planned_once_in_the_tiers_order(view: View) -> 
     for tier in stored(view):
         plan = plan_flush(view, tier.name)
         ids = [decision.checkpoint for decision in plan]
-        newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
-        assert ids == sorted(ids, reverse=newest_first)
+        newest_first = tier.flush_order is NEWEST_FIRST
+        goes = [d.checkpoint for d in plan if d.verdict is Verdict.KEEP]
+        assert goes == sorted(goes, reverse=newest_first)
+        assert goes == ids[len(ids) - len(goes) :], "what is given up comes first"
         waiting = {
             c.id
             for c in view.checkpoints
             if c.live and tier.name in c.owed and c.state(tier.name) is CopyState.ABSENT
         }
-        assert set(ids) == waiting
+        assert sorted(ids) == sorted(waiting)
         assert newest_first or all(decision.verdict is Verdict.KEEP for decision in plan)
 
 
@@ -54,8 +57,7 @@ def test_what_is_given_up_for_newer_ones_is_what_retention_drops_when_it_comes(v
         newest = max((c.id for c in view.on(tier.name) if c.live), default=None)
         for decision in plan_flush(view, tier.name):
             waits = next(c for c in view.checkpoints if c.id == decision.checkpoint)
-            newest_first = tier.flush_order is FlushOrder.NEWEST_FIRST
-            if not newest_first or newest is None or newest < waits.id:
+            if tier.in_order or newest is None or newest < waits.id:
                 assert decision.verdict is Verdict.KEEP
                 continue
             told = {d.checkpoint: d for d in plan_retention(arrived(view, waits, tier), tier.name)}
@@ -69,7 +71,7 @@ def test_the_turns_of_many_that_wait_take_no_more_than_so_many_looks(
 ) -> None:
     """A tier that has the newest is owed many older ones."""
     count = 500
-    store = file_rules("store", flush_order=FlushOrder.NEWEST_FIRST, retain_last=retained)
+    store = file_rules("store", flush_order=NEWEST_FIRST, retain_last=retained)
     waiting = [saved(step, "nvme", owed="store") for step in range(1, count + 1)]
     checkpoints = (*waiting, saved(count + 1, "store"))
     looks = count_looks(monkeypatch)

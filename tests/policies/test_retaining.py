@@ -14,7 +14,8 @@ from tests.rules import last
 from tests.simulation.world import file_rules
 from tierfall.core.policy import Rule
 from tierfall.core.values import CheckpointId, CopyState
-from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.core.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
+from tierfall.policies.evict_orders import cheapest_first
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import still_owed
 from tierfall.policies.guard import reason_to_keep
@@ -133,6 +134,53 @@ def test_above_the_high_watermark_copies_go_until_the_low_one_and_no_further(
             goal = low * capacity if used + need > high * capacity else capacity
             assert left + plan.drops[-1].bytes + need > goal
         assert plan.missing_bytes == max(0, left + need - capacity)
+
+
+FOLDERS = tuple(file_rules(name, shared=True) for name in ("nvme", "near", "pfs", "far"))
+ELSEWHERE = st.lists(st.sets(st.sampled_from(["near", "pfs", "far"])), min_size=2, max_size=6)
+READ = st.dictionaries(st.sampled_from(["nvme", "near", "pfs", "far"]), st.sampled_from([1.0, 2.0]))
+
+
+def given_up_first(elsewhere: list[set[str]], rates: dict[str, float]) -> list[int]:
+    """In which order nvme gives up checkpoints that it holds, and other tiers too."""
+    copy = CopyView(state=CopyState.COMMITTED, bytes=1)
+    held = tuple(
+        CheckpointView(
+            id=CheckpointId(step, 1),
+            ordinal=step,
+            started_from=None,
+            copies=dict.fromkeys(["nvme", *others], copy),
+        )
+        for step, others in enumerate(elsewhere)
+    )
+    view = View(tiers=FOLDERS, checkpoints=held, read_bytes_per_s=rates)
+    asked = TierView(checkpoints=held, tier=FOLDERS[0], view=view)
+    return [id.step for id, _ in cheapest_first(asked, None, 0.0)]
+
+
+@EXAMPLES
+@given(ELSEWHERE, READ)
+def test_what_a_tier_gives_back_faster_as_measured_goes_first(
+    elsewhere: list[set[str]], rates: dict[str, float]
+) -> None:
+    ordered = given_up_first(elsewhere, rates)
+    assert sorted(ordered) == list(range(len(elsewhere)))
+    chain = [tier.name for tier in FOLDERS]
+    sources = [min(elsewhere[step], key=chain.index, default=None) for step in ordered]
+    measured = [rates[source] for source in sources if source in rates]
+    assert measured == sorted(measured, reverse=True)
+    alone = [source is None for source in sources]
+    assert alone == sorted(alone)
+
+
+@EXAMPLES
+@given(ELSEWHERE, st.sampled_from([1.0, 2.0]))
+def test_without_a_measured_difference_the_chain_decides(
+    elsewhere: list[set[str]], rate: float
+) -> None:
+    unknown = given_up_first(elsewhere, {})
+    assert given_up_first(elsewhere, {tier.name: rate for tier in FOLDERS}) == unknown
+    assert all(given_up_first(elsewhere, {tier.name: rate}) == unknown for tier in FOLDERS)
 
 
 @EXAMPLES

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rules import order
+from tests.rules import NEWEST_FIRST, SCATTERED, order
 from tests.simulation.wants import Wants, draw_wants
 from tests.simulation.world import (
     CHUNK,
@@ -39,7 +39,6 @@ from tierfall.core.values import (
     LOSS_CLASSES,
     CheckpointId,
     Codec,
-    FlushOrder,
     LossClass,
     SaveOutcome,
     WhenFull,
@@ -137,12 +136,13 @@ class History:
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
         self.hurry = 1 if self.when_full is WhenFull.WAIT else memory.choice((2, 4, 8))
         order = random.Random(f"order {seed}")
+        own = random.Random(f"own order {seed}").choice((NEWEST_FIRST, SCATTERED))
         self.drains = random.Random(f"drain {seed}")
         drawn, self.wants = draw_rules(self.draw, seed)
         rules = [
             replace(
                 rules,
-                flush_order=order.choice((*FlushOrder, FlushOrder.IN_ORDER)),
+                flush_order=order.choice((None, own, None)),
                 when_full=order.choice((WhenFull.SKIP, *[WhenFull.SUPERSEDE] * 2, *[None] * 3)),
             )
             for rules in drawn
@@ -687,9 +687,7 @@ class History:
             }
             both = {**due_there, **{id: now[rules.name].commits[id] for id in there}}
             wanted = self.wants[rules.name].wanted(both, self.world.now_s)
-            sends_all = rules.flush_order is FlushOrder.NEWEST_FIRST and not (
-                rules.retain or rules.capacity_bytes
-            )
+            sends_all = not (rules.in_order or rules.retain or rules.capacity_bytes)
             for id in due_there:
                 due = id in wanted or not rules.retain
                 passed = id in there or (not sends_all and any(other > id for other in there))

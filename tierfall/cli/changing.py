@@ -181,8 +181,11 @@ def prune(
         "run": settings.run,
         "dry_run": dry_run,
         "decisions": [_decision_members(d, pruned, dry_run) for d in pruned.decisions],
+        "notes": (notes := orders.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
+    if dry_run:  # else it was logged
+        answer.show(*notes)
     for tier, error in pruned.unread.items():
         answer.problem(f"tier {tier} could not be read, nothing is decided there: {error}")
     for drop in pruned.left:

@@ -15,12 +15,10 @@ from tierfall.policies.loss_bound import loss_bounds
 from tierfall.status import LossStatus, Status
 
 
-def known_bounds(
-    view: View, read_bytes_per_s: Mapping[str, float] | None = None
-) -> dict[LossClass, LossBound]:
+def known_bounds(view: View) -> dict[LossClass, LossBound]:
     """Say what would be lost, counted from the newest step that is anywhere: where training is, is not known."""
     steps = [c.id.step for c in view.checkpoints if c.live and any(map(c.readable_on, c.copies))]
-    return loss_bounds(view, step=max(steps, default=None), read_bytes_per_s=read_bytes_per_s or {})
+    return loss_bounds(view, step=max(steps, default=None))
 
 
 def told_bounds(status: Status) -> dict[LossClass, LossBound]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ from tierfall.config import Config
 from tierfall.core.errors import ConfigError
 from tierfall.core.units import format_duration, format_rate, format_size, parse_size
 from tierfall.measuring import SIZE_MAX_BYTES, Measured, measure
+from tierfall.orders import notes_on_metrics
 from tierfall.reading import Reader
 
 
@@ -88,15 +90,18 @@ def check(
 
 
 def _say_what_a_loss_costs(answer: Answer, settings: Config, tiers: Sequence[Measured]) -> None:
-    """Say what survives each loss, where a run has saved, and how long reading it takes at the measured rates."""
+    """Say what survives each loss, where a run has saved, how long reading it takes at the measured rates, and which
+    metrics none of its checkpoints has."""
     with Reader(settings) as reader:
         facts = Facts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
-    bounds = losses.known_bounds(facts.view, rates)
+    bounds = losses.known_bounds(replace(facts.view, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = losses.members(bounds) if saved else None
     if saved:
         answer.show("", losses.in_words(bounds, tuple(facts.unread)))
+    answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
+    answer.show(*notes)
 
 
 class _Silent:

@@ -23,7 +23,6 @@ from tierfall.config.sections import (
     Drain,
     Flush,
 )
-from tierfall.core.values import FlushOrder
 
 __all__ = [
     "Best",
@@ -35,7 +34,6 @@ __all__ = [
     "Evict",
     "FileTier",
     "Flush",
-    "FlushOrder",
     "HostTier",
     "Interval",
     "Mtbf",

@@ -7,10 +7,9 @@ knows neither the key that it reads nor the file.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from tierfall.core import names, units
 from tierfall.core.errors import ConfigError
 from tierfall.core.packing.frames import LEVEL_MAX, LEVEL_MIN
 from tierfall.core.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from tierfall.core.words import nearest
 
 WRONG = "wrong_value"
 
@@ -80,13 +80,6 @@ def choice(words: type[StrEnum]) -> BeforeValidator:
 def any_word(words: type[StrEnum]) -> WithJsonSchema:
     """Describe a closed set to editors."""
     return WithJsonSchema({"type": "string", "enum": [*words]})
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Word a hint at the known word that was probably meant; empty where none is near."""
-    by_shape = {name.lower().replace("-", "_"): name for name in known}
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
-    return f'; did you mean "{by_shape[near[0]]}"?' if near else ""
 
 
 def _parsed(parse: Callable[[Any], Any], expected: str) -> BeforeValidator:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 from pydantic_core import InitErrorDetails, ValidationError
 
 from tierfall import plugins
-from tierfall.config.fields import nearest, show, wrong
+from tierfall.config.fields import show, wrong
 from tierfall.core.errors import ConfigError
-from tierfall.core.policy import Policy, PolicyKind
+from tierfall.core.policy import Policy, PolicyKind, Rule
+from tierfall.core.words import nearest
 
 
 def known_keys(section: type[BaseModel]) -> Sequence[str]:
@@ -63,6 +64,32 @@ def registered(kind: PolicyKind, name: object, value: object, known: Any) -> Any
         ],
         hide_input=True,
     ) from None
+
+
+def read_order(kind: PolicyKind, value: object) -> dict[str, Any] | None:
+    """Read an order: its name, or a mapping of its name to what it is given."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        name, rules = value, None
+    elif isinstance(value, Mapping) and len(value) == 1:
+        ((name, rules),) = value.items()
+    else:
+        expected = f"the name of an order such as {' or '.join(plugins.names_of(kind)[:2])}"
+        raise wrong(f"{show(value)} does not fit; expected {expected}", expected=expected)
+    return {name: registered(kind, name, rules, ())}
+
+
+def order_rule(kind: PolicyKind, order: Mapping[str, Any] | None) -> Rule | None:
+    """Give an order that was read as policies are asked with it; None for the default."""
+    for name, rules in (order or {}).items():
+        return plugins.rule(kind, name, rules)
+    return None
+
+
+ORDER_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": 1}]}
+)
 
 
 def _said(policy: Policy | None, message: str) -> str:

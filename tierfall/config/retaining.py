@@ -28,7 +28,13 @@ from tierfall.config.fields import (
     show,
     wrong,
 )
-from tierfall.config.registered import known_keys, registered, with_registered
+from tierfall.config.registered import (
+    ORDER_SCHEMA,
+    known_keys,
+    order_rule,
+    read_order,
+    with_registered,
+)
 from tierfall.config.sections import Section
 from tierfall.core import names, units
 from tierfall.core.errors import ConfigError
@@ -39,7 +45,6 @@ from tierfall.policies.retain_rules import Every, Tags
 
 _EXPECTED_EVERY = "a whole number of steps such as 1000, or a time with its unit such as 1d"
 _EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
-_EXPECTED_ORDER = "the name of an order such as cheapest or oldest"
 
 
 def _every(value: object) -> int | str:
@@ -187,19 +192,6 @@ def _as_every(every: int | str) -> Every:
     return Every(period_s=units.parse_duration(every))
 
 
-def _order(value: object) -> dict[str, Any]:
-    """Read an order: its name, or a mapping of its name to what it is given."""
-    if isinstance(value, str):
-        name, rules = value, None
-    elif isinstance(value, Mapping) and len(value) == 1:
-        ((name, rules),) = value.items()
-    else:
-        raise wrong(
-            f"{show(value)} does not fit; expected {_EXPECTED_ORDER}", expected=_EXPECTED_ORDER
-        )
-    return {name: registered(PolicyKind.EVICT, name, rules, ())}
-
-
 class Evict(Section):
     """What a tier gives up where its capacity is short: first what no rule of retain wants to keep."""
 
@@ -215,8 +207,8 @@ class Evict(Section):
     )
     order: Annotated[
         dict[str, Any] | None,
-        BeforeValidator(lambda value: None if value is None else _order(value)),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": 1}]}),
+        BeforeValidator(lambda value: read_order(PolicyKind.EVICT, value)),
+        ORDER_SCHEMA,
     ] = Field(
         default=None,
         description="What goes first. cheapest (the default): what another tier holds as safely, and is quick to read "
@@ -237,6 +229,4 @@ class Evict(Section):
 
     def rule(self) -> Rule | None:
         """Give the order as policies of kind ``evict`` are asked with it; None for the default."""
-        for name, rules in (self.order or {}).items():
-            return plugins.rule(PolicyKind.EVICT, name, rules)
-        return None
+        return order_rule(PolicyKind.EVICT, self.order)

@@ -6,9 +6,9 @@ Keys in YAML are the aliases; attributes carry their unit.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tierfall.config.fields import (
     Count,
@@ -20,8 +20,11 @@ from tierfall.config.fields import (
     choice,
     wrong,
 )
+from tierfall.config.registered import ORDER_SCHEMA, order_rule, read_order
 from tierfall.config.signal_names import SignalNames
-from tierfall.core.values import CaptureMode, Codec, FlushOrder
+from tierfall.core.policy import PolicyKind, Rule
+from tierfall.core.values import CaptureMode, Codec
+from tierfall.policies.flush_orders import IN_ORDER
 
 
 class OnClose(StrEnum):
@@ -77,13 +80,14 @@ class Flush(Section):
         examples=[10],
     )
     order: Annotated[
-        FlushOrder,
-        choice(FlushOrder),
-        any_word(FlushOrder),
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: read_order(PolicyKind.FLUSH, value)),
+        ORDER_SCHEMA,
     ] = Field(
-        default=FlushOrder.IN_ORDER,
-        description="Which waiting checkpoint goes first. newest_first: the newest, and older ones after it; those "
-        "that the tier's retention would drop at once are given up. A copy that was begun is finished first.",
+        default=None,
+        description="Which waiting checkpoint goes first. in_order (the default): the oldest. newest_first: the "
+        "newest, and older ones after it. Or an order that was registered. In any order but the first, those that the "
+        "tier's retention would drop at once are given up. A copy that was begun is finished first.",
         examples=["newest_first"],
     )
     within_s: Wait | None = Field(
@@ -102,6 +106,10 @@ class Flush(Section):
         "keeps up with the saves and with within, and to a tenth of its rate at least.",
         examples=[False],
     )
+
+    def rule(self) -> Rule | None:
+        """Give the order as policies of kind ``flush`` are asked with it; None for the default, also by its name."""
+        return None if IN_ORDER in (self.order or ()) else order_rule(PolicyKind.FLUSH, self.order)
 
 
 class Drain(Section):

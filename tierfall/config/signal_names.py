@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, WithJsonSchema
 
-from tierfall.config.fields import nearest, show, wrong
+from tierfall.config.fields import show, wrong
+from tierfall.core.words import nearest
 
 _EXPECTED = "the name of a signal such as SIGTERM or SIGUSR1"
 _EXPECTED_LIST = "a list such as [SIGTERM]"

@@ -14,11 +14,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tierfall.config.environment import Filling
-from tierfall.config.fields import WRONG, nearest, show
+from tierfall.config.fields import WRONG, show
 from tierfall.config.model import CHAIN, TIER_MODELS, Config
 from tierfall.config.places import Place, Problem
 from tierfall.core.values import TierKind
-from tierfall.core.words import with_article
+from tierfall.core.words import nearest, with_article
 
 _EXPECTED = {
     "string_type": "text",

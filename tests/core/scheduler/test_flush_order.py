@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 
 from tests.core.scheduler.test_commits import talk
+from tests.rules import NEWEST_FIRST, SCATTERED
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.errors import AccessDeniedError, FlushError
 from tierfall.core.events import FlushGivenUp
+from tierfall.core.policy import Rule
 from tierfall.core.scheduler.tasks import OpenShard, Order, PersonsOrder
-from tierfall.core.values import CheckpointId, FlushOrder, SaveOutcome
+from tierfall.core.values import CheckpointId, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 COPY_S = 10.0
-NEWEST = FlushOrder.NEWEST_FIRST
 
 
 def slow(*, images: int = 8, **members: Any) -> Throttled:
     """Memory, and a store that takes a copy in ten seconds, the newest first."""
-    rules = file_rules("store", shared=True, **{"flush_order": NEWEST, **members})
+    rules = file_rules("store", shared=True, **{"flush_order": NEWEST_FIRST, **members})
     return Throttled([rules], bytes_per_s={"store": IMAGE / COPY_S}, memory_images=images)
 
 
@@ -51,9 +52,21 @@ def test_the_newest_goes_first_once_the_copy_that_was_begun_is_whole() -> None:
 
 
 def test_in_order_they_come_as_they_were_saved() -> None:
-    world = slow(flush_order=FlushOrder.IN_ORDER)
+    world = slow(flush_order=None)
     save_quickly(world, 1, 2, 3, 4)
     assert arrivals(world, copies=6) == [1, 2, 3, 4]
+
+
+def test_in_an_order_of_ones_own_they_come_as_it_says_also_after_a_kill() -> None:
+    """By 5 n mod 7: 3, 2, 5, 1, and 4 comes last; the first is begun while nothing else waits."""
+    world = slow(flush_order=SCATTERED)
+    save_quickly(world, 1, 2, 3, 4, 5)
+    assert arrivals(world, copies=2) == [1, 3]
+    world.crash()
+    world.start()
+    assert arrivals(world, copies=6) == [1, 3, 2, 5, 4]
+    world.check("store")
+    assert not world.coordinator.busy()
 
 
 def test_what_retention_would_drop_at_once_is_given_up_and_said_and_a_pinned_one_comes_later() -> (
@@ -114,8 +127,15 @@ def test_an_older_one_takes_no_room_from_newer_ones() -> None:
 
 
 @pytest.mark.parametrize("late", [0, 500])
-def test_all_ranks_bring_what_rank_0_takes_first(late: int) -> None:
-    rules = file_rules(SHARED_TIER, shared=True, flush_order=NEWEST, retain_last=2)
+@pytest.mark.parametrize(
+    ("order", "first", "gives_up"),
+    [(NEWEST_FIRST, [1, 5, 4], True), (SCATTERED, [1, 3, 2], False)],
+    ids=["newest_first", "scattered"],
+)
+def test_all_ranks_bring_what_rank_0_takes_first(
+    order: Rule, first: list[int], gives_up: bool, late: int
+) -> None:
+    rules = file_rules(SHARED_TIER, shared=True, flush_order=order, retain_last=2)
     run = Many((0, 1), [rules], max_wait_s=10.0, memory_images=6)
     for step in (1, 2, 3, 4, 5):
         for rank in run.ranks:
@@ -132,15 +152,15 @@ def test_all_ranks_bring_what_rank_0_takes_first(late: int) -> None:
         talk(run)
     run.settle()
     assert begun[0] == begun[1]
-    assert begun[0][:3] == [1, 5, 4]
+    assert begun[0][:3] == first
     lost = [
         {id.step for id, h in rank.handles.items() if h.outcome is SaveOutcome.FAILED}
         for rank in run.ranks
     ]
     assert lost[0] == lost[1]
-    assert late or 2 in lost[0]
+    assert late or (2 in lost[0]) == gives_up
     assert {id.step for id in run.committed(SHARED_TIER)} == {4, 5}
     for rank in run.ranks:
         assert rank.coordinator.errors == []
         assert not rank.coordinator.busy()
-    assert late or rules.name in run.ranks[1].coordinator.turns.given_up
+    assert late or (rules.name in run.ranks[1].coordinator.turns.given_up) == gives_up

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tests.core.scheduler.test_commits import talk
+from tests.rules import NEWEST_FIRST
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
 from tierfall.core.errors import CaptureError
 from tierfall.core.scheduler.tasks import Order, PersonsOrder
-from tierfall.core.values import CheckpointId, FlushOrder, WhenFull
+from tierfall.core.values import CheckpointId, WhenFull
 
 EVERY_S = 10.0
 
@@ -100,7 +101,7 @@ def test_a_tier_that_is_too_far_behind_is_said_once_for_as_long_as_it_lasts(
 
 
 def test_with_the_newest_first_what_is_older_does_not_make_a_tier_late() -> None:
-    world = world_of(copy_s=25.0, within_s=60.0, flush_order=FlushOrder.NEWEST_FIRST)
+    world = world_of(copy_s=25.0, within_s=60.0, flush_order=NEWEST_FIRST)
     for step in (1, 2, 3, 4):
         world.save_soon(step)
         world.go_on(1.0)

@@ -6,6 +6,8 @@ import math
 from dataclasses import replace
 from unittest import mock
 
+import pytest
+
 from tests.rules import best, order, tagged
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import IMAGE, World, file_rules
@@ -55,6 +57,22 @@ def test_what_may_not_go_does_not_stop_a_copy_that_has_room() -> None:
         assert world.order(PersonsOrder.PIN, CheckpointId(step, 1)) == {}
     assert world.steps_on("nvme") == [1, 2, 3, 4]
     assert not world.coordinator.ledger.failing
+
+
+@pytest.mark.parametrize(
+    ("read", "goes"), [({}, 2), ({"pfs": 1, "store": 100}, 1), ({"pfs": 100, "store": 1}, 2)]
+)
+def test_what_is_quickly_read_back_from_elsewhere_goes_first_as_far_as_that_was_measured(
+    read: dict[str, int], goes: int
+) -> None:
+    nvme = file_rules("nvme", capacity_bytes=4 * ENTRY)
+    pfs = file_rules("pfs", shared=True, flush_every=2)
+    world = World([nvme, pfs, file_rules("store", shared=True)])
+    for tier, bytes_per_s in read.items():
+        world.coordinator.rates.was_read(tier, bytes_per_s, 1.0)
+    with mock.patch.object(world.coordinator.rates, "ended"):  # what this machine shows
+        saved(world, range(1, 6))
+    assert world.steps_on("nvme") == [step for step in range(1, 6) if step != goes]
 
 
 def loss_of(step: int, attempt: int) -> float:
