@@ -9,8 +9,8 @@ from functools import partial
 
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.hour import HOUR_S
-from tests.simulation.many import CUT, Rank
 from tests.simulation.many_history import ManyHistory
+from tests.simulation.rank import CUT, Rank
 from tierfall.core.scheduler.tasks import CopyRun, OpenShard, ReadMarks, Task
 
 MESSAGE_S = 0.002
