@@ -108,7 +108,9 @@ def choose_interval(rules: CadenceRules, measured: Measured, *, now_s: float = 0
         reason = f"interval.every: {rules.every_s:g} s, at the first step from then on"
         return Choice(interval_steps=steps, bound=Bound.EVERY, reason=reason)
     if not measured.step_s:
-        return _measuring(None, f"{PROFILE_STEPS} steps are measured before the first save")
+        which = "steps without a copy under way" if measured.saved else "steps"
+        next_one = "next" if measured.saved else "first"
+        return _measuring(None, f"{PROFILE_STEPS} {which} are measured before the {next_one} save")
     if not measured.saved:
         return _measuring(1, "the first save, to measure what saving costs")
     if measured.cost_s is None:

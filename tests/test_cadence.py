@@ -9,6 +9,7 @@ import pytest
 from tests.training_loop import HOST, STORE, Loop, gaps
 from tierfall.core.errors import CapacityError
 from tierfall.core.values import LossClass, SaveOutcome
+from tierfall.metering import STALE_STEPS
 from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules
 from tierfall.policies.cadence_formulas import daly_s
 
@@ -81,6 +82,28 @@ def test_steps_that_get_faster_are_seen_although_a_save_is_always_under_way() ->
     step_s = loop.cadence.report().step_s
     assert step_s is not None
     assert step_s <= 0.25 + loop.slower_s
+
+
+def test_steps_beside_copies_that_an_earlier_start_left_are_not_what_a_step_takes() -> None:
+    loop = Loop(OVERHEAD, copies_others=True)
+    assert loop.run(100) == [3 + PROFILE_STEPS], "the first save waits for no copies, the next does"
+    report = loop.cadence.report()
+    assert report.bound == "measuring"
+    assert "10 steps without a copy under way are measured before the next save" in report.reason
+    loop.copies_others = False
+    loop.run(200)
+    report = loop.cadence.report()
+    assert (report.step_s, report.cost_s) == (0.5, COST_S)
+    assert (report.interval_steps, report.bound) == (STEPS, "overhead")
+
+
+def test_copies_that_never_end_keep_no_save_off_for_long() -> None:
+    loop = Loop(OVERHEAD, copies_others=True)
+    first, second, third = loop.run(2 * STALE_STEPS)[:3]
+    assert first == 3 + PROFILE_STEPS
+    assert STALE_STEPS - first < second - first <= STALE_STEPS + PROFILE_STEPS
+    assert third - second <= STEPS
+    assert loop.cadence.report().bound == "overhead"
 
 
 def test_a_free_save_is_made_as_often_as_the_slowest_tier_keeps_up() -> None:

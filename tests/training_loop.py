@@ -21,7 +21,8 @@ STORE = TierRules(
 @dataclass
 class Loop:
     """Steps take ``step_s``; a save blocks for ``blocked_s``, a tier has it after ``durable_s`` seconds, and each step
-    until then takes ``slower_s`` more. Saves wait for the tier one after the other."""
+    until then takes ``slower_s`` more. Saves wait for the tier one after the other. While ``copies_others``, a tier is
+    taking what no save of this loop has made, and steps are slower too."""
 
     rules: CadenceRules
     step_s: float = 0.5
@@ -29,6 +30,7 @@ class Loop:
     durable_s: float = 1.0
     slower_s: float = 0.125
     images: int = 2
+    copies_others: bool = False
     now_s: float = 1000.0
     step: int = 0
     saved: list[int] = field(default_factory=list)
@@ -43,6 +45,7 @@ class Loop:
             self.rules,
             clock=lambda: self.now_s,
             images=lambda image_bytes: self.images,
+            copying=lambda: self.copies_others,
             others=self.others,
         )
 
@@ -57,7 +60,7 @@ class Loop:
 
     def _train(self, stride: int) -> None:
         for _ in range(stride):
-            under_way = any(not handle.tell_settled() for handle in self.handles)
+            under_way = self.copies_others or any(not h.tell_settled() for h in self.handles)
             self.now_s += self.step_s + (self.slower_s if under_way else 0.0)
         self.step += stride
         for handle in self.handles:

@@ -64,13 +64,14 @@ def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence
         rules_of(config.interval, tier_rules(config)),
         clock=time.monotonic,
         images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
+        copying=lambda: any(lane.active for lane in session.coordinator.lanes.values()),
         others=others,
     )
 
 
 class Cadence:
-    """See the module. ``images`` says how many images of so many bytes host memory holds; ``others`` is there with
-    several ranks."""
+    """See the module. ``images`` says how many images of so many bytes host memory holds, ``copying`` whether a tier
+    takes a copy now; ``others`` is there with several ranks."""
 
     def __init__(
         self,
@@ -78,11 +79,13 @@ class Cadence:
         *,
         clock: Callable[[], float],
         images: Callable[[int], int],
+        copying: Callable[[], bool],
         others: AnnouncedSteps | None = None,
     ) -> None:
         self._rules = rules
         self._clock = clock
         self._images = images
+        self._copying = copying
         self._others = others
         self._decides = others is None or others.decides
         self._planned: deque[int] = deque() if others is None else others.planned
@@ -123,7 +126,7 @@ class Cadence:
     def wants(self, step: int) -> bool:
         """Say whether ``step``, at whose end the loop is, is to be saved."""
         now_s = self._clock()
-        self.meter.tick(step, now_s)
+        self.meter.tick(step, now_s, copying=self._copying())
         if self._last_step is not None and step > self._last_step:
             self._stride = step - self._last_step
         self._last_step = step

@@ -2,8 +2,9 @@
 
 It belongs to the training thread and reads no clock: whoever calls hands it the time, and the handles tell the rest.
 Steps are timed from one call to the next; those from a save on, until every tier has it or the next save begins, are
-*affected*, all others are *clean*. What a save costs is what its affected steps took beyond as many clean ones.
-``step_clock`` times the optimizer's own steps, beside flushes or not; ``steps_seen`` all steps alike, for any thread.
+*affected*, and so are those beside copies of anything else; all others are *clean*. What a save costs is what its
+affected steps took beyond as many clean ones. ``step_clock`` times the optimizer's own steps, beside flushes or not;
+``steps_seen`` all steps alike, for any thread.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class Meter:
 
     # Being told ------------------------------------------------------------------------------------
 
-    def tick(self, step: int, now_s: float) -> None:
-        """The loop has come to the end of ``step``."""
+    def tick(self, step: int, now_s: float, *, copying: bool) -> None:
+        """The loop has come to the end of ``step``; ``copying``: a tier takes a copy, whosever it is."""
         last, self._last = self._last, (step, now_s)
         if last is None or step < last[0]:
             self._progress.unseen += 1  # what this step took began before anybody looked
@@ -93,24 +94,35 @@ class Meter:
         self._progress.seconds += seconds
         window = self._window
         if window is None:
-            self._count_clean()
+            self._count(steps, copying=copying)
             return
         window.steps += steps
         window.seconds += seconds
-        if window.steps > steps:  # the first has the call of save in it
-            self._affected.append(self._paces[-1])
-        self._since_clean += steps
+        # the first has the call of save in it
+        self._count_affected(steps, pace_counts=window.steps > steps)
         if self._settled():
             self._close()
 
-    def _count_clean(self) -> None:
+    def _count(self, steps: int, *, copying: bool) -> None:
         if self._skip > 0:
             self._skip -= 1
             return
-        self._clean.append(self._paces[-1])
-        self._since_clean = 0
-        if self.saves == 0 and len(self._clean) == PROFILE_STEPS:
+        if copying:  # what an earlier start has left, or what is tried again
+            self._count_affected(steps, pace_counts=True)
+        else:
+            self._clean.append(self._paces[-1])
+            if len(self._clean) >= PROFILE_STEPS:
+                self._since_clean = 0
+            self.changed |= len(self._clean) == PROFILE_STEPS
+        if self.saves == 0 and len(self._clean) + len(self._affected) == PROFILE_STEPS:
             self.changed = True
+
+    def _count_affected(self, steps: int, *, pace_counts: bool) -> None:
+        if pace_counts:
+            self._affected.append(self._paces[-1])
+        before = self._since_clean
+        self._since_clean += steps
+        self.changed |= before <= STALE_STEPS < self._since_clean
 
     def saved(self, handle: SaveHandle) -> None:
         """A save has begun at the step of the last ``tick``, or at one that there was no tick for."""
@@ -156,14 +168,16 @@ class Meter:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step while nothing is saved; None where too few were seen.
+        """Seconds of a step while nothing is saved or copied; None where too few were seen.
 
         Where saves follow each other so closely that none was seen for long, those with one are asked too: no step
-        is faster for it.
+        is faster for it. Before the first save any will do.
         """
         if len(self._clean) < PROFILE_STEPS:
-            many = len(self._affected) >= PROFILE_STEPS and self._since_clean > STALE_STEPS
-            return mean_within(self._affected) if many else None
+            any_do = self.saves == 0  # the first save is for measuring too: it waits for no copies
+            seen = [*self._clean, *self._affected] if any_do else self._affected
+            known = len(seen) >= PROFILE_STEPS and (any_do or self._since_clean > STALE_STEPS)
+            return mean_within(seen) if known else None
         clean_s = mean_within(self._clean)
         if self._since_clean > STALE_STEPS and self._affected:
             return min(clean_s, mean_within(self._affected))

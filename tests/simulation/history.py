@@ -15,6 +15,7 @@ import pytest
 
 from tests.rules import NEWEST_FIRST, SCATTERED, order
 from tests.simulation.wants import Wants, draw_wants
+from tests.simulation.weather import Weather, draw_faults
 from tests.simulation.world import (
     CHUNK,
     IMAGE,
@@ -25,7 +26,6 @@ from tests.simulation.world import (
     marks_in,
     read_image,
 )
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
 from tierfall.core.contracts import Backend
@@ -48,20 +48,8 @@ from tierfall.tiers.stored import StoredTier
 
 RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 GARBAGE = b"\x55" * IMAGE
-KEYS = "run/step-*"
 MAX_WAIT_S = 5.0
 PATIENCE_S = 200.0
-
-
-class Weather:
-    """A backend that can be switched between its faults and none."""
-
-    def __init__(self, inner: Backend, faulty: Faulty) -> None:
-        self._inner, self._faulty = inner, faulty
-        self.bad = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._faulty if self.bad else self._inner, name)
 
 
 def draw_rules(draw: random.Random, seed: int) -> tuple[list[TierRules], dict[str, Wants]]:
@@ -88,24 +76,6 @@ def draw_rules(draw: random.Random, seed: int) -> tuple[list[TierRules], dict[st
             )
         )
     return rules, wants
-
-
-def draw_faults(draw: random.Random, inner: Backend, seed: int) -> Faulty:
-    """Calm, a few faults, or many: before and after the fact, torn writes, flipped bits on the way back."""
-    chance = draw.choice((0.0, 0.02, 0.02, 0.15))
-    kinds = (FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER)
-    plan = [
-        Fault(kind=kind, operation=operation, keys=KEYS, chance=chance, times=None)
-        for kind in kinds
-        for operation in Operation
-    ]
-    for kind, operation in (
-        (FaultKind.TORN_WRITE, Operation.WRITE),
-        (FaultKind.LOST_SYNC, Operation.PUBLISH),
-        (FaultKind.BIT_FLIP, Operation.READ),
-    ):
-        plan.append(Fault(kind=kind, operation=operation, keys=KEYS, chance=chance, times=None))
-    return Faulty(inner, seed=seed, plan=plan)
 
 
 @dataclass
@@ -209,12 +179,14 @@ class History:
 
     def ask(self) -> None:
         """Want a save, unless one is under way: the loop saves one after another."""
-        if self.asked or self.captures:
-            return
-        self.step += self.draw.choice((1, 1, 5))
-        self.log.append(f"save {self.step}")
+        if not self.asked and not self.captures:
+            self.ask_for(self.step + self.draw.choice((1, 1, 5)))
+
+    def ask_for(self, step: int) -> None:
+        self.step = step
+        self.log.append(f"save {step}")
         deadline = self.world.now_s + MAX_WAIT_S
-        self.asked.append(Asked(self.step, deadline, self.world.ask_for_region(self.step)))
+        self.asked.append(Asked(step, deadline, self.world.ask_for_region(step)))
         assert self.when_full is not WhenFull.SKIP or self.asked[0].answer, "a save waits"
 
     def take_answers(self) -> None:
@@ -593,7 +565,9 @@ class History:
 
     def _check_missed(self, id: CheckpointId, now: dict[str, Held]) -> None:
         assert id in self.before["host"].commits, f"{id} was not sealed, and is superseded"
-        assert not any(id in self.before[tier].commits for tier in self.world.disks)
+        for tier in self.world.disks:  # one that it has left at the same moment has had it
+            left = self.log[-1] == f"DropCopy {id} on {tier}: done"
+            assert left or id not in self.before[tier].commits, f"{id} was on {tier}"
         known = self._known(now)
         commit = self.before["host"].commits[id]
         if id in self._abandoned(known | {id: commit}):
@@ -691,16 +665,18 @@ class History:
             for id in due_there:
                 due = id in wanted or not rules.retain
                 passed = id in there or (not sends_all and any(other > id for other in there))
-                assert not due or passed or self._is_full(rules.name, now), (
+                full = self._is_full(rules.name, now, below=rules.evict_high or 1.0)
+                assert not due or passed or full, (
                     f"{id} lies in memory, and never came to {rules.name}"
                 )
 
-    def _is_full(self, tier: str, now: dict[str, Held]) -> bool:
+    def _is_full(self, tier: str, now: dict[str, Held], *, below: float = 1.0) -> bool:
+        """Say whether another image is more than so much of a tier's capacity takes."""
         capacity = self.world.coordinator.ledger.view().tier(tier).capacity_bytes
         if capacity is None:
             return False
         used = sum(len(data) for data in self.world.disks[tier]._objects.values())
-        return used + IMAGE > capacity
+        return used + IMAGE > below * capacity
 
 
 def check_restorable(history: History) -> None:

@@ -1,42 +1,30 @@
-"""An hour of training on a clock: saves as often as the loop asks, tiers that take their time, and what goes wrong.
+"""An hour of training on a clock: steps, saves when the cadence asks for them, tiers that take their time, and what
+goes wrong.
 
-The promises, and how they are looked after, are those of a ``History``; here things happen when it is their time, as
-long as they last. A task of the coordinator's takes effect at its end.
+The promises, and how they are looked after, are those of a ``History``, and of a ``Watch`` over the cadence; here
+things happen when it is their time, as long as they last. A task of the coordinator's takes effect at its end.
 """
 
 from __future__ import annotations
 
+import random
 from functools import partial
-from typing import Any
 
+from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import INSTANT, Clock, Medium
-from tests.simulation.history import (
-    RANK,
-    History,
-    Weather,
-    check_restorable,
-    live,
-)
+from tests.simulation.history import RANK, Asked, History, check_restorable, live
+from tests.simulation.training import Training, draw_pace
+from tests.simulation.weather import Outage, Weather
+from tests.simulation.world import IMAGE
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import TierfallError
-from tierfall.core.scheduler.tasks import Task
-from tierfall.core.values import LossClass
+from tierfall.core.handle import SaveHandle
+from tierfall.core.scheduler.tasks import CopyRun, Task
+from tierfall.core.values import CheckpointId, LossClass, SaveOutcome
 
 HOUR_S = 3600.0
 CAPTURE_PARTS = 2
-
-
-class Outage(Weather):
-    """A backend with its faults, none, or an answer to nothing."""
-
-    def __init__(self, inner: Backend, faulty: Faulty, silent: Faulty) -> None:
-        super().__init__(inner, faulty)
-        self._silent = silent
-        self.down = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._silent, name) if self.down else super().__getattr__(name)
 
 
 class Hour(History):
@@ -46,16 +34,25 @@ class Hour(History):
         super().__init__(seed)
         draw = self.draw
         self.hurry = 0
-        self.save_every_s = draw.choice((90.0, 180.0, 360.0, 600.0))
-        self.capture_s = draw.choice((0.5, 5.0, 20.0))
+        save_every_s = draw.choice((120.0, 240.0, 400.0, 600.0))
+        image_s = {
+            tier: save_every_s * draw.choice((0.02, 0.3, 0.9, 1.5)) for tier in self.world.disks
+        }
         self.media = {
-            tier: Medium(
-                image_s=self.save_every_s * draw.choice((0.02, 0.3, 0.9, 1.5)),
-                latency_s=draw.choice((0.001, 0.05, 0.5)),
-            )
-            for tier in self.world.disks
+            tier: Medium(image_s=seconds, latency_s=draw.choice((0.001, 0.05, 0.5)))
+            for tier, seconds in image_s.items()
         }
         self.clock = Clock(draw)
+        self._steps = random.Random(f"training {seed}")
+        self.pace = draw_pace(
+            self._steps,
+            self.world.rules,
+            step_s=self._steps.choice((1.0, 2.0, 5.0)),
+            save_every_s=save_every_s,
+            copy_s=max(image_s.values()),
+        )
+        self.watch = Watch(self.pace.rules, step_s=self.pace.step_s)
+        self._train_anew()
         self.lost: dict[LossClass, int] = {}
         self._under_way: dict[int, Task] = {}
 
@@ -76,14 +73,16 @@ class Hour(History):
     def go_for(self, seconds: float) -> None:
         """Let so much time pass, with all that happens in it."""
         clock, end_s = self.clock, self.clock.now_s + seconds
-        clock.after(self.save_every_s, self._want_save)
         clock.now_and_then(self._trouble, 0.5 * seconds)
         clock.now_and_then(self._outage, 0.4 * seconds)
         clock.now_and_then(self._person, 0.25 * seconds)
         while True:
             wake_s = self.world.step()
             self._schedule()
-            if wake_s is not None and wake_s <= min(clock.next_s, end_s):
+            next_s = min(clock.next_s, end_s if wake_s is None else wake_s, end_s)
+            if self._train_until(next_s):
+                self.ask_for(self.training.step)
+            elif wake_s is not None and wake_s <= min(clock.next_s, end_s):
                 clock.now_s = self.world.now_s = max(wake_s, clock.now_s)
                 self.world.step()
             elif clock.next_s < end_s:
@@ -111,22 +110,56 @@ class Hour(History):
 
     # The training ------------------------------------------------------------------------------------
 
-    def _want_save(self) -> None:
-        """Save, or wait as the loop does that is blocked in the save before."""
-        if self.asked or self.captures:
-            self.clock.after(1.0, self._want_save)
-            return
-        self.ask()
-        self.clock.after(self.capture_s, self._capture)
-        self.clock.after(self.save_every_s, self._want_save)
+    def _train_anew(self) -> None:
+        """A process begins to train."""
+        self.training = Training(
+            self.pace,
+            self._steps,
+            self.clock,
+            self.watch,
+            images=lambda image_bytes: self.world.memory.capacity_bytes // image_bytes,
+            copying=lambda: any(lane.active for lane in self.world.coordinator.lanes.values()),
+        )
 
-    def _capture(self) -> None:
-        self.take_answers()
+    def _train_until(self, until_s: float) -> bool:
+        """Train until then, or until a step is to be saved, and say so; a capture under way holds the next step up."""
+        training = self.training
+        is_slowed = any(isinstance(task, CopyRun) for task in self.world.tasks)
+        while not self.captures and training.due_s <= until_s:
+            self.clock.now_s = self.world.now_s = max(training.due_s, self.clock.now_s)
+            if training.end_step(is_slowed=is_slowed):
+                return True
+        return False
+
+    def take_answers(self) -> None:
+        asked = list(self.asked)
+        super().take_answers()
+        if asked and not self.asked:
+            self._answered(asked[0])
+
+    def _answered(self, asked: Asked) -> None:
+        """The save goes on beside the training, or is skipped."""
+        id = CheckpointId(asked.step, self.world.attempt.number)
+        handle = self.world.handles.get(id)
+        if handle is None:
+            handle = SaveHandle(id, (), in_memory="host")
+            handle.tell_given_up(SaveOutcome.SKIPPED, asked.answer[1])
+        else:
+            self._capture_soon(CAPTURE_PARTS)
+        self.training.saved(handle, IMAGE)
+
+    def _capture(self, parts: int) -> None:
+        """A part of a capture has gone by; with the last one it ends."""
         if self.captures and self.draw.random() < 0.02:
             self.fail_capture()
         self.capture_on()
-        if self.captures or self.asked:
-            self.clock.after(self.capture_s / CAPTURE_PARTS, self._capture)
+        while self.captures and parts == 1:
+            self.capture_on()
+        if self.captures:
+            self._capture_soon(parts - 1)
+
+    def _capture_soon(self, parts: int) -> None:
+        self.clock.after(self.pace.capture_s / CAPTURE_PARTS, partial(self._capture, parts))
 
     # What goes wrong ---------------------------------------------------------------------------------
 
@@ -148,6 +181,9 @@ class Hour(History):
         gone = {r.name for r in self.world.rules[1:] if RANK[r.survives] < RANK[LossClass.NODE]}
         for tier in gone:
             self.world.disks[tier]._objects.clear()
+        if not any(held.commits for held in self.look().values()):
+            for gone_for_ever in (self.deleted, self.buried, self.superseded):
+                gone_for_ever.clear()  # attempts are counted anew: others will be called the same
         for id, tiers in list(self.pinned.items()):
             if left := tiers - gone - {"host"}:
                 self.pinned[id] = left
@@ -171,6 +207,7 @@ class Hour(History):
 
     def begin_anew(self, *, calm: bool) -> None:
         self._all_is_well()
+        self._train_anew()
         super().begin_anew(calm=calm)
         self._all_is_well()
 
@@ -178,6 +215,11 @@ class Hour(History):
         self._all_is_well()
         super().go_back_in_process()
         self._all_is_well()
+
+    def _go_on_from(self, id: CheckpointId | None) -> None:
+        super()._go_on_from(id)
+        if id is not None:
+            self.training.go_on_from(id.step)
 
     def _all_is_well(self) -> None:
         for weather in self.weathers:
@@ -207,6 +249,7 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
     hour = Hour(seed)
     try:
         hour.go_for(seconds)
+        hour.watch.end()
         hour.settle()
         hour.check_settled()
         hour.begin_anew(calm=True)

@@ -15,375 +15,40 @@ from typing import Any, cast
 
 from tests.core.ranks.network import Network
 from tests.simulation.noted import Life
-from tests.simulation.wants import metrics_of, tags_of
+from tests.simulation.rank import Rank
 from tests.simulation.world import (
-    CHUNK,
-    DATA_START,
-    IMAGE,
     CommitReader,
-    FakeMemory,
-    FakeRegion,
-    found_in,
     host_rules,
-    images_of,
-    packing,
 )
-from tierfall.adopting import take_over
-from tierfall.backends.faults import Fault, Faulty
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
-from tierfall.core.buffers import BufferPool
-from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.catalog import FoundCopy, Listing, merge
-from tierfall.core.documents import Spliced, dumps, sha256
+from tierfall.core.catalog import merge
 from tierfall.core.errors import RestoreError
-from tierfall.core.handle import SaveHandle
-from tierfall.core.ranks.council import Bodies, Topic
-from tierfall.core.ranks.ranks import Announced, Gathered, Told
+from tierfall.core.ranks.council import Topic
 from tierfall.core.records import (
     Attempt,
     Commit,
-    Line,
-    Manifest,
-    NamedFile,
     read_commit,
 )
 from tierfall.core.restore.agreeing import choose_together, complete, whole_on
 from tierfall.core.restore.choosing import Request
-from tierfall.core.restore.describing import describe, merge_ranks, unite
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.lane import LaneLimits
-from tierfall.core.scheduler.ledger import Ledger
-from tierfall.core.scheduler.runner import TaskRunner
+from tierfall.core.restore.describing import describe, merge_ranks
 from tierfall.core.scheduler.tasks import (
-    Admission,
-    CaptureAdvanced,
-    CaptureBegun,
-    CaptureFailed,
-    CaptureSealed,
-    Order,
-    PersonsOrder,
-    SaveGivenUp,
     Task,
 )
-from tierfall.core.snapshot import Geometry, Snapshot
 from tierfall.core.values import (
     CheckpointId,
     Codec,
-    CopyState,
-    SaveOutcome,
-    Shard,
     WhenFull,
 )
 from tierfall.core.view import TierRules
 from tierfall.inheriting import inherited
-from tierfall.policies import bundle
 from tierfall.starting import Start, held_by_all
-from tierfall.tiers.stored import StoredTier
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
 ROUNDS_MAX = 20_000
 """No run that is left alone has so much to do: it goes round in a circle."""
-CUT = Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK)
-
-
-class Troubled(Faulty):
-    """What one rank sees of a disk: its own troubles come and go."""
-
-    def strike(self, plan: Sequence[Fault]) -> None:
-        """Have these faults from now on, and no others; what is open already has them too."""
-        self._plan = tuple(plan)
-        self._count = Faulty(self._inner, seed=0, plan=plan)._count
-
-
-def image_of(id: CheckpointId, rank: int) -> bytes:
-    """The bytes that a rank's image has: a function of what it is alone."""
-    return random.Random(f"{id} of {rank}").randbytes(IMAGE)
-
-
-def table_of(id: CheckpointId, shard: Shard) -> Spliced:
-    """The table of a rank's image: its part of one tensor, which has another name every third step."""
-    length = IMAGE - DATA_START
-    part = {"offset": [shard.rank * length], "lengths": [length], "start": 0, "end": length}
-    whole = {"name": f"w{id.step // 3}", "dtype": "uint8", "shape": [shard.world_size * length]}
-    return Spliced(dumps([{**whole, **part}]))
-
-
-class Rank:
-    """One process of the run. Its memory outlives it, ``handles`` are of all its lives."""
-
-    def __init__(self, world: Many, number: int, memory_images: int) -> None:
-        self.world = world
-        self.number = number
-        self.shard = Shard(number, len(world.node_of))
-        self.node = world.node_of[number]
-        self.memory = FakeMemory(memory_images)
-        self.handles: dict[CheckpointId, SaveHandle] = {}
-        self.troubles: dict[str, Troubled] = {}
-        self.stores: dict[str, StoredTier] = {}
-        self.tasks: list[Task] = []
-        self.next_s: float | None = None
-        self.ordinal = 0
-        self.coordinator: Coordinator
-
-    # A start, step by step -----------------------------------------------------------------------
-
-    def open(self) -> tuple[Listing, ...]:
-        """Look at all that this rank can see."""
-        self.tasks = []
-        self.troubles = {
-            tier: Troubled(self.world.disk(tier, self.node), seed=self.number, plan=())
-            for tier in self.world.stored
-        }
-        self.stores = {
-            tier: StoredTier(
-                name=tier,
-                run="run",
-                backend=trouble,
-                packing=packing(self.world.codecs.get(tier)),
-            )
-            for tier, trouble in self.troubles.items()
-        }
-        return (self._in_memory(), *(store.list() for store in self.stores.values()))
-
-    def _in_memory(self) -> Listing:
-        found: dict[CheckpointId, dict[str, FoundCopy]] = {}
-        for id, image in images_of(self.memory):
-            copy = found_in(image.region)
-            found.setdefault(id, {})[f"region {len(found.get(id, ()))}"] = copy
-        return Listing(tier="host", copies=tuple(unite(copies)[0] for copies in found.values()))
-
-    def start(self, start: Start, listings: tuple[Listing, ...], held: tuple[Listing, ...]) -> None:
-        """Build the ledger of what all ranks have their parts of, and begin."""
-        for store in self.stores.values():
-            store.take_attempt(self.world.attempt)
-        ledger = Ledger(self.world.rules, "host", shard=self.shard)
-        ledger.load(merge(held), held)
-        ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.world.now_s)
-        ledger.scattered = start.scattered
-        ledger.deleted = start.deleted
-        ledger.note_partial(x for x in listings if x.tier in start.seen)
-        self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
-        attempt = self.world.attempt
-        self.runner = TaskRunner(
-            self.stores,
-            {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
-            lambda: attempt,
-        )
-        life = Life()
-        self.world.lives.append(life)
-        self.coordinator = life.coordinator = Coordinator(
-            ledger=ledger,
-            lanes={
-                name: LaneLimits(parallel=2, budget_bytes=1 << 20, window=3 if store.packs else 0)
-                for name, store in self.stores.items()
-            },
-            host=self.memory,
-            policies=bundle,
-            submit=self.tasks.append,
-            max_wait_s=self.world.max_wait_s,
-            when_full=self.world.when_full,
-            council=self.world.network.councils[self.number],
-            shared={tier: tier == SHARED_TIER for tier in self.world.stored},
-            notify=life.events.append,
-        )
-        self.coordinator.mind(self.inheritance)
-        self._listen()
-        self.coordinator.start()
-        self.coordinator.ledger.go_on_from(self.world.started_from, attempt=attempt.number)
-
-    def _listen(self) -> None:
-        council, post = self.world.network.councils[self.number], self.coordinator.post
-
-        def gathered(topic: Topic, bodies: Bodies) -> None:
-            post(Gathered(topic=topic, bodies=bodies))
-
-        def passed(topic: Topic, bodies: Bodies) -> None:
-            post(Gathered(topic=topic, bodies=bodies, passed=True))
-
-        def announced(topic: Topic, body: Any) -> None:
-            if self.number == 0:
-                self.world.said(topic, body)
-            post(Announced(topic=topic, body=body))
-
-        def told(topic: Topic, body: Any, rank: int) -> None:
-            post(Told(topic=topic, body=body, rank=rank))
-
-        council.on_gathered, council.on_passed = gathered, passed
-        council.on_announced, council.on_told = announced, told
-
-    def die(self, *, memory: bool) -> None:
-        """Threads, tasks and unsealed memory are gone; with ``memory``, all of it."""
-        self.tasks = []
-        for region in list(self.memory.regions):
-            if memory or not region.sealed:
-                self.memory.regions.remove(region)
-
-    # Saving --------------------------------------------------------------------------------------
-
-    def _line(self, step: int) -> Line:
-        self.ordinal = max(self.ordinal, self.coordinator.ledger.least_ordinal) + 1
-        return Line(
-            run="run",
-            checkpoint=CheckpointId(step, self.world.attempt.number),
-            attempt_id=self.world.attempt.id,
-            ordinal=self.ordinal,
-            started_from=self.world.started_from,
-        )
-
-    def ask(self, step: int) -> list[Any]:
-        """Ask for room; the answer (region, error) is appended once there is one."""
-        answer: list[Any] = []
-        self.coordinator.post(
-            Admission(
-                id=CheckpointId(step, self.world.attempt.number),
-                image_bytes=IMAGE,
-                records_bytes=0,
-                deadline_s=self.world.now_s + self.world.max_wait_s,
-                answer=lambda region, error: answer.extend((region, error)),
-            )
-        )
-        self.step()
-        return answer
-
-    def _handle(self, line: Line) -> tuple[SaveHandle, tuple[str, ...]]:
-        tiers = bundle.tiers_owed(self.world.rules, line.ordinal)
-        handle = SaveHandle(
-            line.checkpoint, tiers, in_memory="host", clock=lambda: self.world.now_s
-        )
-        self.handles[line.checkpoint] = handle
-        return handle, tiers
-
-    def skip(
-        self, step: int, error: BaseException, outcome: SaveOutcome = SaveOutcome.SKIPPED
-    ) -> SaveHandle:
-        """A save that was called ends before its capture begins."""
-        line = self._line(step)
-        handle, _ = self._handle(line)
-        handle.tell_given_up(outcome, error)
-        self.coordinator.post(SaveGivenUp(id=line.checkpoint, error=error, outcome=outcome))
-        self.step()
-        return handle
-
-    def begin(self, step: int, region: FakeRegion) -> Snapshot:
-        line = self._line(step)
-        handle, tiers = self._handle(line)
-        snapshot = Snapshot(
-            line=line,
-            shard=self.shard,
-            geometry=CUT,
-            structure=sha256(table_of(line.checkpoint, self.shard)),
-            pieces=table_of(line.checkpoint, self.shard),
-            region=region,
-            handle=handle,
-            filling=None,  # type: ignore[arg-type]
-            wall_time_s=self.world.now_s,
-            node=str(self.node),
-        )
-        region.image[:] = b"\x55" * IMAGE  # above the watermark nothing is what it will be
-        self.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
-        self.step()
-        return snapshot
-
-    def advance(self, snapshot: Snapshot, final: int) -> None:
-        """Let the watermark rise; at the end the image is sealed."""
-        end = CUT.chunk_range(final - 1)[1] if final else 0
-        snapshot.region.image[:end] = image_of(snapshot.id, self.number)[:end]
-        self.coordinator.post(CaptureAdvanced(id=snapshot.id, final_chunks=final))
-        if final == CUT.chunk_count:
-            self._seal(snapshot)
-        self.step()
-
-    def _seal(self, snapshot: Snapshot) -> None:
-        image = snapshot.region.image
-        ranges = [CUT.chunk_range(index) for index in range(CUT.chunk_count)]
-        snapshot.manifest = Manifest(
-            line=snapshot.line,
-            shard=self.shard,
-            image_bytes=IMAGE,
-            data_start=DATA_START,
-            chunk_bytes=CHUNK,
-            digests=tuple(chunk_digest(image[start:end]) for start, end in ranges),
-            structure=snapshot.structure,
-            pieces=snapshot.pieces,
-        )
-        data = snapshot.manifest.encode()
-        manifest = names.manifest_name(self.shard)
-        own = CheckpointId(10 * snapshot.id.step + self.number, snapshot.id.attempt)
-        snapshot.commit = Commit(  # each rank measures something else; rank 0's counts
-            line=snapshot.line,
-            world_size=self.shard.world_size,
-            files=(
-                NamedFile(name=names.shard_name(self.shard), bytes=IMAGE, digest=None),
-                NamedFile(name=manifest, bytes=len(data), digest=sha256(data)),
-            ),
-            nodes=(str(self.node),),
-            wall_time_s=snapshot.wall_time_s,
-            metrics=metrics_of(own),
-            tags=tags_of(own),
-        )
-        snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
-        snapshot.handle.tell_captured()
-        self.coordinator.post(CaptureSealed(id=snapshot.id))
-
-    def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:
-        self.coordinator.post(CaptureFailed(id=snapshot.id, error=error, region=snapshot.region))
-        self.step()
-
-    def save(self, step: int) -> SaveHandle:
-        """Save one step wholly into memory; memory must have room."""
-        region, error = self.ask(step)
-        assert error is None, error
-        snapshot = self.begin(step, region)
-        self.advance(snapshot, CUT.chunk_count)
-        return snapshot.handle
-
-    def order(self, kind: PersonsOrder, id: CheckpointId) -> list[dict[str, BaseException]]:
-        """Give an order; its answer is appended once there is one."""
-        answer: list[dict[str, BaseException]] = []
-        order = Order(kind=kind, id=id, wall_time_s=self.world.now_s, answer=answer.append)
-        self.coordinator.post(order)
-        self.step()
-        return answer
-
-    # Driving -------------------------------------------------------------------------------------
-
-    def step(self) -> None:
-        self.next_s = self.coordinator.step(self.world.now_s)
-
-    @property
-    def is_told(self) -> bool:
-        """Something has come that its coordinator has not taken."""
-        return not self.coordinator._arrived.empty()
-
-    def run_one(self, draw: random.Random) -> bool:
-        """Carry out one waiting task; False when none waits."""
-        if not self.tasks:
-            return False
-        self.run(self.tasks[draw.randrange(len(self.tasks))])
-        return True
-
-    def run(self, task: Task) -> None:
-        """Carry out a waiting task."""
-        self.tasks.remove(task)
-        outcome = self.runner.run(task)
-        what = f"rank {self.number}: {type(task).__name__} {getattr(task, 'id', '')}"
-        self.world.trace.append(f"{what} on {task.tier}: {outcome.error or 'done'}")
-        self.world.ran(self, task)
-        self.coordinator.post(outcome)
-        self.step()
-
-    # Looking -------------------------------------------------------------------------------------
-
-    def sealed(self) -> set[CheckpointId]:
-        """What lies sealed in this rank's memory."""
-        return {copy.id for copy in self._in_memory().copies}
-
-    def committed(self, tier: str) -> set[CheckpointId]:
-        """What this rank's ledger says is committed on a tier."""
-        entries = self.coordinator.ledger.entries.values()
-        return {e.id for e in entries if e.state(tier) is CopyState.COMMITTED}
 
 
 class Many:
@@ -405,6 +70,7 @@ class Many:
         self.node_of = tuple(node_of)
         self.rules = (host_rules(when_full), *rules)
         self.stored = tuple(tier.name for tier in self.rules[1:])
+        self.shared = {tier: tier == SHARED_TIER for tier in self.stored}
         self.seed, self.fan_out = seed, fan_out
         self.codecs = codecs or {}
         self.max_wait_s, self.when_full = max_wait_s, when_full

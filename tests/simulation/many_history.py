@@ -10,15 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.simulation.many import (
-    CUT,
-    NODE_TIER,
-    SHARED_TIER,
-    Many,
-    Rank,
-    image_of,
-)
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
+from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
 from tierfall.backends.faults import Fault, FaultKind, Operation

@@ -1,48 +1,72 @@
-"""An hour of training of several ranks on a clock: they save at the same steps, each at its own pace, and all may go
-wrong for one of them. The promises are those of a ``ManyHistory``.
+"""An hour of training of several ranks on a clock: rank 0's cadence says which steps all save, and all may go wrong for
+one of them. The promises are those of a ``ManyHistory`` and of a ``Watch``, and that all save the same steps.
 """
 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from functools import partial
 
+from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import INSTANT, Clock, Medium
-from tests.simulation.hour import HOUR_S
-from tests.simulation.many import CUT, Rank
-from tests.simulation.many_history import ManyHistory
+from tests.simulation.hour import CAPTURE_PARTS, HOUR_S
+from tests.simulation.many_history import Loop, ManyHistory
+from tests.simulation.rank import Rank
+from tests.simulation.training import Training, draw_pace
+from tests.simulation.world import IMAGE
+from tierfall.announcing import TOPIC, AnnouncedSteps
 from tierfall.core.scheduler.tasks import CopyRun, OpenShard, ReadMarks, Task
+from tierfall.core.values import CheckpointId
 
 MESSAGE_S = 0.002
-CAPTURE_S = 2.0
-LATE_S = 3.0
-"""The most that a rank comes to a step behind the others."""
+LATE_S = 0.5
+"""The most that a rank comes to the end of a step behind the first."""
 
 
 class ManyHour(ManyHistory):
-    """A run from its first start on. ``go_for`` lets time pass."""
+    """A run from its first start on. ``go_for`` lets time pass. A rank ends a step once all are through with it, or,
+    in some hours, is up to ``drift`` steps ahead of the slowest."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         draw = self.draw
         self.clock = Clock(draw)
-        self.save_every_s = draw.choice((180.0, 300.0, 600.0))
-        image_s = {tier: self.save_every_s * draw.choice((0.02, 0.3, 1.2)) for tier in self.tiers}
+        save_every_s = draw.choice((180.0, 300.0, 600.0))
+        image_s = {tier: save_every_s * draw.choice((0.02, 0.3, 1.2)) for tier in self.tiers}
         self.media = {
             (tier, node): Medium(image_s=image_s[tier] / len(self.world.node_of), latency_s=0.05)
             for tier in self.tiers
             for node in self.world.disks(tier)
         }
+        self._steps = random.Random(f"training many {seed}")
+        self.pace = draw_pace(
+            self._steps,
+            self.world.rules,
+            step_s=self._steps.choice((3.0, 5.0, 10.0)),
+            save_every_s=save_every_s,
+            copy_s=max(image_s.values()),
+        )
+        self.drift = self._steps.choice((0, 0, 0, 40))
+        self._late_s = [self._steps.uniform(0.0, LATE_S) for _ in self.world.ranks]
+        self.watches = [
+            Watch(self.pace.rules, step_s=self.pace.step_s, exact=False, decides=rank.number == 0)
+            for rank in self.world.ranks
+        ]
         self._under_way: dict[int, Task] = {}
         self._is_delivering = False
         self._is_changed = True
         self._is_settling = False
+        self.counts["late"] = 0
+        self.left_out: Counter[tuple[int, int]] = Counter()
+        self._saved: dict[int, set[int]] = {}
+        self._train_anew()
 
     def go_for(self, seconds: float) -> None:
         """Let so much time pass, with all that happens in it."""
         world, clock = self.world, self.clock
         end_s = clock.now_s + seconds
-        clock.after(self.save_every_s, self._begin_step)
         clock.now_and_then(self.crash, 0.6 * seconds)
         clock.now_and_then(self._trouble, 0.4 * seconds)
         clock.now_and_then(self.fail_capture, 0.5 * seconds)
@@ -53,7 +77,9 @@ class ManyHour(ManyHistory):
             self._schedule()
             waits = [rank.next_s for rank in world.ranks if rank.next_s is not None]
             wake_s = min(waits, default=math.inf)
-            if wake_s <= min(clock.next_s, end_s):
+            if self._train_until(min(wake_s, clock.next_s, end_s)):
+                self._is_changed = True
+            elif wake_s <= min(clock.next_s, end_s):
                 clock.now_s = world.now_s = max(wake_s, clock.now_s)
                 world.step()
             elif clock.next_s < end_s:
@@ -97,34 +123,148 @@ class ManyHour(ManyHistory):
 
     # The training ------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
-        """Every rank comes to the next step that all save, some a little later."""
-        self._is_changed = True
-        for rank in self.world.ranks:
-            late_s = self.draw.uniform(0.0, LATE_S)
-            self.clock.after(late_s, partial(self._save_or_wait, rank))
-        self.clock.after(self.save_every_s, self._begin_step)
+    def _train_anew(self) -> None:
+        """All ranks begin to train, from where the run goes on; steps are worth the same on all of them."""
+        self.left_out.clear()
+        self._saved.clear()
+        self.trainings = [self._training(rank) for rank in self.world.ranks]
+        for number, training in enumerate(self.trainings):
+            if self.world.started_from is not None:
+                training.go_on_from(self.world.started_from.step)
+            self.loops[number].at = training.step
 
-    def _save_or_wait(self, rank: Rank) -> None:
-        """Save; or, where the loop is still in the save before, come to this one afterwards."""
-        loop = self.loops[rank.number]
-        if not loop.between_saves:
-            self.clock.after(1.0, partial(self._save_or_wait, rank))
+    def _training(self, rank: Rank) -> Training:
+        others = AnnouncedSteps(
+            self.world.network.councils[rank.number],
+            tell=lambda call: call(),
+            leave_out=partial(self._leave_out, rank),
+        )
+        rank.listeners[TOPIC] = others.hear
+        return Training(
+            self.pace,
+            random.Random(f"{self.world.seed} {self.world.starts}"),
+            self.clock,
+            self.watches[rank.number],
+            images=lambda image_bytes: rank.memory.capacity_bytes // image_bytes,
+            copying=lambda: any(lane.active for lane in rank.coordinator.lanes.values()),
+            others=others,
+        )
+
+    def _leave_out(self, rank: Rank, step: int, error: BaseException) -> None:
+        self.world.trace.append(f"rank {rank.number} leaves {step} out")
+        self.left_out[step, rank.number] += 1
+        self.counts["late"] += 1
+        rank.leave_out(step, error)
+
+    def _train_until(self, until_s: float) -> bool:
+        """Train until then, or until one rank has something to say or to save, and say whether one has."""
+        while True:
+            at_s, rank = min(self._ends(), key=lambda end: end[0])
+            if at_s > until_s:
+                return False
+            self.clock.now_s = self.world.now_s = max(at_s, self.clock.now_s)
+            if self._end_step(rank) or (self.world.network.waiting and not self._is_delivering):
+                return True
+
+    def _ends(self) -> list[tuple[float, Rank]]:
+        """When each rank ends its step, as things are."""
+        free_s = [
+            training.due_s if self.loops[number].between_saves else math.inf
+            for number, training in enumerate(self.trainings)
+        ]
+        slowest = min(training.step for training in self.trainings)
+        lead = [training.step - slowest for training in self.trainings]
+        if self.drift == 0:
+            all_s = max(s for s, ahead in zip(free_s, lead, strict=True) if ahead == 0)
+            free_s = [all_s + late_s for late_s in self._late_s]
+        return [
+            (seconds if ahead <= self.drift else math.inf, rank)
+            for seconds, ahead, rank in zip(free_s, lead, self.world.ranks, strict=True)
+        ]
+
+    def _end_step(self, rank: Rank) -> bool:
+        """Let a rank end its step; True where it is to save it."""
+        training = self.trainings[rank.number]
+        wanted = training.end_step(is_slowed=any(isinstance(task, CopyRun) for task in rank.tasks))
+        self.loops[rank.number].at = training.step
+        if wanted:
+            self._save(rank, training)
+        return wanted
+
+    def _save(self, rank: Rank, training: Training) -> None:
+        step = training.step
+        self._saved.setdefault(step, set()).add(rank.number)
+        if self.careless and self.draw.random() < 0.05:
+            self.world.trace.append(f"rank {rank.number} never saves {step}")
+            training.begin_step(is_slowed=False)
             return
-        self.train_on(rank)
-        self.clock.after(CAPTURE_S, partial(self._capture, rank))
+        self.world.trace.append(f"rank {rank.number} saves {step}")
+        self.loops[rank.number].asked = (step, rank.ask(step))
 
-    def _capture(self, rank: Rank) -> None:
+    def _take_answers(self) -> None:
+        answered = [
+            (rank, loop.asked[0])
+            for rank in self.world.ranks
+            if (loop := self.loops[rank.number]).asked is not None and loop.asked[1]
+        ]
+        super()._take_answers()
+        for rank, step in answered:
+            handle = rank.handles[CheckpointId(step, self.world.attempt.number)]
+            self.trainings[rank.number].saved(handle, IMAGE)
+            self._capture_soon(rank, CAPTURE_PARTS)
+
+    def _capture_soon(self, rank: Rank, parts: int) -> None:
+        self.clock.after(self.pace.capture_s / CAPTURE_PARTS, partial(self._capture, rank, parts))
+
+    def _capture(self, rank: Rank, parts: int) -> None:
+        """A part of a capture has gone by; with the last one it ends."""
         loop = self.loops[rank.number]
         if loop.capture is not None:
             self.train_on(rank)
+        while loop.capture is not None and parts == 1:
+            self.train_on(rank)
+        if loop.capture is not None:
+            self._capture_soon(rank, parts - 1)
+
+    # The end -----------------------------------------------------------------------------------------
+
+    def train_on(self, rank: Rank) -> None:
+        """Go on with a save, or train until the next one, or until all ranks are at the same step."""
+        loop = self.loops[rank.number]
         if not loop.between_saves:
-            self.clock.after(CAPTURE_S / CUT.chunk_count, partial(self._capture, rank))
+            super().train_on(rank)
+            return
+        while not self._is_even(loop):
+            if self._end_step(rank):
+                return
+
+    def _is_even(self, loop: Loop) -> bool:
+        return loop.between_saves and loop.at == max(other.at for other in self.loops.values())
 
     def settle(self, *, heal: bool = True) -> None:
         self._is_settling = True
         super().settle(heal=heal)
+        for training in self.trainings:
+            training.cadence.end()
+        super().settle(heal=heal)
         self._is_settling = False
+
+    def check_settled(self, *, healed: bool = True) -> None:
+        super().check_settled(healed=healed)
+        self._check_alike(math.inf)
+
+    def _check_alike(self, until: float) -> None:
+        """What one rank saves all save, or those that have passed it say so, and it is whole nowhere; ranks that wait
+        for each other at every step always hear of it in time."""
+        assert self.drift or not self.left_out, f"heard too late: {self.left_out}"
+        for step, ranks in self._saved.items():
+            others = [rank.number for rank in self.world.ranks if rank.number not in ranks]
+            if step <= until:
+                told = [self.left_out[step, number] for number in others]
+                assert told == [1] * len(others), f"ranks {others} pass {step}: {told}"
+            if others:
+                id = CheckpointId(step, self.world.attempt.number)
+                assert id not in self.whole, f"{id} is whole without ranks {others}"
 
     # What goes wrong ---------------------------------------------------------------------------------
 
@@ -133,8 +273,11 @@ class ManyHour(ManyHistory):
         self.clock.after(self.draw.uniform(10.0, 300.0), self.recover)
 
     def crash(self) -> None:
+        if self.drift == 0:
+            self._check_alike(min(training.step for training in self.trainings))
         self._under_way.clear()
         super().crash()
+        self._train_anew()
 
 
 def run_many_hour(seed: int, *, seconds: float = HOUR_S) -> ManyHour:

@@ -59,7 +59,11 @@ class Rank:
             leave_out=lambda step, error: self.left_out.append(step),
         )
         self.cadence = Cadence(
-            rules, clock=lambda: job.now_s, images=lambda image_bytes: 2, others=self.steps
+            rules,
+            clock=lambda: job.now_s,
+            images=lambda image_bytes: 2,
+            copying=lambda: False,
+            others=self.steps,
         )
 
     def train(self) -> None:

@@ -11,23 +11,30 @@ import pytest
 
 from tests.simulation.hour import run_hour
 from tierfall.core.values import LossClass
+from tierfall.policies.cadence import Bound
 
 HOURS = 800
 BLOCKS = 80
 
 
 @cache
-def lost_in(seed: int) -> Counter[LossClass]:
-    return Counter(run_hour(seed).lost)
+def seen_in(seed: int) -> Counter[str]:
+    """What was lost, and what decided about saves."""
+    hour = run_hour(seed)
+    return Counter(hour.lost) + hour.watch.bounds
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
     for seed in range(block, HOURS, BLOCKS):
-        lost_in(seed)
+        seen_in(seed)
 
 
-def test_processes_and_nodes_are_lost_often_enough_for_a_test_of_it() -> None:
-    lost = sum((lost_in(seed) for seed in range(50)), Counter())
-    assert lost[LossClass.PROCESS] > 25
-    assert lost[LossClass.NODE] > 12
+def test_all_that_may_happen_comes_about() -> None:
+    seen: Counter[str] = sum((seen_in(seed) for seed in range(50)), Counter())
+    assert seen[LossClass.PROCESS] > 25
+    assert seen[LossClass.NODE] > 12
+    bounds = set(Bound) - {Bound.OWN}
+    assert not {bound for bound in bounds if seen[bound] < 50}, (
+        "too little is saved by some cadence"
+    )

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from tests.simulation.many_hour import run_many_hour
+from tierfall.policies.cadence import Bound
 
 HOURS = 200
 BLOCKS = 50
@@ -15,7 +16,8 @@ BLOCKS = 50
 
 @cache
 def seen_in(seed: int) -> Counter[str]:
-    return Counter(run_many_hour(seed).counts)
+    hour = run_many_hour(seed)
+    return Counter(hour.counts) + hour.watches[0].bounds
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -26,5 +28,6 @@ def test_no_hour_of_several_ranks_breaks_a_promise(block: int) -> None:
 
 def test_all_that_may_happen_comes_about() -> None:
     seen: Counter[str] = sum((seen_in(seed) for seed in range(25)), Counter())
-    common = ("whole", "there", "given_up", "gone", "drop", "crash")
+    common = ("whole", "there", "given_up", "gone", "drop", "crash", "late")
+    common += tuple(bound for bound in Bound if bound is not Bound.OWN)
     assert not {what for what in common if not seen[what]}, "too little happens for a test of it"

@@ -1,4 +1,4 @@
-"""The simulation sees what it is for: each of five bugs, planted by hand, makes an hour of training break a promise."""
+"""The simulation sees what it is for: each of some bugs, planted by hand, makes an hour of training break a promise."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import run_many_hour
+from tierfall.announcing import AnnouncedSteps
 from tierfall.core.scheduler import dropping
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.values import CopyState
 from tierfall.core.view import CheckpointView, CopyView
-from tierfall.policies import eviction, guard
+from tierfall.policies import cadence, eviction, guard
 from tierfall.tiers import stored
 
 SEEDS = 60
@@ -81,6 +82,18 @@ def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_join", join)
 
 
+def save_twice_as_often(patch: pytest.MonkeyPatch) -> None:
+    """What a save costs is taken for half of it, wherever an interval is chosen by it."""
+    for name in ("overhead_steps", "daly_s"):
+        real = getattr(cadence, name)
+        patch.setattr(cadence, name, lambda cost, *more, real=real: real(cost / 4, *more))
+
+
+def save_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 saves the step that it is at, which others may have passed."""
+    patch.setattr(AnnouncedSteps, "ahead_steps", lambda self, pace_s: 0)
+
+
 def wrong(run: Callable[[int], Any], seed: int) -> str:
     try:
         run(seed)
@@ -96,7 +109,9 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (forget_a_pin, run_hour),
         (count_uncommitted_ones, run_hour),
         (drop_a_leased_copy, run_hour),
+        (save_twice_as_often, run_hour),
         (decide_per_rank, run_many_hour),
+        (save_at_once, run_many_hour),
     ],
     ids=lambda value: value.__name__,
 )

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.simulation.many import CUT, NODE_TIER, SHARED_TIER, Many, Rank
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.rank import CUT, Rank
 from tests.simulation.world import file_rules
 from tierfall.backends.faults import Fault, FaultKind, Operation
 from tierfall.core import names

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.core.scheduler.test_commits import failing, folder_is_empty, pass_time, talk, world
-from tests.simulation.many import NODE_TIER, SHARED_TIER, Many, image_of
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.rank import image_of
 from tests.simulation.world import marks_in
 from tierfall.backends.faults import Operation
 from tierfall.core import names
