@@ -53,6 +53,7 @@ _ALL: tuple[Check, ...] = (
     reading.a_prefix_ends_at_a_part,
     reading.a_scan_beside_changes_shows_what_stays,
     reading.delete_can_be_said_twice,
+    reading.many_are_deleted_by_few_calls,
     reading.no_key_leads_outside,
     reading.living_writers_are_spared,
     reading.what_the_dead_left_is_removed,

@@ -200,6 +200,24 @@ def delete_can_be_said_twice(bench: Bench) -> None:
         assert get(backend, "run/a") == b"again", "a deleted key cannot be written again"
 
 
+def many_are_deleted_by_few_calls(bench: Bench) -> None:
+    """``delete_some`` removes some of the keys and returns the others, whatever the names, until none is left; what is
+    not there is no error, and nothing else goes."""
+    with bench.backend() as backend:
+        for key in (*ODD_KEYS, "run/d/e/stays", "stays"):
+            put(backend, key, b"bytes")
+        for _ in range(2):
+            left = {*ODD_KEYS, "run/none", "none/run", "run/d/e", "run", "stays/below"}
+            while left:
+                asked, left = left, set(backend.delete_some(sorted(left)))
+                assert left < asked, "no key was done with, or another one came back"
+                there = {*keys(backend), *left} - {"run/d/e/stays", "stays"}
+                assert not there & (asked - left), "what it said to be done with is there"
+            assert keys(backend) == ["run/d/e/stays", "stays"], "too much or too little went"
+        put(backend, ODD_KEYS[0], b"again")
+        assert get(backend, ODD_KEYS[0]) == b"again", "a deleted key cannot be written again"
+
+
 def no_key_leads_outside(bench: Bench) -> None:
     """Every call refuses an invalid key with KeyInvalidError, before it touches anything."""
     with bench.backend() as backend:
@@ -275,4 +293,5 @@ def _calls(backend: Backend) -> list[tuple[str, Callable[[str], object]]]:
         ("read", lambda key: backend.read_into(key, 0, memoryview(bytearray(1)))),
         ("stat", backend.stat),
         ("delete", backend.delete),
+        ("delete_some", lambda key: backend.delete_some([key, "run/key"])),
     ]

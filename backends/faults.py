@@ -170,6 +170,11 @@ class Faulty(Wrapper):
         with self.striking(Operation.DELETE, key):
             self._inner.delete(key)
 
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        """Remove the first: each key is a deletion of its own that a fault can strike, with others gone before it."""
+        self.delete(keys[0])
+        return keys[1:]
+
     @contextmanager
     def striking(
         self, operation: Operation, key: str, size_bytes: int = 0

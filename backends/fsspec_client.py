@@ -41,6 +41,7 @@ class FsspecClient:
     """See ``ObjectClient``; full keys begin with the path of the place, as the filesystem names it."""
 
     uploads = None
+    deletions = None
 
     def __init__(self, system: AbstractFileSystem, url: str) -> None:
         protocol = url.partition("://")[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -82,6 +82,10 @@ class Limited(Wrapper):
     def delete(self, key: str) -> None:
         with self.slot():
             self._inner.delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        with self.slot():
+            return self._inner.delete_some(keys)
 
     def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
         """Pass a range on, slice by slice, each when its turn has come; an empty range is passed on too."""

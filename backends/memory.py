@@ -6,7 +6,7 @@ A published object is never changed in place, so a reader that holds one needs n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from tierfall.backends.coverage import Coverage, Extent
 from tierfall.backends.frame import AbortsOnLeave
@@ -78,6 +78,13 @@ class MemoryBackend:
         check_key(key)
         with self._lock:
             self._objects.pop(key, None)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        for key in keys:
+            check_key(key)
+        for key in keys:
+            self.delete(key)
+        return ()
 
     def discard_unfinished(self, prefix: str) -> int:
         """Return 0: what a writer never published goes with the writer."""

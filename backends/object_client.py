@@ -55,6 +55,20 @@ class Uploads(Protocol):
         ...
 
 
+class Deletions(Protocol):
+    """Requests that delete several objects at once."""
+
+    @property
+    def keys_max(self) -> int:
+        """How many one request takes."""
+        ...
+
+    def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
+        """Ask once; return the keys that the store did not delete, whose objects may be there still. Raises where
+        that is all of them: KeyNotFoundError where the store says no more than that some were not there."""
+        ...
+
+
 class Stream(Protocol):
     """One object whose bytes come in rising order; nothing is visible under its key before ``finish`` returned.
 
@@ -108,6 +122,11 @@ class ObjectClient(Protocol):
     @property
     def uploads(self) -> Uploads | None:
         """Where None, what is too large for ``put`` is written as a stream."""
+        ...
+
+    @property
+    def deletions(self) -> Deletions | None:
+        """Where None, objects are deleted one by one."""
         ...
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:

@@ -6,7 +6,7 @@ and faults are wrappers' work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from tierfall.backends.coverage import Extent
@@ -18,7 +18,7 @@ from tierfall.backends.keys import (
     is_unfinished,
     unfinished_name,
 )
-from tierfall.backends.object_client import ObjectClient
+from tierfall.backends.object_client import BareAbsenceError, ObjectClient
 from tierfall.backends.object_frame import Shop
 from tierfall.backends.object_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
 from tierfall.backends.ordered_writer import OrderedWriter
@@ -49,6 +49,7 @@ class ObjectStoreBackend:
         self._client = client
         self._read_only = read_only
         self._living: set[str] = set()
+        self._deletions = client.deletions
         try:
             conditional = self._looked() if read_only else self._probed()
         except BaseException:
@@ -132,6 +133,29 @@ class ObjectStoreBackend:
         what = self._what("delete", key)
         self._check_writable(what)
         self._remove(self._full(key), what)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        """See ``Backend``. A store that refuses a deletion of several is asked for one at a time from then on."""
+        deletions = self._deletions
+        if deletions is None or len(keys) == 1:
+            self.delete(keys[0])
+            return keys[1:]
+        batch = [self._full(check_key(key)) for key in keys[: deletions.keys_max]]
+        what = f"delete {len(batch)} objects in {self.place}"
+        self._check_writable(what)
+        try:
+            left = deletions.delete_some(batch, what)
+        except BackendError as error:
+            if error.retryable and not isinstance(error, BareAbsenceError):
+                raise
+            # What one alone is answered tells whether it is the request that the store does not take.
+            self.delete(keys[0])
+            if not isinstance(error, KeyNotFoundError):
+                self._deletions = None
+            return keys[1:]
+        # Those that failed come last: the others are asked for meanwhile.
+        failed = [full.removeprefix(self._client.prefix) for full in left]
+        return [*keys[len(batch) :], *failed]
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)

@@ -1,7 +1,8 @@
 """Objects through obstore: ``s3://``, ``gs://``, ``az://``, and for tests its own memory.
 
-obstore deletes, looks, and puts what is small. On S3 the requests of an upload in parts, of reading a range and of
-listing are made beside it, in ``s3_multipart``, ``s3_ranges`` and ``s3_listing``, signed with the same credentials.
+obstore deletes, looks, and puts what is small. On S3 the requests of an upload in parts, of reading a range, of listing
+and of deleting many are made beside it, in ``s3_multipart``, ``s3_ranges``, ``s3_listing`` and ``s3_deletions``, signed
+with the same credentials.
 Elsewhere obstore's own writer is used: it takes bytes in order, keeps up to ``_AT_ONCE`` parts in memory and on their
 way, and sends a failed part again by itself, because nobody else can. Nobody can list what it leaves unfinished when
 the process is killed: on Azure that goes after a week, on Google Cloud Storage a bucket's lifecycle rule
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import obstore
 from obstore.store import ObjectStore
 
-from tierfall.backends.object_client import Found, Stream
+from tierfall.backends.object_client import Deletions, Found, Stream
 from tierfall.backends.obstore_errors import translated
 from tierfall.backends.s3_listing import Listing
 from tierfall.backends.s3_multipart import Multipart
@@ -46,6 +47,7 @@ class ObstoreClient:
     uploads: Multipart | None = field(repr=False)
     ranges: Ranges | None = field(repr=False, default=None)
     listing: Listing | None = field(repr=False, default=None)
+    deletions: Deletions | None = field(repr=False, default=None)
     atomic_replace: bool = True
     knows_condition: bool = True
 

@@ -20,12 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import obstore
 from obstore.store import AzureStore, GCSStore
 
 from tierfall.backends.keys import place_below
-from tierfall.backends.object_client import NotServedError
+from tierfall.backends.object_client import Deletions, NotServedError
 from tierfall.backends.obstore_client import ObstoreClient
-from tierfall.backends.obstore_errors import building
+from tierfall.backends.obstore_errors import building, translated
 from tierfall.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -90,7 +91,21 @@ def open_azure(container: str, path: str, options: dict[str, Any]) -> ObstoreCli
             AzureStore(container, config=config, client_options=client, retry_config=retries)  # type: ignore[arg-type]
             for retries in (NO_RETRIES, RETRIES)
         ]
-    return _client(place, prefix, stores)
+    return _client(place, prefix, stores, deletions=AzureDeletions(stores[0]))
+
+
+class AzureDeletions:
+    """Azure's batch by obstore's call; see ``Deletions``. Google Cloud Storage has none there, only many at once."""
+
+    keys_max = 256
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
+        with translated(what):
+            obstore.delete(self._store, keys)
+        return ()
 
 
 def taken_dict(options: dict[str, Any], name: str, place: str) -> dict[str, Any]:
@@ -108,10 +123,22 @@ def check_taken(left: Collection[str], what: str) -> None:
         raise NotServedError(f"{what}: unknown options {names}: obstore has nothing for them")
 
 
-def _client(place: str, prefix: str, stores: Sequence[ObjectStore]) -> ObstoreClient:
+def _client(
+    place: str,
+    prefix: str,
+    stores: Sequence[ObjectStore],
+    *,
+    deletions: Deletions | None = None,
+) -> ObstoreClient:
     store, streams = stores
     return ObstoreClient(
-        place=place, prefix=prefix, durable=True, store=store, streams=streams, uploads=None
+        place=place,
+        prefix=prefix,
+        durable=True,
+        store=store,
+        streams=streams,
+        uploads=None,
+        deletions=deletions,
     )
 
 

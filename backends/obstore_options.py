@@ -34,6 +34,7 @@ from tierfall.backends.obstore_clouds import (
     taken_dict,
 )
 from tierfall.backends.obstore_errors import building
+from tierfall.backends.s3_deletions import S3Deletions
 from tierfall.backends.s3_lines import Lines, Timeouts
 from tierfall.backends.s3_listing import Listing
 from tierfall.backends.s3_multipart import Multipart
@@ -90,6 +91,7 @@ def _open_s3(bucket: str, path: str, options: dict[str, Any]) -> ObstoreClient:
         uploads=Multipart(lines, sign),
         ranges=Ranges(lines, sign),
         listing=Listing(lines, sign),
+        deletions=S3Deletions(lines, sign),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -156,19 +156,20 @@ class PosixBackend:
         return self._scan(prefix)
 
     def delete(self, key: str) -> None:
-        check_key(key)
-        self._check_writable("delete", key)
-        parent, _, leaf = key.rpartition("/")
-        try:
-            with self._asking("delete", key), self._folders.opened(parent) as folder:
-                self._check_regular(os.stat(leaf, dir_fd=folder, follow_symlinks=False), key)
-                os.unlink(leaf, dir_fd=folder)
-                state = f"{key!r} is gone, but may be back after a power cut"
-                self._folders.sync(folder, state=state)
-        except KeyNotFoundError:
-            # Asked and answered: there is nothing to remove, here or any more.
-            return
-        self._folders.remove_empty(parent)
+        self.delete_some([key])
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        """See ``Backend``. What lies in the folder of the first key goes, and the folder is synced once."""
+        self._check_writable("delete", keys[0])
+        parent = _folder_of(keys[0])
+        going = [check_key(key) for key in keys if _folder_of(key) == parent]
+        # Asked and answered: where the folder is not there, there is nothing to remove, here or any more.
+        with suppress(KeyNotFoundError):
+            with self._asking("delete", keys[0]), self._folders.opened(parent) as folder:
+                removed = self._unlink_all(folder, going)
+            if removed:
+                self._folders.remove_empty(parent)
+        return [key for key in keys if _folder_of(key) != parent]
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
@@ -235,6 +236,27 @@ class PosixBackend:
         finally:
             os.close(file)
 
+    def _unlink_all(self, folder: int, keys: Sequence[str]) -> bool:
+        """Remove files of one folder, durably; say whether one was there."""
+        removed = False
+        try:
+            for key in keys:
+                with suppress(KeyNotFoundError):
+                    self._unlink(folder, key)
+                    removed = True
+        finally:
+            # Where one cannot be removed as well: whoever asks again does not find those that went before it.
+            if removed:
+                state = "what was removed may be back after a power cut"
+                self._folders.sync(folder, state=state)
+        return removed
+
+    def _unlink(self, folder: int, key: str) -> None:
+        leaf = key.rpartition("/")[2]
+        with self._asking("delete", key):
+            self._check_regular(os.stat(leaf, dir_fd=folder, follow_symlinks=False), key)
+            os.unlink(leaf, dir_fd=folder)
+
     def _check_writable(self, operation: str, key: str) -> None:
         if self._read_only:
             raise AccessDeniedError(
@@ -294,6 +316,10 @@ class PosixBackend:
             self._folders.sync(descriptor, state="what was removed may be back after a power cut")
         self._folders.remove_empty(folder)
         return count
+
+
+def _folder_of(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def _open_root(path: Path, *, read_only: bool) -> Folders:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -109,6 +109,9 @@ class Retrying(Wrapper):
 
     def delete(self, key: str) -> None:
         self._patience.again(lambda: self._inner.delete(key))
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        return self._patience.again(lambda: self._inner.delete_some(keys))
 
     def discard_unfinished(self, prefix: str) -> int:
         """Return how many the last try removed: those of a try that failed halfway are not counted."""

@@ -21,7 +21,7 @@ from tierfall.backends.store_answers import answer_error, code_in, silence_error
 _ANSWER_BYTES_MAX = 16 * 1024 * 1024
 _KEEP_IDLE = 16
 _SEND_BYTES = 256 * 1024
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Lines:
         what: str,
         *,
         body: memoryview | None = None,
-        headers: Mapping[str, str] = _NO_HEADERS,
+        headers: Mapping[str, str] = NO_HEADERS,
         into: memoryview | None = None,
     ) -> Answer:
         """Ask once. A good answer's body goes into ``into``, if that is given; any other body is the answer's text."""

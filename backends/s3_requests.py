@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from urllib.parse import quote, unquote_plus, urlencode
 from xml.etree import ElementTree
 
-from tierfall.backends.s3_lines import Answer, Lines, checked
+from tierfall.backends.s3_lines import NO_HEADERS, Answer, Lines, checked
 from tierfall.backends.s3_signature import Sign
 from tierfall.core.errors import BackendError
 
@@ -28,9 +28,10 @@ class Requests:
         query: Mapping[str, str],
         what: str,
         body: memoryview | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Answer:
         """Ask once; return the answer, or raise the error that it is."""
-        return checked(self.answer(method, key, query, what, body), what)
+        return checked(self.answer(method, key, query, what, body, headers), what)
 
     def answer(
         self,
@@ -39,10 +40,12 @@ class Requests:
         query: Mapping[str, str],
         what: str,
         body: memoryview | None = None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Answer:
         """Ask once; return the answer, whatever it is."""
         url = f"{self.lines.at(key)}?{urlencode(query, quote_via=quote, safe='')}"
-        return self.lines.send(method, self.sign(method, url, what), what, body=body)
+        signed = self.sign(method, url, what)
+        return self.lines.send(method, signed, what, body=body, headers=headers)
 
 
 class Page:

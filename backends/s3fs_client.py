@@ -17,7 +17,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 from tierfall.backends.fsspec_errors import translated
 from tierfall.backends.keys import place_below
 from tierfall.backends.object_client import Found, Stream, UploadGoneError
-from tierfall.backends.store_answers import creating, is_worth_a_get, unsaid_error
+from tierfall.backends.store_answers import creating, is_worth_a_get, left_of, unsaid_error
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import BackendError
@@ -40,11 +40,12 @@ _READ_BYTES = 1024 * 1024
 
 
 class S3fsClient:
-    """See ``ObjectClient`` and ``Uploads``."""
+    """See ``ObjectClient``, ``Uploads`` and ``Deletions``."""
 
     durable = True
     atomic_replace = True
     knows_condition = True
+    keys_max = 1000
 
     def __init__(self, system: Any, url: str) -> None:
         self._system = system
@@ -55,6 +56,10 @@ class S3fsClient:
 
     @property
     def uploads(self) -> S3fsClient:
+        return self
+
+    @property
+    def deletions(self) -> S3fsClient:
         return self
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
@@ -105,6 +110,11 @@ class S3fsClient:
 
     def delete(self, key: str, what: str) -> None:
         self._ask("delete_object", what, Key=key)
+
+    def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
+        rows = [{"Key": key} for key in keys]
+        answer = self._ask("delete_objects", what, Delete={"Objects": rows})
+        return left_of(keys, answer.get("Deleted", ()), answer.get("Errors", ()), what)
 
     def begin(self, key: str, what: str) -> str:
         upload = self._ask("create_multipart_upload", what, Key=key).get("UploadId")

@@ -7,7 +7,7 @@ a store says is not repeated: about a signature it repeats the key id and the re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tierfall.backends.object_client import BareAbsenceError, ConflictError, UploadGoneError
@@ -92,6 +92,26 @@ def is_worth_a_get(error: BackendError) -> bool:
     """Say whether a GET may tell more than the answer to HEAD, which has no body: a missing bucket looks there like a
     missing object."""
     return not error.retryable or isinstance(error, BareAbsenceError)
+
+
+def left_of(
+    keys: Sequence[str],
+    deleted: Iterable[Mapping[str, str]],
+    failed: Iterable[Mapping[str, str]],
+    what: str,
+) -> list[str]:
+    """Return the keys that S3's answer to a deletion of several does not say are gone, from its rows; raise the error
+    of the first where that is all of them."""
+    gone = {row.get("Key") for row in deleted}
+    codes = {row.get("Key"): row.get("Code", "") for row in failed}
+    gone |= {key for key, code in codes.items() if _BY_CODE.get(code) is _ABSENT}
+    left = [key for key in keys if key not in gone]
+    if len(left) < len(keys):
+        return left
+    first = next((key for key in left if key in codes), None)
+    if first is None:
+        raise BackendError(f"{what}: the store does not say what it deleted")
+    raise answer_error(200, codes[first], f"{what}, {first!r}")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Retry, limits and faults derive from it and override what they are about. It own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -50,6 +50,9 @@ class Wrapper:
 
     def delete(self, key: str) -> None:
         self._inner.delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        return self._inner.delete_some(keys)
 
     def discard_unfinished(self, prefix: str) -> int:
         return self._inner.discard_unfinished(prefix)

@@ -7,7 +7,7 @@ conformance suite ``tierfall.backends.conformance`` runs every promise below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -143,9 +143,21 @@ class Backend(Protocol):
         """Remove an object, durably where the trait says so. A key that is not there is no error."""
         ...
 
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        """Remove objects, each as ``delete`` does: of one key or more as many as one request takes, in any order.
+        Return the keys that are still to be asked for, fewer than came. After an error some may be gone, and it may be
+        asked again."""
+        ...
+
     def discard_unfinished(self, prefix: str) -> int:
         """Remove what writers left under ``prefix`` without publishing, except this backend object's own living
         writers; return how many. Only for callers that know that no other process writes there."""
         ...
 
     def close(self) -> None: ...
+
+
+def delete_all(backend: Backend, keys: Sequence[str]) -> None:
+    """Remove objects in as few requests as the backend makes of them, in any order; after an error some may be gone."""
+    while keys:
+        keys = backend.delete_some(keys)

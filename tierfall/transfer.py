@@ -18,7 +18,7 @@ from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import Publish, delete_all
 from tierfall.core.documents import sha256
 from tierfall.core.errors import IntegrityError, StepError, TierfallError
 from tierfall.core.index.reading import make_index
@@ -246,12 +246,11 @@ def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
 def remove_other_forms(store: StoredTier, run: str, commit: Commit) -> None:
     """Remove what images left in the folder of a step where they were packed otherwise before."""
     prefix = names.step_prefix(run, commit.line.checkpoint)
-    for rank in range(commit.world_size):
-        shard = Shard(rank, commit.world_size)
-        forms = [names.shard_name(shard, codec) for codec in Codec]
-        for name in (*forms, names.stored_name(shard)):
-            if commit.file(name) is None:
-                store.backend.delete(prefix + name)
+    shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
+    forms = [names.shard_name(shard, codec) for shard in shards for codec in Codec]
+    forms += [names.stored_name(shard) for shard in shards]
+    kept = {file.name for file in commit.files}
+    delete_all(store.backend, [prefix + name for name in forms if name not in kept])
 
 
 def replace_document(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:

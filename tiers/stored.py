@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.contracts import Backend, Stored
+from tierfall.core.contracts import Backend, Stored, delete_all
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
     FencedError,
@@ -394,8 +394,7 @@ class StoredTier:
         others = set(found) - set(going)
         if all(name.startswith(f"{names.MARKS_FOLDER}/") for name in others):
             going += others
-        for name in going:
-            self.backend.delete(prefix + name)
+        delete_all(self.backend, [prefix + name for name in going])
         if shard is None:
             self.backend.discard_unfinished(prefix)
 

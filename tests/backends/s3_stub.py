@@ -43,13 +43,15 @@ def error_body(code: str) -> str:
 
 
 class Stub:
-    """Answers every request by ``reply(method, query)``; None answers nothing at all. ``cut_bytes`` are announced
-    beyond the body and never sent."""
+    """Answers every request by ``reply(method, query)``; None answers nothing at all. ``body`` is the last request's;
+    ``cut_bytes`` are announced beyond the answer's and never sent; ``kind`` is its content type."""
 
     def __init__(self) -> None:
         self.reply: Callable[[str, dict[str, list[str]]], Reply | None] = lambda *_: (200, "")
         self.requests: list[str] = []
+        self.body = b""
         self.cut_bytes = 0
+        self.kind = ""
         self.ended = threading.Event()
         stub = self
 
@@ -58,7 +60,7 @@ class Stub:
 
             def answer(self) -> None:
                 query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                stub.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 stub.requests.append(f"{self.command} {self.path}")
                 reply = stub.reply(self.command, query)
                 if reply is None:
@@ -69,6 +71,8 @@ class Stub:
                 self.send_response(reply[0])
                 self.send_header("Content-Length", str(len(body) + stub.cut_bytes))
                 self.send_header("ETag", '"etag"')
+                if stub.kind:
+                    self.send_header("Content-Type", stub.kind)
                 self.end_headers()
                 with suppress(ConnectionError):
                     # Whoever gave up has not waited for it.

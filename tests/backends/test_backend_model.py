@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Backend, Publish, Writer
+from tierfall.core.contracts import Backend, Publish, Writer, delete_all
 from tierfall.core.errors import BackendError, KeyExistsError, KeyNotFoundError
 
 KEYS = ("a", "a-b", "b/c", "b/c-d", "b/d/e", "b/d/f", "b-c/d", "é/🔥", "z/.x")
@@ -119,6 +119,12 @@ class BackendModel(RuleBasedStateMachine):
     def delete(self, key: str) -> None:
         self.backend.delete(key)
         self.model.pop(key, None)
+
+    @rule(several=st.lists(keys, min_size=1, unique=True))
+    def delete_several(self, several: list[str]) -> None:
+        delete_all(self.backend, several)
+        for key in several:
+            self.model.pop(key, None)
 
     @rule(key=keys, share=st.floats(0, 1), beyond=st.integers(0, 3), data=st.data())
     def read(self, key: str, share: float, beyond: int, data: st.DataObject) -> None:

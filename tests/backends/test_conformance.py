@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,20 @@ class _Strict(_Changed):
         super().delete(key)
 
 
+class _Standing(_Changed):
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        super().delete_some(keys)
+        return keys
+
+
+class _Hasty(_Changed):
+    """Says of a key that it is gone which it never asked for."""
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        super().delete_some(keys[:1])
+        return keys[2:]
+
+
 class _Borrowing(_Changed):
     """Copies only at publish."""
 
@@ -194,6 +208,8 @@ class _BorrowingWriter(WriterWrapper):
         (_Vague, "what_is_missing_is_said_to_be"),
         (_Silent, "reading_past_the_end_is_an_error"),
         (_Strict, "delete_can_be_said_twice"),
+        (_Standing, "many_are_deleted_by_few_calls"),
+        (_Hasty, "many_are_deleted_by_few_calls"),
         (_Borrowing, "a_writer_keeps_no_reference"),
     ],
 )

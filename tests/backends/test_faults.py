@@ -11,7 +11,7 @@ from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import Publish, delete_all
 from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -68,6 +68,18 @@ def test_after_a_lost_answer_the_work_is_done() -> None:
     with pytest.raises(UnreachableError):
         faulty.delete("run/new")
     assert [stored.key for stored in memory.scan("")] == ["run/key"]
+
+
+def test_a_fault_strikes_one_of_several_deletions() -> None:
+    for kind, gone in ((FaultKind.FAIL_BEFORE, 1), (FaultKind.FAIL_AFTER, 2)):
+        memory, faulty = memory_with(Fault(kind=kind, operation=Operation.DELETE, keys="*b"))
+        keys = ["run/a", "run/b", "run/c"]
+        for key in keys:
+            put(memory, key, b"x")
+        with pytest.raises(UnreachableError, match="delete 'run/b'"):
+            delete_all(faulty, keys)
+        assert [each.key for each in memory.scan("")] == [*keys[gone:], "run/key"]
+        assert [each.key for each in faulty.struck] == ["run/b"]
 
 
 def test_a_listing_breaks_off_in_the_middle() -> None:

@@ -30,6 +30,7 @@ OPERATIONS: dict[str, Callable[[Backend], object]] = {
     "stat": lambda backend: backend.stat("run/key"),
     "scan": lambda backend: list(backend.scan("run/")),
     "delete": lambda backend: backend.delete("run/key"),
+    "delete some": lambda backend: backend.delete_some(["run/key", "run/other"]),
     "discard": lambda backend: backend.discard_unfinished("run/"),
     "put": lambda backend: put(backend, "run/key", b"bytes"),
     "put long": lambda backend: put(backend, "run/key", bytes(LONG)),

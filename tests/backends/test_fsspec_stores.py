@@ -30,6 +30,7 @@ OPERATIONS: dict[str, Callable[[Backend], object]] = {
     "read": lambda backend: backend.read_into("run/key", 0, memoryview(bytearray(1))),
     "stat": lambda backend: backend.stat("run/key"),
     "scan": lambda backend: list(backend.scan("run/")),
+    "delete some": lambda backend: backend.delete_some(["run/key", "run/other"]),
     "discard": lambda backend: backend.discard_unfinished("run/"),
     "put": lambda backend: put(backend, "run/key", b"bytes"),
 }

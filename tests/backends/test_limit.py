@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -76,6 +76,10 @@ class Watched(Wrapper):
     def delete(self, key: str) -> None:
         self.see("delete")
         super().delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        self.see("delete_some", 0, len(keys))
+        return super().delete_some(keys)
 
 
 class WatchedWriter(WriterWrapper):
@@ -178,6 +182,7 @@ def test_every_call_takes_a_slot_and_gives_it_back() -> None:
     put(limited, "run/key", b"bytes")
     assert get(limited, "run/key") == b"bytes"
     limited.delete("run/key")
+    limited.delete_some(["run/key", "run/other"])
     assert [name for name, _, _ in watched.seen] == [
         "create",
         "write",
@@ -185,8 +190,9 @@ def test_every_call_takes_a_slot_and_gives_it_back() -> None:
         "stat",
         "read",
         "delete",
+        "delete_some",
     ]
-    assert free == [False] * 6, "a call went on without a slot"
+    assert free == [False] * 7, "a call went on without a slot"
     assert slots.acquire(blocking=False), "a slot was not given back"
 
 

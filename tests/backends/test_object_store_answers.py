@@ -66,6 +66,7 @@ def test_answers_are_told_apart(
         lambda: backend.stat("key"),
         lambda: list(backend.scan("")),
         lambda: backend.delete("key"),
+        lambda: backend.delete_some(["key", "other"]),
         lambda: backend.discard_unfinished(""),
         lambda: put(backend, "key", b"small"),
         lambda: backend.create("key").write(0, memoryview(bytes(PART_BYTES))),

@@ -81,6 +81,7 @@ def test_a_404_that_names_nothing_says_nothing(
         lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
         lambda: list(backend.scan("")),
         lambda: backend.delete("key"),
+        lambda: backend.delete_some(["key", "other"]),
         lambda: put(backend, "key", b"small"),
     ):
         assert isinstance(refused(call), UnreachableError)
@@ -127,6 +128,7 @@ def test_a_conflict_is_a_taken_key_only_where_a_key_was_to_be_free(
     for call in (
         lambda: put(backend, "key", b"small"),
         lambda: backend.delete("key"),
+        lambda: backend.delete_some(["key", "other"]),
         lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
     ):
         error = refused(call)

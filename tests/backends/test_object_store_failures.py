@@ -32,6 +32,7 @@ OPERATIONS: dict[str, Callable[[Backend], object]] = {
     "stat": lambda backend: backend.stat("key"),
     "scan": lambda backend: list(backend.scan("")),
     "delete": lambda backend: backend.delete("key"),
+    "delete some": lambda backend: backend.delete_some(["key", "other"]),
     "discard": lambda backend: backend.discard_unfinished(""),
     "put": lambda backend: put(backend, "key", b"bytes"),
     "begin": lambda backend: put(backend, "key", bytes(9 * MIB)),

@@ -6,7 +6,7 @@ Neither Google Cloud Storage nor Azure is here; the requests are obstore's own, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tierfall.backends.object_client import NotServedError
 from tierfall.backends.object_store import ObjectStoreBackend
 from tierfall.backends.obstore_client import ObstoreClient
 from tierfall.backends.obstore_options import open_client
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import Publish, delete_all
 from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -271,3 +271,65 @@ def test_a_long_object_given_up_is_never_completed(
     assert not any(is_end(request) for request in stub.requests)
     if client.place.startswith("gs"):
         assert stub.requests[-1].startswith("DELETE")
+
+
+BLOBS = [f"step/rank-{number:05}.json" for number in range(600)]
+
+
+class Container:
+    """Answers deletions as Azure does: each request is a batch, whose parts say of each key how it went."""
+
+    def __init__(self, stub: Stub, there: Collection[str]) -> None:
+        self._stub = stub
+        self.there = set(there)
+        self.sizes: list[int] = []
+        stub.kind = "multipart/mixed; boundary=batch"
+        stub.reply = self.reply
+
+    def reply(self, method: str, query: dict[str, list[str]]) -> Reply:
+        assert (method, query["comp"]) == ("POST", ["batch"])
+        lines = self._stub.body.decode().splitlines()
+        paths = [line.split()[1] for line in lines if line.startswith("DELETE ")]
+        self.sizes.append(len(paths))
+        parts = "".join(self._part(number, path) for number, path in enumerate(paths))
+        return 202, f"{parts}--batch--\r\n"
+
+    def _part(self, number: int, path: str) -> str:
+        key = path.partition("/run/")[2].partition("?")[0]
+        status = "202 Accepted" if key in self.there else "404 Not Found"
+        self.there.discard(key)
+        head = f"Content-Type: application/http\r\nContent-ID: {number}\r\n\r\n"
+        return f"--batch\r\n{head}HTTP/1.1 {status}\r\nx-ms-version: 1\r\n\r\n\r\n"
+
+
+@pytest.fixture
+def azure(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> ObjectStoreBackend:
+    monkeypatch.setattr(ObjectStoreBackend, "_probed", lambda self: True)
+    text = (
+        f"AccountName=acc;AccountKey={ACCOUNT_KEY};BlobEndpoint={stub.options['endpoint_url']}/acc"
+    )
+    return ObjectStoreBackend(open_client("az://bucket/run", {"connection_string": text}))
+
+
+def test_azure_takes_256_at_once(azure: ObjectStoreBackend, stub: Stub) -> None:
+    container = Container(stub, BLOBS[:600])
+    delete_all(azure, BLOBS[:600])
+    assert container.sizes == [256, 256, 88]
+    assert container.there == set()
+
+
+def test_what_azure_does_not_find_keeps_no_other(azure: ObjectStoreBackend, stub: Stub) -> None:
+    """As after an answer that was lost: the batch says no more than that one of its keys is not there."""
+    container = Container(stub, [*BLOBS[5:10], *BLOBS[300:310]])
+    delete_all(azure, [*BLOBS[:10], *BLOBS[300:310]])
+    assert container.there == set()
+    container.there, container.sizes = set(BLOBS[:4]), []
+    delete_all(azure, BLOBS[:4])
+    assert container.sizes == [4], "it was no refusal of the batch"
+
+
+def test_google_is_asked_one_by_one(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore would make ten requests at once of one call, whatever the tier's limit says."""
+    stub.reply = lambda method, query: (204, "")
+    delete_all(backend_of(cloud("gs", stub), monkeypatch), BLOBS[:4])
+    assert [request.partition(" ")[0] for request in stub.requests] == ["DELETE"] * 4

@@ -261,6 +261,7 @@ def test_a_place_opened_for_reading_is_not_changed(tmp_path: Path, driver: Drive
     for call in (
         lambda: reading.create("key"),
         lambda: reading.delete("key"),
+        lambda: reading.delete_some(["key", "other"]),
         lambda: reading.discard_unfinished(""),
     ):
         with pytest.raises(AccessDeniedError):

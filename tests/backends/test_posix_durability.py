@@ -23,7 +23,7 @@ from backend_places import (
 )
 
 from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import Publish, delete_all
 from tierfall.core.errors import (
     BackendError,
     StorageFullError,
@@ -162,6 +162,40 @@ def test_delete_is_synced(backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
     fail(monkeypatch, "fsync", errno.EIO, is_folder)
     with pytest.raises(BackendError, match="may be back after a power cut"):
         backend.delete("run/key")
+
+
+def test_of_many_deletions_each_folder_is_synced_once(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"run/{folder}{number}" for folder in ("", "marks/") for number in range(50)]
+    for key in (*keys, "run/marks/stays"):
+        put(backend, key, b"")
+    synced: list[int] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        left = [name for name in os.listdir(descriptor) if name.isdecimal()]
+        synced.append(len(left))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    delete_all(backend, ["none/key", *keys[1::2], "run/none", *keys[::2]])
+    assert synced == [0, 0], "once for each folder, after its last file went"
+    assert [each.key for each in backend.scan("")] == ["run/marks/stays"]
+
+
+def test_what_went_before_a_deletion_that_fails_is_synced(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks again does not find it, and so would not sync it any more."""
+    put(backend, "run/a", b"")
+    put(backend, "run/b", b"")
+    synced: list[list[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.listdir(descriptor)))
+    fail(monkeypatch, "unlink", errno.EIO, lambda name, **more: name == "b")
+    with pytest.raises(BackendError, match="'run/b'"):
+        backend.delete_some(["run/a", "run/b"])
+    assert synced == [["b"]]
 
 
 def test_where_folders_cannot_be_synced_the_trait_says_so(

@@ -92,6 +92,7 @@ def test_permission_denied_below_the_root_is_not_taken_for_absence(open_folder: 
             lambda: list(backend.scan("run/")),
             lambda: backend.create("run/new"),
             lambda: backend.delete("run/key"),
+            lambda: backend.delete_some(["run/key", "run/other"]),
             lambda: backend.discard_unfinished(""),
         ):
             with pytest.raises(AccessDeniedError, match="run"):
@@ -143,6 +144,8 @@ def test_links_below_the_root_are_not_followed(linked: PosixBackend) -> None:
             linked.create(key)
         with pytest.raises(AccessDeniedError, match="link"):
             linked.delete(key)
+        with pytest.raises(AccessDeniedError, match="link"):
+            linked.delete_some([key, "run/none"])
     with pytest.raises(AccessDeniedError, match="link"):
         linked.delete("run/file")
     assert [stored.key for stored in linked.scan("")] == ["run/real"]
@@ -223,6 +226,7 @@ def test_a_root_that_was_removed_is_unreachable_and_never_empty(tmp_path: Path, 
         lambda: list(backend.scan("")),
         lambda: list(backend.scan("nothing/")),
         lambda: backend.delete("run/key"),
+        lambda: backend.delete_some(["run/key", "run/other"]),
         lambda: backend.discard_unfinished(""),
         lambda: backend.create("run/key"),
     ):

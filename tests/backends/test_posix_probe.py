@@ -169,6 +169,7 @@ def test_read_only_changes_nothing(stored: Path) -> None:
         lambda: backend.create("run/new"),
         lambda: backend.delete("run/key"),
         lambda: backend.delete("run/none"),
+        lambda: backend.delete_some(["run/none", "run/key"]),
         lambda: backend.discard_unfinished(""),
     ):
         with pytest.raises(AccessDeniedError, match="reading only"):

@@ -14,7 +14,7 @@ from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.retry import Retrying
-from tierfall.core.contracts import Backend, Publish
+from tierfall.core.contracts import Backend, Publish, delete_all
 from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -87,6 +87,20 @@ def test_it_gives_up_with_the_last_error_as_it_was(operation: Operation) -> None
         call(retrying(storage, waits), operation)
     assert len(storage.struck) == 4
     assert caught.value.__notes__ == ["given up after 4 tries"]
+
+
+def test_of_several_deletions_each_is_tried_so_often_and_none_that_is_done() -> None:
+    waits = Waits()
+    memory, storage = faulty(Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, times=6))
+    inner = storage.delete
+    asked: list[str] = []
+    storage.delete = lambda key: (asked.append(key), inner(key))[1]  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(UnreachableError):
+        delete_all(retrying(storage, waits), ["run/key", "run/other"])
+    assert asked == ["run/key"] * 4
+    delete_all(retrying(storage, waits), ["run/key", "run/other"])
+    assert asked[4:] == ["run/key"] * 3 + ["run/other"]
+    assert list(memory.scan("")) == []
 
 
 def test_waits_double_up_to_a_bound_and_differ_by_chance() -> None:

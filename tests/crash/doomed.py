@@ -154,6 +154,15 @@ def _deletes(tier: str, ending: str) -> Callable[..., bool]:
     return fits
 
 
+def _unlinks(tier: str, ending: str) -> Callable[..., bool]:
+    """One file of those that go together, before their folder is synced."""
+    return lambda backend, folder, key: _deletes(tier, ending)(backend, key)
+
+
+def _deletes_some(tier: str, ending: str) -> Callable[..., bool]:
+    return lambda backend, keys: any(_deletes(tier, ending)(backend, key) for key in keys)
+
+
 _IMAGE, _PACKED = ".safetensors", ".safetensors.zst"
 _MANIFEST, _COMMIT = "-00001.json", "/commit.json"
 
@@ -226,23 +235,30 @@ PRUNE = {
     ),
     "prune-manifest": Point(
         owner=PosixBackend,
-        method="delete",
+        method="_unlink",
         after=True,
-        fits=_deletes("nvme", _MANIFEST),
+        fits=_unlinks("nvme", _MANIFEST),
         calls=(1, 3),
     ),
     "prune-image": Point(
         owner=PosixBackend,
-        method="delete",
+        method="_unlink",
         after=True,
-        fits=_deletes("nvme", _IMAGE),
+        fits=_unlinks("nvme", _IMAGE),
+        calls=(1, 3),
+    ),
+    "prune-synced": Point(
+        owner=PosixBackend,
+        method="delete_some",
+        after=True,
+        fits=_deletes_some("nvme", _IMAGE),
         calls=(1, 3),
     ),
     "prune-emptied": Point(
         owner=Folders,
         method="remove_empty",
         fits=lambda folders, folder: folders.path.name == "nvme" and "/step-" in folder,
-        calls=(3, 3),
+        calls=(2, 2),
     ),
     "prune-slow": Point(
         owner=PosixBackend, method="delete", after=True, fits=_deletes("slow", _COMMIT)

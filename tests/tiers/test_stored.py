@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.wrapper import Wrapper
 from tierfall.core.contracts import Publish
 from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
@@ -412,6 +413,28 @@ def test_a_drop_takes_the_commit_record_first(tier: StoredTier, disk: MemoryBack
     tier_on(noting).drop(CheckpointId(1, 1))
     assert order[0] == "commit.json"
     assert set(order) == {"commit.json", f"{STEM}.json", f"{STEM}.safetensors"}
+    assert keys(disk, "step-") == []
+
+
+def test_what_follows_the_commit_record_goes_by_one_call(disk: MemoryBackend) -> None:
+    asked: list[int] = []
+
+    class Counting(Wrapper):
+        def delete(self, key: str) -> None:
+            assert not asked, "the commit record goes first, alone"
+            super().delete(key)
+            asked.append(1)
+
+        def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+            asked.append(len(keys))
+            return super().delete_some(keys)
+
+    tier = tier_on(Counting(disk))
+    commit(tier, 1, marks=[mark(1, "tag-a")])
+    for rank in range(500):
+        put(disk, f"step-00000001-a0001/rank-{rank:05}-of-00500.json", b"x")
+    tier.drop(CheckpointId(1, 1))
+    assert asked == [1, 503]
     assert keys(disk, "step-") == []
 
 
