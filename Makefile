@@ -26,7 +26,7 @@ demo: .venv/.installed
 	$(BIN)/tierfall demo
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
