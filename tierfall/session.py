@@ -135,6 +135,7 @@ class Session:
             self._scattered: frozenset[CheckpointId] = frozenset()
             self._inherited: tuple[Commit, ...] = ()
             self._deleted: frozenset[CheckpointId] = frozenset()
+            self._marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = {}
             self.puts_together = adopts and (self.ranks.many or self._has_images_of_others())
             check_life(
                 self.hosts(),
@@ -175,6 +176,7 @@ class Session:
         self._scattered = start.scattered
         self._inherited = start.inherited
         self._deleted = start.deleted
+        self._marks = start.marks
         return start.first
 
     def take_attempt(self) -> Attempt:
@@ -288,6 +290,7 @@ class Session:
         self.host.release_damaged()  # it was said, and makes room
         images = images_in(self.hosts())
         self.inheritance = take_over(ledger, images, self.adopted, self._saved_by_others())
+        ledger.note_marks(self._marks)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), self._writer),

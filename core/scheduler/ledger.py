@@ -210,6 +210,14 @@ class Ledger:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
 
+    def note_marks(self, marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]]) -> None:
+        """Note the marks that ranks together found, by tier: all decide alike, whoever of them read a mark."""
+        for tier, found in marks.items():
+            for id, names_of_marks in found.items():
+                if self._has(tier, id):
+                    entry = self.entries[id]
+                    entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks
+
     def note_partial(self, listings: Iterable[Listing]) -> None:
         """Note what has a commit record on the part of a tier that is seen here, and is not whole on all of it: a start
         died while it was committed there, or dropped; or a machine is missing."""

@@ -147,6 +147,7 @@ class Rank:
         ledger.deleted = start.deleted
         ledger.note_partial(x for x in listings if x.tier in start.seen)
         self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
+        ledger.note_marks(start.marks)
         attempt = self.world.attempt
         self.runner = TaskRunner(
             self.stores,

@@ -11,6 +11,7 @@ from tests.simulation.world import marks_in
 from tierfall.backends.faults import Operation
 from tierfall.core import names
 from tierfall.core.errors import StorageFullError, UnreachableError
+from tierfall.core.records import Mark
 from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.values import CheckpointId, Shard
 
@@ -18,13 +19,17 @@ ONE = CheckpointId(1, 1)
 
 
 def killed_with_all_in_memory(
-    places: list[list[int]], node_of: tuple[int, ...], tiers: str = "both"
+    places: list[list[int]], node_of: tuple[int, ...], tiers: str = "both", *, pinned: bool = False
 ) -> Many:
-    """All ranks have sealed step 1 and are killed; at the next start each finds the images of those ranks."""
+    """All ranks have sealed step 1, and perhaps pinned it, and are killed; at the next start each finds the images of
+    those ranks."""
     run = world(node_of, tiers)
     for rank in run.ranks:
         rank.save(1)
     talk(run)
+    for rank in run.ranks if pinned else ():
+        mark = Mark(name=names.PIN_MARK, checkpoint=ONE, wall_time_s=0.0)
+        rank.memory.regions[0].add_mark(mark.encode())
     run.crash()
     regions = {rank.number: list(rank.memory.regions) for rank in run.ranks}
     for rank, there in zip(run.ranks, places, strict=True):
@@ -138,6 +143,17 @@ def test_a_persons_orders_reach_every_part_in_memory(places: list[list[int]]) ->
     assert not any(rank.memory.regions for rank in run.ranks)
     assert folder_is_empty(run, NODE_TIER)
     assert folder_is_empty(run, SHARED_TIER)
+
+
+@pytest.mark.parametrize(("places", "node_of"), PLACES)
+def test_all_ranks_know_of_a_pin_whoever_has_the_image_now(
+    places: list[list[int]], node_of: tuple[int, ...]
+) -> None:
+    """Else they would not agree on what a tier is owed, and wait for each other's parts for ever."""
+    run = killed_with_all_in_memory(places, node_of, pinned=True)
+    assert all(rank.coordinator.ledger.entries[ONE].pinned for rank in run.ranks)
+    run.settle()
+    assert all(ONE in rank.committed(SHARED_TIER) for rank in run.ranks)
 
 
 def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:
