@@ -341,9 +341,7 @@ class Coordinator:
             found = self.ledger.entries.get(id)
             wanted = found is not None and tier in found.owed
             if tier in self.lanes and not wanted and not self.lanes[tier].is_at(id):
-                own = found is not None and found.parts is None and self.commits
-                shard = found.shard if own and found is not None else None
-                self.dropper.collect(tier, id, "it was left unfinished", shard=shard)
+                self._flusher.collect(tier, id, "it was left unfinished")
 
     def _note_owed(self, only: Entry | None = None) -> None:
         """Work out what is owed of checkpoints that were found, or of one of them."""

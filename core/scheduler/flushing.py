@@ -170,6 +170,8 @@ class Flusher:
             return False
         if fits:
             return True  # above the high watermark, where nothing more may go
+        if self.others.decides and not self.others.land_only and self._clear_up(lane, entry):
+            return False
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
@@ -187,6 +189,20 @@ class Flusher:
         if free >= need and capacity is not None:
             free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
         return need, free
+
+    def _clear_up(self, lane: Lane, entry: Entry) -> bool:
+        """Remove what failed tries have left of copies that come after this one: else they would wait for each other."""
+        left = [id for tier, id in self._ledger.unfinished if tier == lane.tier and id != entry.id]
+        for id in left:
+            self.collect(lane.tier, id, "it was left unfinished, and room is needed")
+        return bool(left)
+
+    def collect(self, tier: str, id: CheckpointId, reason: str) -> None:
+        """Remove what is left of a copy that was never committed: of several ranks' only what is this one's."""
+        entry = self._ledger.entries.get(id)
+        own = entry is not None and entry.parts is None and self.others.land_only
+        shard = entry.shard if own and entry is not None else None
+        self._dropper.collect(tier, id, reason, shard=shard)
 
     def _relieve(self, lane: Lane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules say so and it makes room here."""

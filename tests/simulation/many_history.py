@@ -32,7 +32,7 @@ from tierfall.core.ranks.council import Topic
 from tierfall.core.records import Commit
 from tierfall.core.scheduler.tasks import CommitCopy, Task
 from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import CheckpointId, Codec, SaveOutcome, WhenFull
+from tierfall.core.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0
@@ -356,9 +356,19 @@ class ManyHistory:
 
     def _check_durable(self) -> None:
         """The newest checkpoint on what survives a loss never gets older. What was given up before the last record of
-        it came, as where an earlier start had left the others, is none."""
+        it came, as where an earlier start had left the others, is none; nor is what rank 0 has begun to drop, or who
+        deletes the others meanwhile would be to blame."""
+        known = self.world.ranks[0].coordinator.ledger.entries
+        leaving = {
+            (tier, id)
+            for id, entry in known.items()
+            for tier in self.tiers
+            if entry.state(tier) is CopyState.LEAVING
+        }
         here = {
-            tier: {id for id in self.world.committed(tier) if (tier, id) not in self.given_up}
+            tier: {
+                id for id in self.world.committed(tier) if (tier, id) not in self.given_up | leaving
+            }
             for tier in self.tiers
         }
         self.committed |= {(tier, id) for tier, ids in here.items() for id in ids}

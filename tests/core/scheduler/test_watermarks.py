@@ -48,6 +48,24 @@ def test_without_watermarks_only_as_much_goes_as_is_needed() -> None:
     assert len(held) in (3, 4)
 
 
+def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off_for_ever() -> None:
+    """The tier takes them in the order in which they were saved, and what is left of the second fills it."""
+    world = saved(
+        World([file_rules("nvme", capacity_bytes=int(1.5 * ENTRY)), file_rules("store")]),
+        range(1, 3),
+    )
+    assert (world.steps_on("nvme"), world.steps_on("store")) == ([2], [1, 2])
+    world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
+    world.crash()
+    world.start()
+    assert world.steps_on("nvme") == []
+    owed = {(id.step, tier) for id, tier in world.coordinator.left_undone()}
+    assert owed == {(1, "nvme"), (2, "nvme")}
+    world.settle()
+    assert world.steps_on("nvme") == [2]
+    assert not world.coordinator.ledger.failing
+
+
 def test_what_may_not_go_does_not_stop_a_copy_that_has_room() -> None:
     rules = file_rules("nvme", capacity_bytes=6 * ENTRY, evict_high=0.3, evict_low=0.1)
     world = World([rules])
