@@ -69,8 +69,9 @@ def _held(
     gone: frozenset[CheckpointId],
 ) -> bool:
     """Say whether a live checkpoint of that step or newer survives that loss by another copy."""
+    left = _is_being_left(view, above)
     for other in reversed(view.checkpoints):  # one of the newest mostly answers
-        if not other.live or other.id < above.id:
+        if not other.live or other.id < above.id or (not left and _is_being_left(view, other)):
             continue
         for tier in view.tiers:
             if _RANK[tier.survives] < _RANK[lost] or other.state(tier.name) is not DURABLE:
@@ -79,6 +80,17 @@ def _held(
                 continue
             return True
     return False
+
+
+def _is_being_left(view: View, checkpoint: CheckpointView) -> bool:
+    """Say whether a live checkpoint is abandoned with the first save of this start, which went back behind it."""
+    start = view.restored_from
+    return (
+        start is not None
+        and view.attempt is not None
+        and checkpoint.id.attempt < view.attempt
+        and checkpoint.id.step > start.step
+    )
 
 
 def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | None:
