@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -58,6 +59,27 @@ def test_an_interval_follows_a_cost_that_doubles_and_comes_back() -> None:
     loop.blocked_s, loop.slower_s = 0.25, 0.125
     loop.run(6 * STEPS)
     assert loop.cadence.report().interval_steps == STEPS
+
+
+@pytest.mark.parametrize("every", [2, 3, 10])
+def test_an_overhead_is_kept_where_only_some_saves_go_to_a_tier_that_slows_steps_down(
+    every: int,
+) -> None:
+    tiers = (HOST, replace(STORE, flush_every=every))
+    loop = Loop(replace(OVERHEAD, tiers=tiers), flush_every=every, blocked_s=0.125, durable_s=6.0)
+    loop.run(40 * STEPS)
+    report = loop.cadence.report()
+    assert report.cost_s == pytest.approx(0.125 + 0.125 * math.ceil(6.0 / 0.625) / every)
+    saves = every * (len(loop.saved) // every + 1)
+    loop.run_to(saves)
+    began_s, began = loop.now_s, loop.step
+    loop.run_to(saves + 3 * every)
+    trained_s = (loop.step - began) * 0.5
+    assert (loop.now_s - began_s) / trained_s - 1 == pytest.approx(0.035, abs=0.002)
+    loop.blocked_s, loop.slower_s = 0.25, 0.25
+    loop.run(80 * STEPS)
+    report = loop.cadence.report()
+    assert report.cost_s == pytest.approx(0.25 + 0.25 * math.ceil(6.0 / 0.75) / every)
 
 
 def test_an_interval_follows_steps_that_take_longer_and_come_back() -> None:

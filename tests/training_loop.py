@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 from tierfall.announcing import AnnouncedSteps
@@ -22,7 +23,7 @@ STORE = TierRules(
 class Loop:
     """Steps take ``step_s``; a save blocks for ``blocked_s``, a tier has it after ``durable_s`` seconds, and each step
     until then takes ``slower_s`` more. Saves wait for the tier one after the other. While ``copies_others``, a tier is
-    taking what no save of this loop has made, and steps are slower too."""
+    taking what no save of this loop has made, and steps are slower too. The store gets every ``flush_every``-th."""
 
     rules: CadenceRules
     step_s: float = 0.5
@@ -31,6 +32,7 @@ class Loop:
     slower_s: float = 0.125
     images: int = 2
     copies_others: bool = False
+    flush_every: int = 1
     now_s: float = 1000.0
     step: int = 0
     saved: list[int] = field(default_factory=list)
@@ -58,25 +60,35 @@ class Loop:
                 self.save()
         return self.saved[before:]
 
+    def run_to(self, saves: int) -> None:
+        """Train until so many saves were made."""
+        while len(self.saved) < saves:
+            self.run(1)
+
     def _train(self, stride: int) -> None:
         for _ in range(stride):
             under_way = self.copies_others or any(not h.tell_settled() for h in self.handles)
             self.now_s += self.step_s + (self.slower_s if under_way else 0.0)
         self.step += stride
         for handle in self.handles:
-            if self._due[handle.step] <= self.now_s and not handle.done("store"):
+            if self._due.get(handle.step, math.inf) <= self.now_s and not handle.done("store"):
                 handle.tell_committed("store")
 
     def save(self) -> None:
         """Save here and now, as a call of ``save`` does."""
+        flushed = len(self.handles) % self.flush_every == self.flush_every - 1
         handle = SaveHandle(
-            CheckpointId(self.step, 1), ("store",), in_memory="host", clock=lambda: self.now_s
+            CheckpointId(self.step, 1),
+            ("store",) if flushed else (),
+            in_memory="host",
+            clock=lambda: self.now_s,
         )
         self.now_s += self.blocked_s
         handle.tell_begun(bytes=1000, lazy=True, blocked_s=self.blocked_s)
         handle.tell_captured()
-        last_s = max(self._due.values(), default=0.0)
-        self._due[self.step] = max(self.now_s, last_s) + self.durable_s
+        if flushed:
+            last_s = max(self._due.values(), default=0.0)
+            self._due[self.step] = max(self.now_s, last_s) + self.durable_s
         self.handles.append(handle)
         self.saved.append(self.step)
         self.times.append(self.now_s)

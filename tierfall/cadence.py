@@ -7,6 +7,7 @@ measures; with several ranks rank 0 decides, and the announced steps bring it to
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -95,7 +96,7 @@ class Cadence:
         self._stride = 1
         self._last_planned: int | None = None
         self._due_s = clock() + (rules.every_s or 0.0)
-        self.meter = Meter(clock())
+        self.meter = Meter(clock(), cycle=math.lcm(*(tier.flush_every for tier in rules.tiers)))
         self._images_now = 1
         self._choice = choose_interval(rules, self._measured())
 

@@ -20,8 +20,8 @@ SKIPPED = 2
 """So many steps after a start are not counted: they compile, allocate and fill caches."""
 FEW_STEPS = 8
 REMEMBERED_STEPS = 64
-REMEMBERED_SAVES = 3
-"""A cost is the median of so many saves: one odd save changes nothing, a change shows after two."""
+REMEMBERED_CYCLES = 3
+"""A cost is the median of so many: one odd save changes nothing, a change shows after two."""
 REMEMBERED_FLUSHES = 5
 STALE_STEPS = 256
 """After so many affected steps in a row what a clean one takes is not known any better than by these."""
@@ -58,18 +58,20 @@ class _Progress:
 
 
 class Meter:
-    """See the module. ``changed`` is set where a choice made before is to be made again."""
+    """See the module. In ``cycle`` saves every tier gets one, whatever its ``flush.every``. ``changed`` is set where a
+    choice made before is to be made again."""
 
-    def __init__(self, began_s: float) -> None:
+    def __init__(self, began_s: float, *, cycle: int = 1) -> None:
         self._began_s = began_s
+        self._cycle = cycle
         self._last: tuple[int, float] | None = None
         self._skip = SKIPPED
         self._clean: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._affected: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self._since_clean = 0
+        self._seen_clean = self._since_clean = 0
         self._window: _Window | None = None
         self._under_way: list[SaveHandle] = []
-        self._costs: deque[float] = deque(maxlen=REMEMBERED_SAVES)
+        self._costs: deque[float] = deque(maxlen=REMEMBERED_CYCLES * cycle)
         self._durable: dict[str, deque[float]] = {}
         self._progress = _Progress()
         self.saves = 0
@@ -111,9 +113,11 @@ class Meter:
             self._count_affected(steps, pace_counts=True)
         else:
             self._clean.append(self._paces[-1])
+            self._seen_clean += 1
             if len(self._clean) >= PROFILE_STEPS:
                 self._since_clean = 0
-            self.changed |= len(self._clean) == PROFILE_STEPS
+                few = self._seen_clean <= REMEMBERED_STEPS  # then each may tell much
+                self.changed |= few or self._seen_clean % PROFILE_STEPS == 0
         if self.saves == 0 and len(self._clean) + len(self._affected) == PROFILE_STEPS:
             self.changed = True
 
@@ -190,8 +194,15 @@ class Meter:
 
     @property
     def cost_s(self) -> float | None:
-        """Seconds that a save adds; None before one was seen to its end, the first since open aside."""
-        return statistics.median(self._costs) if self._costs else None
+        """Seconds that a save adds, on average over a cycle; None before one was seen to its end, the first since open
+        aside."""
+        newest_first = list(reversed(self._costs))
+        cycles = [
+            newest_first[at : at + self._cycle] for at in range(0, len(newest_first), self._cycle)
+        ]
+        whole = [cycle for cycle in cycles if len(cycle) == self._cycle]
+        means = [statistics.fmean(cycle) for cycle in whole or cycles]
+        return statistics.median(means) if means else None
 
     @property
     def durable_s(self) -> dict[str, float]:
