@@ -294,4 +294,5 @@ def _calls(backend: Backend) -> list[tuple[str, Callable[[str], object]]]:
         ("stat", backend.stat),
         ("delete", backend.delete),
         ("delete_some", lambda key: backend.delete_some([key, "run/key"])),
+        ("delete_some", lambda key: backend.delete_some(["run/key", key])),
     ]

@@ -137,10 +137,11 @@ class ObjectStoreBackend:
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """See ``Backend``. A store that refuses a deletion of several is asked for one at a time from then on."""
         deletions = self._deletions
+        keys = [check_key(key) for key in keys]
         if deletions is None or len(keys) == 1:
             self.delete(keys[0])
             return keys[1:]
-        batch = [self._full(check_key(key)) for key in keys[: deletions.keys_max]]
+        batch = [self._full(key) for key in keys[: deletions.keys_max]]
         what = f"delete {len(batch)} objects in {self.place}"
         self._check_writable(what)
         try:
@@ -148,10 +149,13 @@ class ObjectStoreBackend:
         except BackendError as error:
             if error.retryable and not isinstance(error, BareAbsenceError):
                 raise
+            if isinstance(error, KeyNotFoundError):  # of one of them, and nobody says which
+                for key in keys[: len(batch)]:
+                    self.delete(key)
+                return keys[len(batch) :]
             # What one alone is answered tells whether it is the request that the store does not take.
             self.delete(keys[0])
-            if not isinstance(error, KeyNotFoundError):
-                self._deletions = None
+            self._deletions = None
             return keys[1:]
         # Those that failed come last: the others are asked for meanwhile.
         failed = [full.removeprefix(self._client.prefix) for full in left]

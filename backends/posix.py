@@ -160,9 +160,10 @@ class PosixBackend:
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """See ``Backend``. What lies in the folder of the first key goes, and the folder is synced once."""
+        keys = [check_key(key) for key in keys]
         self._check_writable("delete", keys[0])
         parent = _folder_of(keys[0])
-        going = [check_key(key) for key in keys if _folder_of(key) == parent]
+        going = [key for key in keys if _folder_of(key) == parent]
         # Asked and answered: where the folder is not there, there is nothing to remove, here or any more.
         with suppress(KeyNotFoundError):
             with self._asking("delete", keys[0]), self._folders.opened(parent) as folder:

@@ -75,14 +75,18 @@ def forecast_day(
     def ends(then: float, now: float) -> float:
         return now + (now - then) * trend
 
+    saves = round(ends(half.saves, end.saves))
+    course = (half, end, trend)
     made = DayForecast(
         horizon_s=horizon_s,
         played_s=end.at_s,
-        saves=round(ends(half.saves, end.saves)),
+        saves=saves,
         skipped=round(ends(half.skipped, end.skipped)),
         superseded=round(ends(half.superseded, end.superseded)),
         waited_s=ends(half.waited_s, end.waited_s),
-        tiers=tuple(_tier(rules, chain, load, play, (half, end, trend)) for rules in chain.rules),
+        tiers=tuple(
+            _tier(rules, chain, load, play, course, saves_max=saves) for rules in chain.rules
+        ),
         reasons=(),
     )
     return replace(made, reasons=tuple(_reasons(made)))
@@ -112,12 +116,14 @@ def _tier(
     load: Workload,
     play: Play,
     course: tuple[Mark, Mark, float],
+    *,
+    saves_max: int,
 ) -> TierForecast:
     half, end, trend = course
     name, size = rules.name, play.copy_bytes[rules.name]
     counted = play.counted[name]
     grown = max(0, end.kept[name] - half.kept[name])
-    kept = round(play.kept(name) + grown * trend)
+    kept = min(saves_max, round(play.kept(name) + grown * trend))
     full_s = counted.full_s
     if rules.kind is not TierKind.HOST and rules.capacity_bytes is not None:
         most = rules.capacity_bytes // size

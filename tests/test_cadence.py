@@ -260,3 +260,16 @@ def test_after_going_back_the_interval_goes_on_from_there() -> None:
     loop.step = 150
     loop.cadence.go_on_from(150)
     assert loop.run(2 * STEPS) == [150 + STEPS, 150 + 2 * STEPS]
+
+
+def test_a_second_save_comes_though_steps_are_seen_by_fifties_beside_what_an_earlier_start_left() -> (
+    None
+):
+    """So many steps without one that shows what it takes alone: those beside copies have to do."""
+    loop = Loop(OVERHEAD)
+    loop.run(3 + 5, stride=50)
+    loop.copies_others = True
+    loop.run(6, stride=50)
+    assert len(loop.saved) == 1
+    loop.run(10, stride=50)
+    assert len(loop.saved) >= 2, loop.cadence.report()

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tierfall.announcing import TOPIC, AnnouncedSteps, LeaveOut
 from tierfall.config import Config, Interval
@@ -55,6 +55,14 @@ def _by_class(*times: float | None) -> dict[LossClass, float]:
     return {loss: s for loss, s in zip(classes, times, strict=True) if s is not None}
 
 
+def cycle_of(tiers: Sequence[TierRules]) -> int:
+    """Return so many saves that one such row of them costs what the next one does: in each, tiers get as many copies.
+    Where that were many more than the rarest tier's ``flush.every``, about as many have to do."""
+    longest = max((tier.flush_every for tier in tiers), default=1)
+    alike = math.lcm(*(tier.flush_every for tier in tiers))
+    return alike if alike <= 3 * longest else longest
+
+
 def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence:
     """Make the cadence of a run that is about to begin; rank 0's announcements are listened to from then on."""
     others = None
@@ -96,7 +104,7 @@ class Cadence:
         self._stride = 1
         self._last_planned: int | None = None
         self._due_s = clock() + (rules.every_s or 0.0)
-        self.meter = Meter(clock(), cycle=math.lcm(*(tier.flush_every for tier in rules.tiers)))
+        self.meter = Meter(clock(), cycle=cycle_of(rules.tiers))
         self._images_now = 1
         self._choice = choose_interval(rules, self._measured())
 

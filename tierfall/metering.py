@@ -126,7 +126,9 @@ class Meter:
             self._affected.append(self._paces[-1])
         before = self._since_clean
         self._since_clean += steps
-        self.changed |= before <= STALE_STEPS < self._since_clean
+        if self._since_clean > STALE_STEPS:  # from then on these tell what a step takes
+            enough = pace_counts and len(self._affected) == PROFILE_STEPS
+            self.changed |= before <= STALE_STEPS or enough
 
     def saved(self, handle: SaveHandle) -> None:
         """A save has begun at the step of the last ``tick``, or at one that there was no tick for."""

@@ -10,6 +10,7 @@ import logging
 import queue
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tierfall.core.bell import Bell
@@ -352,7 +353,8 @@ class Coordinator:
                 continue
             ours = entry.shard == self.ledger.shard or entry.parts is not None
             if entry.commit is not None and (ours or self._tending):
-                owed = self._policies.still_owed(view, checkpoint)
+                pinned = checkpoint.pinned or checkpoint.id in self.ledger.found_pinned
+                owed = self._policies.still_owed(view, replace(checkpoint, pinned=pinned))
                 entry.owed.update(
                     name for name in owed if name in self.lanes and name not in entry.damage
                 )

@@ -265,20 +265,22 @@ class Dropper:
 
     def collect(
         self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None
-    ) -> None:
-        """Remove what is left of a copy that was never committed; of one ``shard`` only, where others' may go on."""
-        self.leave(DropCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
+    ) -> bool:
+        """Remove what is left of a copy that was never committed; of one ``shard`` only, where others' may go on. As
+        ``leave`` says, False where it is on its way out."""
+        return self.leave(DropCopy(tier=tier, id=id, reason=reason, unfinished=True, shard=shard))
 
-    def leave(self, task: DropCopy) -> None:
-        """Let a copy go, whatever was planned."""
+    def leave(self, task: DropCopy) -> bool:
+        """Let a copy go, whatever was planned; False where it is on its way out already, or that failed."""
         entry = self._ledger.entries.get(task.id)
         if entry is not None and not task.unfinished:
             entry.set_state(task.tier, CopyState.LEAVING)
         if task.id in self._leaving[task.tier] or (self._cancelled and task.unfinished):
-            return
+            return False
         self._leaving[task.tier].add(task.id)
         logger.info("%s: %s is dropped: %s", task.tier, task.id, task.reason)
         self._dispatch(task)
+        return True
 
     def take_dropped(self, task: DropCopy, outcome: Outcome, now_s: float) -> bool:
         """Take what became of a deletion; True when there is more room now.

@@ -161,6 +161,8 @@ class Flusher:
     ) -> bool:
         """Carry an eviction out, and say whether a copy may be begun at once."""
         fits = free >= need
+        if not fits and not self.others.land_only and self._clear_up(lane, entry):
+            return False
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
@@ -170,8 +172,6 @@ class Flusher:
             return False
         if fits:
             return True  # above the high watermark, where nothing more may go
-        if self.others.decides and not self.others.land_only and self._clear_up(lane, entry):
-            return False
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
@@ -191,18 +191,20 @@ class Flusher:
         return need, free
 
     def _clear_up(self, lane: Lane, entry: Entry) -> bool:
-        """Remove what failed tries have left of copies that come after this one: else they would wait for each other."""
-        left = [id for tier, id in self._ledger.unfinished if tier == lane.tier and id != entry.id]
-        for id in left:
-            self.collect(lane.tier, id, "it was left unfinished, and room is needed")
-        return bool(left)
+        """Remove what failed tries have left of other copies, and say whether that has begun: a copy that comes later
+        would wait for this one, and this one for its room."""
+        unfinished = [id for tier, id in self._ledger.unfinished if tier == lane.tier]
+        others = [id for id in unfinished if id != entry.id]
+        why = "it was left unfinished, and room is needed"
+        return any([self.collect(lane.tier, id, why) for id in others])
 
-    def collect(self, tier: str, id: CheckpointId, reason: str) -> None:
-        """Remove what is left of a copy that was never committed: of several ranks' only what is this one's."""
+    def collect(self, tier: str, id: CheckpointId, reason: str) -> bool:
+        """Remove what is left of a copy that was never committed, of several ranks' only what is this one's; False
+        where that was tried already."""
         entry = self._ledger.entries.get(id)
         own = entry is not None and entry.parts is None and self.others.land_only
         shard = entry.shard if own and entry is not None else None
-        self._dropper.collect(tier, id, reason, shard=shard)
+        return self._dropper.collect(tier, id, reason, shard=shard)
 
     def _relieve(self, lane: Lane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules say so and it makes room here."""
@@ -302,7 +304,8 @@ class Flusher:
         """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
-        self.notes.flush_failed(lane.tier, entry.id, error)
+        if lane.tier in entry.owed:  # else it was said when it was given up
+            self.notes.flush_failed(lane.tier, entry.id, error)
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)

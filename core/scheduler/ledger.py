@@ -187,6 +187,8 @@ class Ledger:
         self.least_ordinal = 0
         self.now_s = 0.0
         self.wall_offset_s = 0.0
+        self.found_pinned: set[CheckpointId] = set()
+        """What some rank found a pin of at the start, perhaps where this one has no copy."""
         self.read_rates: Callable[[], Mapping[str, float]] = dict
 
     def set_clock(self, *, now_s: float, wall_time_s: float) -> None:
@@ -214,6 +216,8 @@ class Ledger:
         """Note the marks that ranks together found, by tier: all decide alike, whoever of them read a mark."""
         for tier, found in marks.items():
             for id, names_of_marks in found.items():
+                if names.PIN_MARK in names_of_marks:
+                    self.found_pinned.add(id)
                 if self._has(tier, id):
                     entry = self.entries[id]
                     entry.marks[tier] = entry.marks.get(tier, frozenset()) | names_of_marks

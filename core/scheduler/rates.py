@@ -94,12 +94,8 @@ class Rates:
         """Return how fast copies come to a tier while they run, with all waits for a pace; None before the first."""
         return _rate(self._given, tier)
 
-    def read_bytes_per_s(self, tier: str) -> float | None:
-        """Return how fast a stored tier was read, by flushes to other tiers and by restores; None before the first."""
-        return _rate(self._reads, tier)
-
     def read_rates(self) -> dict[str, float]:
-        """Return those of all tiers that were read."""
+        """Return how fast each tier was read, in bytes per second, by flushes to other tiers and by restores."""
         found = {tier: moving.per_s for tier, moving in self._reads.items()}
         return {tier: rate for tier, rate in found.items() if rate is not None}
 

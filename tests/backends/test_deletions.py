@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
@@ -22,6 +22,7 @@ from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
     KeyInvalidError,
+    KeyNotFoundError,
     UnreachableError,
 )
 from tierfall.core.values import Driver
@@ -221,6 +222,26 @@ def test_a_store_that_does_not_take_it_is_asked_one_by_one_from_then_on(
     delete_all(backend, FEW)
     methods = [request.partition(" ")[0] for request in stub.requests]
     assert methods == ["POST", *["DELETE"] * 8]
+
+
+def test_a_request_that_fails_for_what_is_not_there_is_not_made_again_for_each_key(
+    backend: ObjectStoreBackend, stub: Stub
+) -> None:
+    """As Azure answers. What is there goes, by requests for one."""
+    asked: list[int] = []
+
+    class OnlyAll:
+        keys_max = 2
+
+        def delete_some(self, keys: Sequence[str], what: str) -> Sequence[str]:
+            asked.append(len(keys))
+            raise KeyNotFoundError(f"{what}: one is not there")
+
+    backend._deletions = OnlyAll()
+    stub.reply = lambda method, query: (204, "")
+    delete_all(backend, FEW)
+    assert asked == [2, 2]
+    assert [request.partition(" ")[0] for request in stub.requests] == ["DELETE"] * 4
 
 
 def test_rights_that_are_missing_are_no_refusal_of_the_request(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rules import NEWEST_FIRST, retained
@@ -232,7 +232,18 @@ def chains(draw: st.DrawFn) -> tuple[Chain, Workload]:
     return chain, every(draw(st.floats(20.0, 7200.0)), size)
 
 
+UP_AND_DOWN = Chain(
+    rules=(HOST, disk("t0"), disk("t1", flush_every=2)),
+    rates={"t0": GB / 21, "t1": 1.0 * GB},
+    shared=frozenset(),
+    host_bytes=GB,
+    max_wait_s=1.0,
+)
+"""Its trend, rounded, would have a tier keep more than is saved."""
+
+
 @settings(max_examples=25, deadline=None)
+@example((UP_AND_DOWN, every(20.0, GB)))
 @given(chains())
 def test_no_chain_is_filled_beyond_its_bounds_and_nothing_is_lost_count_of(
     case: tuple[Chain, Workload],

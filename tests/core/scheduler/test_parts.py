@@ -7,7 +7,7 @@ import pytest
 from tests.core.scheduler.test_commits import failing, folder_is_empty, pass_time, talk, world
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import image_of
-from tests.simulation.world import marks_in
+from tests.simulation.world import World, file_rules, marks_in
 from tierfall.backends.faults import Operation
 from tierfall.core import names
 from tierfall.core.errors import StorageFullError, UnreachableError
@@ -154,6 +154,26 @@ def test_all_ranks_know_of_a_pin_whoever_has_the_image_now(
     assert all(rank.coordinator.ledger.entries[ONE].pinned for rank in run.ranks)
     run.settle()
     assert all(ONE in rank.committed(SHARED_TIER) for rank in run.ranks)
+
+
+def test_a_pin_that_another_rank_found_counts_for_what_is_owed_where_this_one_has_no_such_copy() -> (
+    None
+):
+    """It lies in the memory of a rank that came back; this one knows the checkpoint from a store alone."""
+    alone = World([file_rules("nvme", retain_last=1), file_rules("store")])
+    for step in (1, 2):
+        alone.save(step)
+        alone.settle()
+    assert alone.steps_on("nvme") == [2]
+    alone.stores["nvme"].drop(CheckpointId(2, 1))
+    alone.memory.regions.clear()
+    alone.crash()
+    alone.start()
+    nvme = {id for id, tier in alone.coordinator.left_undone() if tier == "nvme"}
+    assert nvme == {CheckpointId(2, 1)}
+    alone.coordinator.ledger.note_marks({"host": {ONE: frozenset({names.PIN_MARK})}})
+    alone.coordinator._note_owed()
+    assert (ONE, "nvme") in alone.coordinator.left_undone()
 
 
 def test_what_is_pinned_in_memory_and_nowhere_else_stays_when_a_newer_one_is_durable() -> None:

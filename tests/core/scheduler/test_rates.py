@@ -74,7 +74,7 @@ def test_what_a_throttled_tier_brings_is_measured_on_the_virtual_clock() -> None
     tiers = [file_rules("nvme"), file_rules("pfs")]
     world = Throttled(tiers, bytes_per_s={"nvme": FAST, "pfs": SLOW})
     rates = world.coordinator.rates
-    assert rates.write_bytes_per_s("nvme") is rates.read_bytes_per_s("nvme") is None
+    assert (rates.write_bytes_per_s("nvme"), rates.read_rates()) == (None, {})
     for step in range(1, 5):
         world.save_soon(step)
         world.go_on(25.0)
@@ -117,10 +117,10 @@ def test_a_pace_never_lowers_what_was_measured_without_one_but_a_slower_tier_doe
 def test_reads_of_a_stored_tier_and_restores_are_measured_apart() -> None:
     rates = Rates()
     bring(rates, 0.0, workers=1, seconds=3.0, read_s=1.0)
-    assert rates.read_bytes_per_s("nvme") == pytest.approx(MIB)
+    assert rates.read_rates()["nvme"] == pytest.approx(MIB)
     assert rates.write_bytes_per_s("pfs") == pytest.approx(MIB / 2)
     rates.was_read("nvme", 3 * MIB, 1.0)
-    assert rates.read_bytes_per_s("nvme") == pytest.approx(2 * MIB)
+    assert rates.read_rates()["nvme"] == pytest.approx(2 * MIB)
 
 
 def test_what_failed_says_nothing_and_is_not_counted_on() -> None:

@@ -11,7 +11,8 @@ import pytest
 from tests.rules import best, order, tagged
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.core.errors import UnreachableError
+from tierfall.backends.memory import MemoryBackend
+from tierfall.core.errors import AccessDeniedError, CapacityError, UnreachableError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.values import CheckpointId
@@ -64,6 +65,21 @@ def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off
     world.settle()
     assert world.steps_on("nvme") == [2]
     assert not world.coordinator.ledger.failing
+
+
+def test_what_a_failed_try_left_and_cannot_be_removed_is_said_to_keep_the_tier_full() -> None:
+    world = saved(
+        World([file_rules("nvme", capacity_bytes=int(1.5 * ENTRY)), file_rules("store")]),
+        range(1, 3),
+    )
+    world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
+    world.crash()
+    world.start()
+    with mock.patch.object(MemoryBackend, "delete_some", side_effect=AccessDeniedError("kept")):
+        world.settle(limit_s=1.0)
+        assert isinstance(world.coordinator.ledger.failing["nvme"], CapacityError)
+    world.settle()
+    assert world.steps_on("nvme") == [2], "it is removed later"
 
 
 def test_what_may_not_go_does_not_stop_a_copy_that_has_room() -> None:
