@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
+from tierfall.backends.keys import check_key
 from tierfall.backends.views import flat
 from tierfall.backends.wrapper import Wrapper, WriterWrapper
 from tierfall.core.contracts import Backend, Publish, Stored, Writer
@@ -172,6 +173,7 @@ class Faulty(Wrapper):
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """Remove the first: each key is a deletion of its own that a fault can strike, with others gone before it."""
+        keys = [check_key(key) for key in keys]
         self.delete(keys[0])
         return keys[1:]
 

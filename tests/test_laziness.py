@@ -223,27 +223,25 @@ def test_a_barrier_that_waits_too_long_gives_up_the_snapshot_and_never_the_train
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop()
-    stuck, copy = threading.Event(), Filling._copy
+    claimed, stuck = threading.Event(), threading.Event()
+    copy, copy_next = Filling._copy, Filling.copy_next
 
     def copy_late(self: Filling, pieces: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
+            claimed.set()
             assert stuck.wait(60)
         copy(self, pieces)
 
-    claimed, copy_next = threading.Event(), Filling.copy_next
-
-    def claim_first(self: Filling) -> bool:
+    def claim_second(self: Filling) -> bool:
         if threading.current_thread() is threading.main_thread():
             assert claimed.wait(60)  # the capture thread is inside a copy by now
-        else:
-            claimed.set()
         return copy_next(self)
 
     with tierfall.open(make_config(host={"capacity": "32MiB"}, max_wait="1s")) as ckpt:
         begun(ckpt, loop)
         with monkeypatch.context() as patch:
             patch.setattr(Filling, "_copy", copy_late)
-            patch.setattr(Filling, "copy_next", claim_first)
+            patch.setattr(Filling, "copy_next", claim_second)
             handle = ckpt.save(2, loop.state)
             before = loop.weights()
             loop.update()

@@ -304,8 +304,7 @@ class Flusher:
         """A copy ended in an error; it stays owed unless that is hopeless. What may be left of it is noted."""
         entry, error = transfer.entry, transfer.error
         assert error is not None
-        if lane.tier in entry.owed:  # else it was said when it was given up
-            self.notes.flush_failed(lane.tier, entry.id, error)
+        self.notes.flush_failed(lane.tier, entry.id, error)
         entry.set_state(lane.tier, CopyState.ABSENT)
         if transfer.published:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
