@@ -241,12 +241,14 @@ def train_until_told(folder: str, **changes: Any) -> Any:
         ready(folder)
         while not Path(folder, "go-on").exists():
             time.sleep(0.01)
-        handle = ckpt.save(2, make_state(2, own()))
-        outcome = program.outcome_of(handle)
+        outcome = None
         try:
+            outcome = program.outcome_of(ckpt.save(2, make_state(2, own())))
             ckpt.save(3, make_state(3, own()))
         except tierfall.errors.TierfallError as error:
-            return {"outcome": outcome, "then": [type(error).__name__, str(error)]}
+            said = [type(error).__name__, str(error)]
+            # a rank that comes late to step 2 may hear from the other why it must not save
+            return {"outcome": outcome or said, "then": said}
         return {"outcome": outcome, "then": None}
 
 
