@@ -15,7 +15,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, in_flight, machine, memory, objects, plots, report, small, training
+from benchmarks import (
+    gpu,
+    in_flight,
+    machine,
+    memory,
+    objects,
+    plots,
+    report,
+    small,
+    training,
+    yielding,
+)
 from benchmarks.figures import Results, exit_code
 from benchmarks.peers import measure as peers
 from benchmarks.peers import registry
@@ -33,6 +44,7 @@ PARTS = (
     "training",
     "small",
     "in_flight",
+    "yielding",
     "gpu",
 )
 MORE_PARTS = {
@@ -40,6 +52,7 @@ MORE_PARTS = {
     "training": training.measure,
     "small": small.measure,
     "in_flight": in_flight.measure,
+    "yielding": yielding.measure,
     "gpu": gpu.measure,
 }
 EPILOGUE = (

@@ -1,0 +1,118 @@
+"""Yielding to training: how much longer steps take beside a flush, on cores that training saturates, with ``yield`` and
+without.
+
+The tier packs with zstd at a level that keeps cores busy, so that the flush takes from training what it can get. A save
+is made each time the one before is durable and some steps have passed without one, which is what steps are held
+against. The first saves, in which the pace is found, are left out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import tierfall
+from benchmarks.figures import Results, over_rounds
+from benchmarks.plan import Plan
+
+IMAGE_BYTES = 256 << 20
+LEVEL = 9
+WIDTH = 768
+BATCH = 256
+IDLE_STEPS = 20
+FIRST_SAVES = 4
+SAVES = 3
+EXCUSED = 2
+"""The step of a save, and the one whose update waits for the capture, belong to neither kind."""
+HOST, FILE = "host", "disk"
+WORDS = {False: "without yield", True: "with yield"}
+
+
+def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
+    """Measure what steps take beside a flush, over steps without one, and how long the flush takes."""
+    say(
+        f"yielding: images of {IMAGE_BYTES >> 20} MiB, packed beside a training that takes all cores"
+    )
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(plan.rounds):
+        for yields in WORDS:
+            for (name, unit), value in _one(plan, yields, number).items():
+                found.setdefault((f"{WORDS[yields]}: {name}", unit), []).append(value)
+    for (name, unit), values in found.items():
+        results.findings.append(over_rounds(name, values, unit=unit))
+
+
+def _one(plan: Plan, yields: bool, number: int) -> dict[tuple[str, str], float]:
+    place = f"yielding-{yields}-{number}"
+    config = {
+        "run": "bench",
+        "max_wait": "10m",
+        "tiers": [
+            {"name": HOST, "kind": "host", "folder": str(plan.memory / place)},
+            {
+                "name": FILE,
+                "kind": "file",
+                "path": str(plan.folder / place),
+                "shared": False,
+                "compress": {"codec": "zstd", "level": LEVEL},
+                "flush": {"yield": yields},
+                "retain": {"last": 1},
+            },
+        ],
+    }
+    with tierfall.open(config) as ckpt:
+        training = _Training(ckpt)
+        training.run(FIRST_SAVES)
+        idle_s, busy_s, durable_s = training.run(SAVES)
+    shutil.rmtree(plan.folder / place, ignore_errors=True)
+    return {
+        ("steps beside a flush take", "x"): statistics.median(busy_s) / statistics.median(idle_s),
+        ("a flush takes", "s"): statistics.median(durable_s),
+    }
+
+
+class _Training:
+    """A loop of real steps, whose state is mostly of bytes that pack badly."""
+
+    def __init__(self, ckpt: tierfall.Checkpointer) -> None:
+        self._ckpt = ckpt
+        self._model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
+        self._batch = torch.randn(BATCH, WIDTH)
+        self._state = {"model": self._model, "rest": torch.randn(IMAGE_BYTES // 4)}
+        self._step = 0
+        self._last_s = time.perf_counter()
+
+    def run(self, saves: int) -> tuple[list[float], list[float], list[float]]:
+        """Save so many times; return the seconds of steps without a flush, of those beside one, and from each save to
+        where it was durable."""
+        idle_s: list[float] = []
+        busy_s: list[float] = []
+        durable_s: list[float] = []
+        for _ in range(saves):
+            self._train_one()
+            idle_s += [self._train_one() for _ in range(IDLE_STEPS)]
+            handle = self._ckpt.save(self._step, self._state)
+            for _ in range(EXCUSED):
+                self._train_one()
+            while not handle.done(FILE):
+                took_s = self._train_one()
+                if not handle.done(FILE):
+                    busy_s.append(took_s)
+            handle.wait(FILE)
+            durable_s.append(handle.stats.durable_s[FILE])
+        return idle_s, busy_s, durable_s
+
+    def _train_one(self) -> float:
+        """Make a step; return the seconds since the one before."""
+        self._optimizer.zero_grad()
+        self._model(self._batch).square().mean().backward()
+        self._optimizer.step()
+        self._step += 1
+        last_s, self._last_s = self._last_s, time.perf_counter()
+        return self._last_s - last_s
