@@ -34,13 +34,15 @@ _MORE, _LAST, _LOST, _STOP = b"M", b"L", b"X", b"S"
 class Office:
     """A store, as one rank reaches it: one connection to send by, one to receive by; ``prefix`` is of this start.
 
-    ``guests`` says to how many other ranks this process serves the store: none, where another process does.
+    ``server`` is the rank whose process serves it, and ``guests`` says to how many other ranks this process does: none,
+    where another one does.
     """
 
     sending: TCPStore
     receiving: TCPStore
     prefix: str
     ranks: frozenset[int]
+    server: int
     guests: int = 0
 
     def inbox(self, rank: int) -> str:
@@ -132,7 +134,9 @@ class StorePost:
             try:
                 data = office.receiving.queue_pop(inbox)
             except RuntimeError as error:
-                self._lose(office, error, lost)
+                gone = ConnectionError(f"rank {office.server} hung up: {error}")
+                gone.__cause__ = error
+                self._lose(office, gone, lost)
                 return
             kind, sender = _HEAD.unpack_from(data)
             if kind == _STOP:

@@ -94,7 +94,7 @@ def test_a_guest_that_never_leaves_is_not_waited_for_longer_than_asked(
     began = time.monotonic()
     root.post.close(0.3)
     assert 0.3 <= time.monotonic() - began < PATIENCE_S / 2
-    assert isinstance(guest.lost.get(timeout=PATIENCE_S), RuntimeError)
+    assert "rank 0 hung up: " in str(guest.lost.get(timeout=PATIENCE_S))
     guest.post.send(0, b"x")  # nobody is there; that is no error of the sender's
     assert guest.lost.empty()  # said once
 
