@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 import tierfall
+from benchmarks.chain import FILE, configuration
 from benchmarks.figures import Results, over_rounds
 from benchmarks.plan import Plan
 from tierfall.policies.cadence_formulas import pccheck_steps
@@ -26,7 +27,6 @@ IMAGE_BYTES = 16 << 20
 WRITE_S = 0.3
 """What the tier needs for an image alone."""
 SAVES = 16
-HOST, FILE = "host", "disk"
 
 
 def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
@@ -43,26 +43,13 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
 
 def _one(plan: Plan, images: int, number: int) -> dict[tuple[str, str], float]:
     place = f"in-flight-{images}-{number}"
-    config = {
-        "run": "bench",
-        "max_wait": "10m",
-        "tiers": [
-            {
-                "name": HOST,
-                "kind": "host",
-                "folder": str(plan.memory / place),
-                "capacity": int((images + 0.5) * IMAGE_BYTES),
-            },
-            {
-                "name": FILE,
-                "kind": "file",
-                "path": str(plan.folder / place),
-                "shared": False,
-                "bandwidth": int(IMAGE_BYTES / WRITE_S),
-                "retain": {"last": 1},
-            },
-        ],
-    }
+    config = configuration(
+        plan.memory / place,
+        plan.folder / place,
+        capacity=int((images + 0.5) * IMAGE_BYTES),
+        bandwidth=int(IMAGE_BYTES / WRITE_S),
+        retain={"last": 1},
+    )
     state = {"weights": torch.randn(IMAGE_BYTES // 4 - 4096)}
     with tierfall.open(config) as ckpt:
         training = _Training(ckpt, state)

@@ -20,8 +20,8 @@ from typing import Any
 
 import tierfall
 from benchmarks import bare
+from benchmarks.chain import FILE, HOST, configuration
 from benchmarks.plan import Plan
-from benchmarks.suite import FILE, HOST, configuration
 from benchmarks.workload import Workload, shape_for
 
 SAMPLE_EVERY_S = 0.002
@@ -91,7 +91,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 def _use(plan: Plan, work: Workload, peaks: Peaks) -> None:
     with peaks.phase("open and save"):
-        ckpt = tierfall.open(configuration(plan, "memory"))
+        ckpt = tierfall.open(configuration(plan.memory / "memory", plan.folder / "tier"))
         for step in range(plan.rounds):
             ckpt.save(step, work.state)
             work.update()
@@ -101,7 +101,7 @@ def _use(plan: Plan, work: Workload, peaks: Peaks) -> None:
             ckpt.restore(work.state, tier=HOST)
         ckpt.close()
     with peaks.phase("restore from the file tier"):
-        ckpt = tierfall.open(configuration(plan, "memory"))
+        ckpt = tierfall.open(configuration(plan.memory / "memory", plan.folder / "tier"))
         for _ in range(plan.rounds):
             ckpt.restore(work.state, tier=FILE)
         ckpt.close()

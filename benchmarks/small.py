@@ -10,9 +10,10 @@ from torch import nn
 
 import tierfall
 from benchmarks import bare
+from benchmarks.chain import FILE
 from benchmarks.figures import Results, over_rounds, ratio
 from benchmarks.peers.measure import place_of
-from benchmarks.peers.ours import FILE, TIER, configuration
+from benchmarks.peers.ours import TIER, keeping_one
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 
@@ -40,7 +41,7 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
         buffer.take([one])
         bare.write_file(path, buffer.view, direct=direct)
 
-    with tierfall.open(configuration(place, TIER, "small")) as ckpt:
+    with tierfall.open(keeping_one(place, TIER, "small")) as ckpt:
         step = 0
 
         def make_room() -> None:

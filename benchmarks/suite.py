@@ -17,31 +17,19 @@ import torch
 import tierfall
 from benchmarks import bare
 from benchmarks.bare import Buffer
+from benchmarks.chain import FILE, HOST, configuration
 from benchmarks.figures import Results, ratio
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Shape, Workload, bytes_of, shape_for
 from tierfall.core.device import synchronize
 
-HOST, FILE = "host", "disk"
 DURABLE_TARGET = 1.0
 BLOCKED_TARGET = 0.02
 COLD_TARGET = 1.1
 WARM_TARGET = 1.9
 HOST_TARGET = 1.1
 TRAINING_STEPS = 3
-
-
-def configuration(plan: Plan, memory: str) -> dict[str, Any]:
-    """A host tier in a folder of its own, and a file tier on the file system that is measured."""
-    return {
-        "run": "bench",
-        "max_wait": "10m",
-        "tiers": [
-            {"name": HOST, "kind": "host", "folder": str(plan.memory / memory)},
-            {"name": FILE, "kind": "file", "path": str(plan.folder / "tier"), "shared": False},
-        ],
-    }
 
 
 class Suite:
@@ -70,7 +58,7 @@ class Suite:
     def run(self) -> Results:
         """Save, restore from memory while the saver lives, then restore from the disk alone."""
         only = self._plan.only
-        ckpt = tierfall.open(configuration(self._plan, "saver"))
+        ckpt = tierfall.open(configuration(self._plan.memory / "saver", self._plan.folder / "tier"))
         with ckpt:
             self._first_save(ckpt)
             if "durable" in only:
@@ -301,7 +289,9 @@ class _Start:
         shutil.rmtree(self._plan.memory / "start", ignore_errors=True)
         self.prepare()
         began = time.perf_counter()
-        self.ckpt = tierfall.open(configuration(self._plan, "start"))
+        self.ckpt = tierfall.open(
+            configuration(self._plan.memory / "start", self._plan.folder / "tier")
+        )
         self.seconds = time.perf_counter() - began
 
     def close(self) -> None:

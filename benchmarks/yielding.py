@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import tierfall
+from benchmarks.chain import FILE, configuration
 from benchmarks.figures import Results, over_rounds
 from benchmarks.plan import Plan
 
@@ -29,7 +30,6 @@ FIRST_SAVES = 4
 SAVES = 3
 EXCUSED = 2
 """The step of a save, and the one whose update waits for the capture, belong to neither kind."""
-HOST, FILE = "host", "disk"
 WORDS = {False: "without yield", True: "with yield"}
 
 
@@ -49,22 +49,13 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
 
 def _one(plan: Plan, yields: bool, number: int) -> dict[tuple[str, str], float]:
     place = f"yielding-{yields}-{number}"
-    config = {
-        "run": "bench",
-        "max_wait": "10m",
-        "tiers": [
-            {"name": HOST, "kind": "host", "folder": str(plan.memory / place)},
-            {
-                "name": FILE,
-                "kind": "file",
-                "path": str(plan.folder / place),
-                "shared": False,
-                "compress": {"codec": "zstd", "level": LEVEL},
-                "flush": {"yield": yields},
-                "retain": {"last": 1},
-            },
-        ],
-    }
+    config = configuration(
+        plan.memory / place,
+        plan.folder / place,
+        compress={"codec": "zstd", "level": LEVEL},
+        flush={"yield": yields},
+        retain={"last": 1},
+    )
     with tierfall.open(config) as ckpt:
         training = _Training(ckpt)
         training.run(FIRST_SAVES)

@@ -9,10 +9,10 @@ from typing import Any
 
 import tierfall
 from benchmarks import bare
+from benchmarks.chain import FILE, HOST, configuration
 from benchmarks.peers.system import Place, System
 from benchmarks.workload import Workload
 
-HOST, FILE = "host", "disk"
 TIER, AGAIN = "tier", "again"
 
 
@@ -24,7 +24,7 @@ class Tierfall(System):
         super().__init__(work, place)
         self._step = 0
         self._handles: list[tierfall.SaveHandle] = []
-        self._ckpt = tierfall.open(configuration(place, TIER, "saver"))
+        self._ckpt = tierfall.open(keeping_one(place, TIER, "saver"))
 
     def save(self) -> None:
         self._step += 1
@@ -57,7 +57,7 @@ class Tierfall(System):
 
     def load_cold(self) -> None:
         """By a start of its own, whose ``open`` counts."""
-        with tierfall.open(configuration(self.place, AGAIN, AGAIN)) as ckpt:
+        with tierfall.open(keeping_one(self.place, AGAIN, AGAIN)) as ckpt:
             self._restore(ckpt, FILE)
 
     def _restore(self, ckpt: tierfall.Checkpointer, tier: str) -> None:
@@ -75,22 +75,9 @@ class Tierfall(System):
         self._ckpt.close()
 
 
-def configuration(place: Place, tier: str, memory: str) -> dict[str, Any]:
+def keeping_one(place: Place, tier: str, memory: str) -> dict[str, Any]:
     """Host memory, and a folder that keeps the newest checkpoint."""
-    return {
-        "run": "bench",
-        "max_wait": "10m",
-        "tiers": [
-            {"name": HOST, "kind": "host", "folder": str(place.memory / memory)},
-            {
-                "name": FILE,
-                "kind": "file",
-                "path": str(place.folder / tier),
-                "shared": False,
-                "retain": {"last": 1},
-            },
-        ],
-    }
+    return configuration(place.memory / memory, place.folder / tier, retain={"last": 1})
 
 
 class Bare(System):
