@@ -22,11 +22,7 @@ from tierfall import ordering, signalled, signals, telling
 from tierfall.cadence import cadence_of
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.errors import (
-    ConfigError,
-    StepError,
-    TierfallError,
-)
+from tierfall.core.errors import ConfigError, StepError, TierfallError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Recall, StateView, describe, plan_fill, resize_rules
 from tierfall.core.image.files import check_no_files
@@ -34,15 +30,11 @@ from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreeing import finish_together
 from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.wire import Connect
-from tierfall.core.scheduler.tasks import (
-    PersonsOrder,
-)
+from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, OnError
 from tierfall.core.view import Decision
-from tierfall.core.words import few_of
-from tierfall.ending import Ending, LastStep, agree_on_end
-from tierfall.inheriting import images_in
+from tierfall.ending import Ending, LastStep, agree_on_end, must_keep_memory, say_left
 from tierfall.journal import failures_noted
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
@@ -466,8 +458,8 @@ class Checkpointer:
                 report = ordering.drain_here(self._session, left_s(), doing="close", goes_on=False)
             finally:
                 together = ordering.settle(self._session, left_s)
-            keep = telling.must_keep_memory(self._session)
-            self._say_left(report)
+            keep = must_keep_memory(self._session)
+            say_left(self._session, report)
         finally:
             self._closed = True
             _open.discard(self)
@@ -515,34 +507,6 @@ class Checkpointer:
             logger.error("close: the last step, %d, could not be saved: %s", last.step, error)
             return error
         return None
-
-    def _say_left(self, report: DrainReport) -> None:
-        if not report.left:
-            return
-        session = self._session
-        held = {id for id, _ in images_in(session.hosts())}
-        entries = session.coordinator.ledger.entries
-        capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
-        in_memory: list[str] = []
-        elsewhere: list[str] = []
-        lost: list[str] = []
-        for step, attempt, tier in report.left:
-            id = CheckpointId(step, attempt)
-            place = lost if id in capturing else in_memory if id in held else elsewhere
-            place.append(f"{step}@{attempt} to {tier}")
-        if lost:
-            logger.warning("close: not captured in time, and lost: %s", few_of(lost))
-        if in_memory:
-            logger.warning(
-                "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
-                few_of(in_memory),
-                self._session.host.path,
-            )
-        if elsewhere:
-            logger.warning(
-                "close: still owed: %s; the next start copies it from the tier that has it",
-                few_of(elsewhere),
-            )
 
     def __enter__(self) -> Self:
         return self

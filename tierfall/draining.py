@@ -21,12 +21,12 @@ from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.draining_parts import PartsDrain, drain_parts
+from tierfall.ending import must_keep_memory
 from tierfall.forecasting import Foretold
 from tierfall.orders import POLL_S, Watch, check_folders, unread, view_of
 from tierfall.session import Session
 from tierfall.slots import LocalMemory
 from tierfall.stores import open_stores
-from tierfall.telling import must_keep_memory
 from tierfall.tiers.host import HeldImage
 from tierfall.tiers.stored import StoredTier
 

@@ -1,6 +1,7 @@
-"""The end of a training: the last step that ``maybe_save`` was given is saved by ``close``, if ``at_end`` asks for it.
+"""The end of a training: what becomes of the last step that ``maybe_save`` was given, and of what is still owed.
 
-With several ranks all bring what they know, and all do the same. Nothing here saves.
+``close`` saves the last step if ``at_end`` asks for it: with several ranks all bring what they know, and all do the
+same. Nothing here saves.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from tierfall.config.sections import OnClose
 from tierfall.core.errors import RanksError
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.words import ranks_named
+from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.words import few_of, ranks_named
+from tierfall.inheriting import images_in
+from tierfall.reports import DrainReport
+from tierfall.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -89,6 +95,61 @@ def decide(bodies: Bodies) -> list[str]:
     if len(unsaved) < len(bodies):
         return [Ending.NOTHING, f"step {step}: {ranks_named(unsaved)} left it out, others saved it"]
     return [Ending.SAVE, ""]
+
+
+def must_keep_memory(session: Session) -> bool:
+    """Say whether host memory holds something that no stored tier has, or that one is still owed."""
+    if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
+        return True
+
+    def ask() -> bool:
+        ledger = session.coordinator.ledger
+        host = ledger.host
+        if any(entry.owed for entry in ledger.entries.values()):
+            return True
+        left = ledger.abandoned()
+        held = [
+            e
+            for e in ledger.entries.values()
+            if e.state(host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+        ]
+        newest = max(held, key=lambda e: e.id, default=None)
+        pinned = [e for e in held if e.pinned]
+        return any(
+            CopyState.COMMITTED not in e.states.values()
+            for e in (*pinned, *([newest] if newest else []))
+        )
+
+    return session.ask(ask)
+
+
+def say_left(session: Session, report: DrainReport) -> None:
+    """Log what close leaves undone, and who finishes it."""
+    if not report.left:
+        return
+    held = {id for id, _ in images_in(session.hosts())}
+    entries = session.coordinator.ledger.entries
+    capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
+    in_memory: list[str] = []
+    elsewhere: list[str] = []
+    lost: list[str] = []
+    for step, attempt, tier in report.left:
+        id = CheckpointId(step, attempt)
+        place = lost if id in capturing else in_memory if id in held else elsewhere
+        place.append(f"{step}@{attempt} to {tier}")
+    if lost:
+        logger.warning("close: not captured in time, and lost: %s", few_of(lost))
+    if in_memory:
+        logger.warning(
+            "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
+            few_of(in_memory),
+            session.host.path,
+        )
+    if elsewhere:
+        logger.warning(
+            "close: still owed: %s; the next start copies it from the tier that has it",
+            few_of(elsewhere),
+        )
 
 
 def _who(rank: int, bodies: Bodies) -> str:

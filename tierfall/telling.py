@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tierfall.config.sections import OnClose
 from tierfall.core.errors import CaptureError, ConfigError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import Layout
@@ -20,7 +19,7 @@ from tierfall.core.restore.restore import Restored
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.scheduler.rates import Rates
-from tierfall.core.values import CopyState, LossClass, SaveOutcome
+from tierfall.core.values import LossClass, SaveOutcome
 from tierfall.core.words import with_article
 from tierfall.policies.loss_bound import loss_bounds
 from tierfall.reports import CheckpointInfo, Compression, RestoreReport, ShardSource, Statistics
@@ -155,33 +154,6 @@ def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
         owed=tuple(sorted(entry.owed)),
         damage=dict(entry.damage),
     )
-
-
-def must_keep_memory(session: Session) -> bool:
-    """Say whether host memory holds something that no stored tier has, or that one is still owed."""
-
-    if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
-        return True
-
-    def ask() -> bool:
-        ledger = session.coordinator.ledger
-        host = ledger.host
-        if any(entry.owed for entry in ledger.entries.values()):
-            return True
-        left = ledger.abandoned()
-        held = [
-            e
-            for e in ledger.entries.values()
-            if e.state(host) is CopyState.SEALED and e.id not in left and not e.tombstoned
-        ]
-        newest = max(held, key=lambda e: e.id, default=None)
-        pinned = [e for e in held if e.pinned]
-        return any(
-            CopyState.COMMITTED not in e.states.values()
-            for e in (*pinned, *([newest] if newest else []))
-        )
-
-    return session.ask(ask)
 
 
 def statistics(session: Session, counts: SaveCounts) -> Statistics:
