@@ -11,13 +11,15 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import tierfall
 from benchmarks.chain import FILE, configuration
-from benchmarks.figures import Results, over_rounds
+from benchmarks.figures import Results
 from benchmarks.plan import Plan
+from benchmarks.rounds import Measured, find_each
 from tierfall.policies.cadence_formulas import pccheck_steps
 
 IN_FLIGHT = (1, 2, 4)
@@ -32,16 +34,11 @@ SAVES = 16
 def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     """Measure the slow-down of training for each number of images that host memory holds."""
     say(f"in_flight: images of {IMAGE_BYTES >> 20} MiB to a tier that takes {WRITE_S:g} s for each")
-    found: dict[tuple[str, str], list[float]] = {}
-    for number in range(plan.rounds):
-        for images in IN_FLIGHT:
-            for (name, unit), value in _one(plan, images, number).items():
-                found.setdefault((f"{images} in flight: {name}", unit), []).append(value)
-    for (name, unit), values in found.items():
-        results.findings.append(over_rounds(name, values, unit=unit))
+    kinds = {f"{images} in flight": partial(_one, plan, images) for images in IN_FLIGHT}
+    results.findings += find_each(kinds, rounds=plan.rounds)
 
 
-def _one(plan: Plan, images: int, number: int) -> dict[tuple[str, str], float]:
+def _one(plan: Plan, images: int, number: int) -> Measured:
     place = f"in-flight-{images}-{number}"
     config = configuration(
         plan.memory / place,

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.figures import Finding, over_rounds
 from tierfall.core.device import synchronize
 
 Figures = Mapping[str, float]
+Measured = Mapping[tuple[str, str], float]
+"""Figures of any unit, by name and unit."""
 
 
 def nothing() -> None:
@@ -71,3 +74,13 @@ def _measure(contender: Contender, settle: Callable[[], None]) -> dict[str, floa
     contender.after()
     named = {f"{contender.name}/{key}": value for key, value in (further or {}).items()}
     return {contender.name: seconds, **named}
+
+
+def find_each(kinds: Mapping[str, Callable[[int], Measured]], *, rounds: int) -> list[Finding]:
+    """Measure each kind once a round, given the round's number; return each of its figures over the rounds."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds):
+        for kind, measure in kinds.items():
+            for (name, unit), value in measure(number).items():
+                found.setdefault((f"{kind}: {name}", unit), []).append(value)
+    return [over_rounds(name, values, unit=unit) for (name, unit), values in found.items()]

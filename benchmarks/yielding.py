@@ -12,14 +12,16 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 import tierfall
 from benchmarks.chain import FILE, configuration
-from benchmarks.figures import Results, over_rounds
+from benchmarks.figures import Results
 from benchmarks.plan import Plan
+from benchmarks.rounds import Measured, find_each
 
 IMAGE_BYTES = 256 << 20
 LEVEL = 9
@@ -30,7 +32,6 @@ FIRST_SAVES = 4
 SAVES = 3
 EXCUSED = 2
 """The step of a save, and the one whose update waits for the capture, belong to neither kind."""
-WORDS = {False: "without yield", True: "with yield"}
 
 
 def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
@@ -38,16 +39,11 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     say(
         f"yielding: images of {IMAGE_BYTES >> 20} MiB, packed beside a training that takes all cores"
     )
-    found: dict[tuple[str, str], list[float]] = {}
-    for number in range(plan.rounds):
-        for yields in WORDS:
-            for (name, unit), value in _one(plan, yields, number).items():
-                found.setdefault((f"{WORDS[yields]}: {name}", unit), []).append(value)
-    for (name, unit), values in found.items():
-        results.findings.append(over_rounds(name, values, unit=unit))
+    kinds = {"without yield": partial(_one, plan, False), "with yield": partial(_one, plan, True)}
+    results.findings += find_each(kinds, rounds=plan.rounds)
 
 
-def _one(plan: Plan, yields: bool, number: int) -> dict[tuple[str, str], float]:
+def _one(plan: Plan, yields: bool, number: int) -> Measured:
     place = f"yielding-{yields}-{number}"
     config = configuration(
         plan.memory / place,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,20 @@ def test_ratio_of_series_from_different_rounds_is_refused() -> None:
 
 def test_median_of_an_even_number_lies_between() -> None:
     assert figures.spread([1.0, 2.0, 4.0, 9.0]) == figures.Spread(median=3.0, low=1.0, high=9.0)
+
+
+def test_each_kind_is_measured_once_a_round_and_named() -> None:
+    asked: list[str] = []
+
+    def measured(kind: str, number: int) -> rounds.Measured:
+        asked.append(f"{kind}{number}")
+        return {("steps take", "x"): number + 1.0}
+
+    kinds = {kind: partial(measured, kind) for kind in ("a", "b")}
+    found = rounds.find_each(kinds, rounds=3)
+    assert asked == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert [(f.name, f.unit) for f in found] == [("a: steps take", "x"), ("b: steps take", "x")]
+    assert {(f.value, f.low, f.high) for f in found} == {(2.0, 1.0, 3.0)}
 
 
 def test_spread_of_nothing_is_refused() -> None:
