@@ -126,7 +126,7 @@ def _welcome(
     topology = Topology.of(0, nodes)
     ranks = frozenset((*topology.children, 0))
     guests = len(topology.leaders) - 1 + len(topology.local_ranks) - 1
-    office = Office(server, connect(_LOCALHOST, server.port), name, ranks, 0, guests)
+    office = Office(server, connect(_LOCALHOST, server.port), name, ranks, server=0, guests=guests)
     return topology, StorePost(0, (office,))
 
 
@@ -241,20 +241,23 @@ class _Visitor:
         name, rank, local = self._name, topology.rank, frozenset(topology.local_ranks)
         try:
             if topology.node == 0:
-                return (Office(store, connect(self.host, self.port), name, local, 0),)
+                return (Office(store, connect(self.host, self.port), name, local, server=0),)
             key = f"{name}/port/{topology.node}"
             if not topology.is_leader:
                 patience = max(STORE_S, self._deadline - time.monotonic())
                 store.wait([key], timedelta(seconds=patience))
                 node = (_LOCALHOST, int(store.get(key)))
-                return (
-                    Office(connect(*node), connect(*node), name, local, topology.local_ranks[0]),
-                )
+                leader = topology.local_ranks[0]
+                return (Office(connect(*node), connect(*node), name, local, server=leader),)
             own = _store(_LOCALHOST, 0, is_master=True)
             store.set(key, str(own.port))
-            inside = Office(own, connect(_LOCALHOST, own.port), name, local, rank, len(local) - 1)
+            guests = len(local) - 1
+            inside = Office(
+                own, connect(_LOCALHOST, own.port), name, local, server=rank, guests=guests
+            )
             leaders = frozenset(topology.leaders) - {rank}
-            return (inside, Office(store, connect(self.host, self.port), name, leaders, 0))
+            outside = Office(store, connect(self.host, self.port), name, leaders, server=0)
+            return (inside, outside)
         except (OSError, RuntimeError) as error:
             raise RanksError(
                 f"open: rank {rank} was let in, and then could not reach rank {topology.parent}: {error}"

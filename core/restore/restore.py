@@ -234,9 +234,12 @@ def _pass_over(checkpoint: KnownCheckpoint, reason: object, tally: Tally) -> Non
 
 
 def _ended(error: BaseException, of: str, touched: bool) -> BaseException:
-    """Return what a restore ends with that an error cut short: where targets were touched, it says so."""
+    """Return what a restore ends with that an error cut short: where targets were touched, it says so; and what the
+    ranks could not do together names the checkpoint."""
     if not touched:
-        return error
+        return (
+            _caused(RanksError(f"{of}: {error}"), error) if isinstance(error, RanksError) else error
+        )
     if isinstance(error, RestoreError):
         return _caused(RestoreError(f"{error}" + _half(touched)), error)
     said = str(error) if isinstance(error, TierfallError) else repr(error)
@@ -247,7 +250,7 @@ def _ended(error: BaseException, of: str, touched: bool) -> BaseException:
     return error
 
 
-def _caused(error: RestoreError, cause: BaseException) -> RestoreError:
+def _caused(error: TierfallError, cause: BaseException) -> TierfallError:
     error.__cause__ = cause
     return error
 

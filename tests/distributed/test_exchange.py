@@ -211,8 +211,9 @@ def test_a_rank_that_dies_in_the_exchange_is_named_by_all_others(
         if rank != victim:
             assert answer["error"] in ("RanksError", "RestoreError"), answer
             assert f"rank {victim}" in answer["text"] or "rank 0 gave no answer" in answer["text"]
+            assert "restore of 1@1: " in answer["text"]
             # what was wanted of it, or, where nothing was yet, what they were doing together
-            where = ("chunk ", "header", "restore: exchange")
+            where = ("chunk ", "header", "restore: exchange: ")
             assert any(one in answer["text"] for one in where)
             assert answer["seconds"] < 40, "ten times max_wait is for ranks that are slow"
     assert time.monotonic() - began < 80

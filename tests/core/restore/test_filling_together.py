@@ -326,13 +326,14 @@ def test_an_older_step_that_does_not_fit_says_so_in_the_plan_s_own_words() -> No
     assert alone.told == [("5@1", IntegrityError), ("4@1", RestoreError)]
 
 
-def test_where_nothing_was_filled_yet_the_ranks_error_is_raised_as_it_is() -> None:
+def test_where_nothing_was_filled_yet_the_ranks_error_names_the_checkpoint_and_no_more() -> None:
     alone = Alone()
     flip(alone.tiers.images["store", CheckpointId(5, 1)], 0)
     error = RanksError("rank 3 is gone")
     with pytest.raises(RanksError) as caught:
         alone.fill(raising(error))
-    assert caught.value is error
+    assert str(caught.value) == "restore of 5@1: rank 3 is gone"
+    assert caught.value.__cause__ is error
 
 
 def test_an_interrupt_while_the_others_are_waited_for_goes_through() -> None:
