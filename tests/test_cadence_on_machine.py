@@ -52,22 +52,23 @@ class Run:
 def test_saving_takes_its_share_within_a_point_and_follows_a_cost_that_doubles(
     budget: float, cost_s: float, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a save sleeps is much longer than what a busy machine adds to it."""
+    """What a save sleeps is much longer than what a busy machine adds to it, and so many saves are looked at that what
+    it adds to one of them decides nothing."""
     config = {**make_config(), "interval": {"overhead": f"{budget:.1%}"}}
     with tierfall.open(config) as ckpt:
         run = Run(ckpt, monkeypatch, cost_s)
         run.until_saved(3)
-        share, steps = run.until_saved(3)
+        share, steps = run.until_saved(8)
         assert share == pytest.approx(budget, abs=0.01)
         cadence = ckpt.statistics().cadence
         assert cadence is not None
         assert cadence.bound == "overhead", cadence.reason
         run.cost_s = 2 * cost_s
         run.until_saved(3)
-        again, more = run.until_saved(2)
+        again, more = run.until_saved(5)
         assert again == pytest.approx(budget, abs=0.01)
-        assert 1.3 * steps / 3 < more / 2
-        print(f"budget {budget:.1%}: {share:.2%} by {steps / 3} steps, {again:.2%} by {more / 2}")
+        assert 1.3 * steps / 8 < more / 5
+        print(f"budget {budget:.1%}: {share:.2%} by {steps / 8} steps, {again:.2%} by {more / 5}")
 
 
 def test_a_step_that_is_not_saved_costs_microseconds(make_config: MakeConfig) -> None:
