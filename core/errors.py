@@ -4,6 +4,7 @@
     |-- ConfigError          the YAML, an argument of open, or a second Checkpointer of one run
     |   `-- NotSupportedError     what a later version does; said, never ignored
     |-- CaptureError         the state cannot be written down, or changed under its capture
+    |   `-- StateChangedError     tensors were written to between save() and the next optimizer step
     |-- StepError            a step that was saved already, lies behind the line, or does not exist
     |-- FlushError           a copy could not be made durable on a tier
     |-- FencedError          a newer attempt of this run exists: this process must not write any more
@@ -44,6 +45,14 @@ class NotSupportedError(ConfigError):
 
 class CaptureError(TierfallError):
     """A state that cannot be saved, or that changed while it was captured."""
+
+
+class StateChangedError(CaptureError):
+    """Tensors were written to between save() and the next optimizer step; ``tensors`` are their names in the image."""
+
+    def __init__(self, message: str, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tensors
 
 
 class StepError(TierfallError, ValueError):

@@ -6,6 +6,7 @@ decides anything.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ class SaveHandle:
         self._in_memory = in_memory
         self._clock = clock
         self._began = clock()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._bells: list[Bell] = []
         self._captured = False
@@ -219,6 +221,10 @@ class SaveHandle:
         return name
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"step {self.step} was saved by process {self._pid}; a forked child cannot wait for it"
+            )
         timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout
         if (

@@ -117,7 +117,11 @@ class Share:
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A save in flight. Capture sets ``manifest`` and ``commit`` when it is complete; nobody else writes to it."""
+    """A save in flight. Capture sets ``manifest`` and ``commit`` when it is complete; nobody else writes to it.
+
+    ``past_barrier``: no write to the state that began before the end of the capture can be under way any more, and
+    none was found. It is sealed then.
+    """
 
     line: Line
     shard: Shard
@@ -133,8 +137,9 @@ class Snapshot:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     lazy: bool = False
-    verified: bool = True
+    past_barrier: bool = True
     hashed: bool = False
+    failed: bool = False
     manifest: Manifest | None = None
     commit: Commit | None = None
 

@@ -112,6 +112,14 @@ class CaptureMode(StrEnum):
     AUTO = "auto"
 
 
+class Verify(StrEnum):
+    """How much of a lazily captured image is compared with the state as it was at save."""
+
+    SAMPLE = "sample"
+    FULL = "full"
+    OFF = "off"
+
+
 class WhenFull(StrEnum):
     """What a save does when the host tier has no room."""
 

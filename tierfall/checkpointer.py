@@ -22,9 +22,10 @@ from tierfall import ordering, signalled, signals, telling
 from tierfall.cadence import cadence_of
 from tierfall.config import Config
 from tierfall.core.capture.capturer import Capturer
+from tierfall.core.capture.fingerprint import Fingerprint
 from tierfall.core.errors import ConfigError, StepError, TierfallError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import Recall, StateView, describe, plan_fill, resize_rules
+from tierfall.core.image import Choices, Recall, StateView, describe, plan_fill, resize_rules
 from tierfall.core.image.files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreeing import finish_together
@@ -32,7 +33,7 @@ from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.wire import Connect
 from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.units import as_seconds
-from tierfall.core.values import CheckpointId, OnError
+from tierfall.core.values import CheckpointId, OnError, Verify
 from tierfall.core.view import Decision
 from tierfall.ending import Ending, LastStep, agree_on_end, must_keep_memory, say_left
 from tierfall.journal import failures_noted
@@ -92,12 +93,17 @@ class Checkpointer:
                 self._session.host.create_now()
                 self._session.build()
                 self._capturer = Capturer(
-                    post=self._session.coordinator.post, max_wait_s=config.max_wait_s, name=run
+                    post=self._session.coordinator.post,
+                    max_wait_s=config.max_wait_s,
+                    name=run,
+                    checked=config.capture.verify is not Verify.OFF,
                 )
                 undo.callback(self._capturer.close, 1.0)
                 self._steps = StepClock(self._session.coordinator.pacing)
                 self._capturer.barrier.on_step = self._steps.stepped
-                self._saver = Saver(config, self._session, self._capturer)
+                self._saver = Saver(
+                    config, self._session, self._capturer, lambda: self._steps.step_s
+                )
                 self._by_path = PathSaves(
                     config,
                     self._session,
@@ -227,10 +233,27 @@ class Checkpointer:
         self._saver.counts.steps.note(step, time.monotonic())
         wanted = self._cadence.wants(step)
         if self._config.interval.at_end:
-            self._last = LastStep(step, state, metrics, tags, self._capturer.barrier.updates)
+            self._note_last(step, state, metrics, tags)
         if not wanted or self._has_saved(step):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
+
+    def _note_last(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None,
+        tags: Sequence[str],
+    ) -> None:
+        """Remember what close has to save if no other step comes, and how the state is now."""
+        kept = None if self._last is None else self._last.fingerprint
+        if kept is None or not kept.take(state):
+            kept = Fingerprint(state)
+        metrics = {
+            name: value if isinstance(value, float) else value.clone()
+            for name, value in telling.checked_metrics(metrics or {}).items()
+        }
+        self._last = LastStep(step, state, metrics, tags, self._capturer.barrier.updates, kept)
 
     def _has_saved(self, step: int) -> bool:
         return self._line.saved_any and self._line.is_at(step)
@@ -286,19 +309,29 @@ class Checkpointer:
         attempt: int | None = None,
         tier: str | None = None,
         only: Sequence[str] | None = None,
+        skip: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        retype: Sequence[str] = (),
         strict: bool = True,
         unreachable: str = "raise",
     ) -> RestoreReport | None:
         """Fill ``state`` in place from the newest restorable checkpoint, each chunk from its fastest good copy.
 
         ``step`` (and ``attempt``) name an older one, ``tier`` the only tier to read; ``only`` dotted prefixes of names
-        to restore, which begins no new line; ``strict`` compares names both ways. Returns None where every tier
-        answered and none has a checkpoint. Raises RestoreError where the state does not fit, where nothing can be read
-        whole, and where a tier could not be asked that may hold something newer (``unreachable="ignore"`` goes on).
+        to restore, which begins no new line. ``strict`` compares the names of tensors, objects and plain values both
+        ways. By name it may be otherwise: what ``skip`` names stays as it is in the state (``*`` stands for one
+        component: ``"optimizer.param_groups.*.lr"``), ``rename`` maps names in the checkpoint to those in the state,
+        and ``retype`` names optimizers and objects whose class is another one now. Gradients of restored parameters are
+        set to None.
+
+        Returns None where every tier answered and none has a checkpoint. Raises RestoreError where the state does not
+        fit, where nothing can be read whole, and where a tier could not be asked that may hold something newer
+        (``unreachable="ignore"`` goes on).
         """
         began = time.monotonic()
         self._check_usable()
         request = self._restorer.request(step, attempt, tier, unreachable)
+        choices = Choices.of(only=only, skip=skip, rename=rename, retype=retype, strict=strict)
         if only is None and (fenced := self._session.coordinator.fenced) is not None:
             raise fenced
         if only is None and self._line.saved_any:
@@ -309,7 +342,7 @@ class Checkpointer:
         with self._restorer.nothing_dropped():
             restored = self._restorer.fill(
                 request,
-                lambda header: plan_fill(state, header, only=only, strict=strict),
+                lambda header: plan_fill(state, header, choices),
                 Resize(rules=resize_rules(state)),
             )
             if restored is None:
@@ -491,7 +524,7 @@ class Checkpointer:
             self._session.ranks,
             last,
             saved=last is not None and self._has_saved(last.step),
-            changed=last is not None and last.updates != self._capturer.barrier.updates,
+            changed="" if last is None else last.why_changed(self._capturer.barrier.updates),
             failed=failed,
             timeout_s=timeout_s,
         )

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from tierfall.config.sections import OnClose
+from tierfall.core.capture.fingerprint import Fingerprint
 from tierfall.core.errors import RanksError
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
@@ -27,13 +28,23 @@ logger = logging.getLogger("tierfall")
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """What ``maybe_save`` was given last, and how many updates had been made then."""
+    """What ``maybe_save`` was given last, and how many updates had been made then; ``fingerprint`` is of the state."""
 
     step: int
     state: Mapping[str, Any]
     metrics: Mapping[str, Any] | None
     tags: Sequence[str]
     updates: int
+    fingerprint: Fingerprint
+
+    def why_changed(self, updates: int) -> str:
+        """Say how the state differs from that step's; nothing where it is as it was."""
+        if updates != self.updates:
+            return "the state was changed since, by an optimizer's step"
+        name = self.fingerprint.changed()
+        if name is None:
+            return ""
+        return f"{name} was changed since: leave the with block, or call save(), before the change"
 
 
 class Ending(StrEnum):
@@ -49,14 +60,14 @@ def agree_on_end(
     last: LastStep | None,
     *,
     saved: bool,
-    changed: bool,
+    changed: str,
     failed: str,
     timeout_s: float,
 ) -> Ending:
     """Say what is to be done about the last step, the same on all ranks; what keeps it from being saved is logged.
 
-    ``saved`` says that this rank has saved it, ``changed`` that the state is not that step's any more, and ``failed``,
-    if it is not empty, how the training ended where it did not come to its end.
+    ``saved`` says that this rank has saved it; ``changed``, if it is not empty, how the state differs from that step's;
+    and ``failed``, if it is not empty, how the training ended where it did not come to its end.
     """
     step = None if last is None else last.step
     mine = {"step": step, "saved": saved, "changed": changed, "failed": failed}
@@ -90,7 +101,7 @@ def decide(bodies: Bodies) -> list[str]:
         return [Ending.FLUSH, ""]
     for rank, body in bodies.items():
         if body["changed"]:
-            why = f"step {step}: {_who(rank, bodies)}the state was changed since"
+            why = f"step {step}: {_who(rank, bodies)}{body['changed']}"
             return [Ending.NOTHING, why]
     if len(unsaved) < len(bodies):
         return [Ending.NOTHING, f"step {step}: {ranks_named(unsaved)} left it out, others saved it"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
 from tierfall.core.capture.flights import Slab
 from tierfall.core.capture.places import Places
+from tierfall.core.capture.samples import CheckPlan
 from tierfall.core.capture.targets import TargetCache
 from tierfall.core.collector import collector_paused
 from tierfall.core.device import cuda_available
@@ -37,7 +39,14 @@ from tierfall.core.scheduler.tasks import Admission, CaptureAdvanced, CaptureBeg
 from tierfall.core.snapshot import Geometry, HostRegion, Share, Snapshot
 from tierfall.core.streams import Streams
 from tierfall.core.units import format_size
-from tierfall.core.values import CaptureMode, CheckpointId, OnError, SaveOutcome
+from tierfall.core.values import (
+    CaptureMode,
+    Changes,
+    CheckpointId,
+    OnError,
+    SaveOutcome,
+    Verify,
+)
 from tierfall.layouts import Layouts
 from tierfall.line import SavingLine
 from tierfall.policies.bundle import Trial, choose_lazy, tiers_owed
@@ -47,6 +56,11 @@ from tierfall.tiers.device import DeviceSlab
 logger = logging.getLogger("tierfall")
 
 TRIALS_REMEMBERED = 300
+CUTTINGS_REMEMBERED = 4
+DIGEST_SHARE = 0.01
+"""Of a training step, the share that digests of whole ranges of the state may take at a save."""
+DIGEST_UNKNOWN_S = 2e-4
+"""What they may take while it is not known how long a step takes."""
 
 
 class Saver:
@@ -57,13 +71,16 @@ class Saver:
         config: Config,
         session: Session,
         capturer: Capturer,
+        step_s: Callable[[], float | None] = lambda: None,
     ) -> None:
+        """``step_s`` says how long a training step takes."""
         self._config = config
         self._session = session
         self._capturer = capturer
         self._layouts = Layouts(session, max_wait_s=config.max_wait_s)
         self._recall = Recall()
-        self._cutting: Cutting | None = None
+        self._step_s = step_s
+        self._cuttings: deque[tuple[Cutting, CheckPlan]] = deque(maxlen=CUTTINGS_REMEMBERED)
         self._targets = TargetCache()
         self._places = Places(Streams(), _open_slab(config))
         self._pace = Pace(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
@@ -114,15 +131,11 @@ class Saver:
 
         What is known of the training's own state stays as it is; no barrier waits for this capture.
         """
-        kept, self._cutting = self._cutting, None
-        try:
-            view = describe_state({FILES_ENTRY: dict(files)}, with_random=False)
-            layout = plan_layout(view)
-            header = layout.header(view)
-            assert header is not None, "a layout without room for the values that it was made for"
-            return self._begin(line, step, view, layout, header, {}, (), began, settled=True)
-        finally:
-            self._cutting = kept
+        view = describe_state({FILES_ENTRY: dict(files)}, with_random=False)
+        layout = plan_layout(view)
+        header = layout.header(view)
+        assert header is not None, "a layout without room for the values that it was made for"
+        return self._begin(line, step, view, layout, header, {}, (), began, settled=True)
 
     def _begin(
         self,
@@ -150,7 +163,13 @@ class Saver:
             return handle
         try:
             with collector_paused():
-                snapshot = self._snapshot(region, place, layout, header, view, handle, metrics)
+                places = self._places.of(view.sources)
+                lazy = None
+                if not settled:
+                    lazy = self._choose_lazy(view, step, began, may_be_lazy=may_be_lazy)
+                snapshot = self._snapshot(
+                    region, place, layout, header, view, handle, metrics, places, lazy
+                )
                 snapshot.share = share
         except BaseException as error:  # noqa: BLE001 - raised again below
             region.release()
@@ -163,7 +182,7 @@ class Saver:
             if settled:
                 self._capture_settled(snapshot, began)
             else:
-                self._capture(snapshot, view, began, may_be_lazy=may_be_lazy)
+                self._capture(snapshot, began, lazy=lazy is not None)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
             raise
@@ -218,14 +237,14 @@ class Saver:
         view: StateView,
         handle: SaveHandle,
         metrics: Mapping[str, Any],
+        places: Sequence[int],
+        lazy: Sequence[bool] | None,
     ) -> Snapshot:
-        """Begin to fill a region: what may change at any time is copied here."""
+        """Begin to fill a region: what is not captured lazily is copied here; None: nothing is."""
         post = self._session.coordinator.post
         id = line.checkpoint
         chunk = self._config.chunk_bytes
-        places = self._places.of(view.sources)
-        if self._cutting is None or not self._cutting.serves(layout, view, places):
-            self._cutting = Cutting(layout, view, chunk, places)
+        cutting, check = self._cut(layout, view, places, lazy)
         fixed = {
             name: self._places.fixed(value, places) if isinstance(value, torch.Tensor) else value
             for name, value in metrics.items()
@@ -234,11 +253,13 @@ class Saver:
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=header,
-            cutting=self._cutting,
+            cutting=cutting,
             view=view,
             streams=self._places.streams if places else None,
             slab=self._places.slab if places else None,
             pace=self._pace,
+            check=None if lazy is None else check,
+            check_s=self._check_s(),
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -256,6 +277,31 @@ class Saver:
             metrics=fixed,
             node=self._session.node,
         )
+
+    def _cut(
+        self,
+        layout: Layout,
+        view: StateView,
+        places: Sequence[int],
+        lazy: Sequence[bool] | None,
+    ) -> tuple[Cutting, CheckPlan | None]:
+        """Return the segments of a layout, and how an image of it is checked; both are kept for the next saves."""
+        if lazy is None:  # all is copied before save returns, by two threads at once
+            lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
+        known = (both for both in self._cuttings if both[0].serves(layout, view, places, lazy))
+        found = next(known, None)
+        if found is None:
+            cutting = Cutting(layout, view, self._config.chunk_bytes, places, lazy)
+            found = cutting, CheckPlan(cutting, layout, view)
+            self._cuttings.appendleft(found)
+        return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
+
+    def _check_s(self) -> float | None:
+        """How long digests of the state may take at this save; None where all is to be digested."""
+        if self._config.capture.verify is Verify.FULL:
+            return None
+        step_s = self._step_s()
+        return DIGEST_UNKNOWN_S if step_s is None else DIGEST_SHARE * step_s
 
     def _check_capacities(self, layout: Layout) -> None:
         for tier in self._config.chain:
@@ -320,27 +366,35 @@ class Saver:
             bytes=snapshot.geometry.image_bytes, lazy=False, blocked_s=time.monotonic() - began
         )
 
-    def _capture(
-        self, snapshot: Snapshot, view: StateView, began: float, *, may_be_lazy: bool
-    ) -> None:
+    def _choose_lazy(
+        self, view: StateView, step: int, began: float, *, may_be_lazy: bool
+    ) -> tuple[bool, ...] | None:
+        """Say which tensors are captured lazily; None where none is. The evidence for it begins anew."""
+        evidence = self._capturer.evidence
         first = self.counts.begun == self.counts.settled
-        reason = self._capturer.why_blocking(
-            view.parameters, elsewhere=self._places.elsewhere, first=first
-        )
-        may_be = may_be_lazy and reason is None
-        lazy = self._mode.is_lazy(snapshot.id.step, began, may_be=may_be)
+        reason = evidence.why_blocking(elsewhere=self._places.elsewhere, first=first)
+        chosen = evidence.choose(view) if reason is None else ()
+        if reason is None and not any(chosen):
+            reason = "no tensor of it is known to change only inside an optimizer's step"
+        evidence.forget()
+        lazy = self._mode.is_lazy(step, began, may_be=may_be_lazy and reason is None)
         self.counts.capture = self._mode.reason
         if may_be_lazy and reason is not None and not first and self._mode.wants_lazy:
-            self._capturer.say_once(reason)
+            evidence.say_once(f"this save captures blocking: {reason}")
+        return chosen if lazy else None
+
+    def _capture(self, snapshot: Snapshot, began: float, *, lazy: bool) -> None:
         self.counts.note(snapshot.handle, lazy=lazy)
-        verify = self._config.capture.verify
-        if verify and lazy:
-            id, help_capture = snapshot.id, self._capturer.help_capture
-            snapshot.handle.before_wait = lambda timeout: help_capture(id, timeout)
+        if lazy:
+            id, saver = snapshot.id, threading.get_ident()
+
+            def help_capture(timeout: float | None) -> None:
+                if threading.get_ident() == saver:
+                    self._capturer.help_capture(id, timeout)
+
+            snapshot.handle.before_wait = help_capture
         try:
-            self._capturer.begin(
-                snapshot, lazy=lazy, verify=verify, here=bool(self._places.elsewhere)
-            )
+            self._capturer.begin(snapshot, lazy=lazy, here=bool(self._places.elsewhere))
         finally:
             snapshot.handle.tell_begun(
                 bytes=snapshot.geometry.image_bytes,

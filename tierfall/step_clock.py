@@ -7,14 +7,17 @@ these come in any loop, one by one, also where that is called once in many steps
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from tierfall.core.scheduler.pacing import Flushing, Pacing
 
 EXCUSED = 2
+REMEMBERED = 16
 PATIENCE = 100
 """After so many steps of others the optimizer that was gone by steps no more, and the next is taken."""
 
@@ -29,6 +32,12 @@ class StepClock:
         self._others = 0
         self._began: tuple[float, Flushing] | None = None
         self._excused = 0
+        self._taken: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that a step takes of late, without those beside a save; None before the first such."""
+        return statistics.median(self._taken) if self._taken else None
 
     def saving(self) -> None:
         self._excused = EXCUSED
@@ -44,6 +53,7 @@ class StepClock:
         now_s = self._clock()
         if self._began is not None and not self._excused:
             began_s, flushing = self._began
+            self._taken.append(now_s - began_s)
             self._pacing.step_took(now_s - began_s, flushing)
         self._excused = max(0, self._excused - 1)
         self._began = (now_s, self._pacing.flushing)

@@ -59,7 +59,8 @@ class SaveCounts:
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse, before anything is written, metrics that are not numbers; tensors are read when captured."""
+    """Read metrics as floats, and refuse, before anything is written, what is no number. A tensor on a device is
+    returned out of its graph, for the capture to read in the order of the device's work."""
     if not isinstance(metrics, Mapping):
         raise CaptureError(
             f"save: metrics is {with_article(type(metrics).__name__)}, expected a mapping of names to numbers"
@@ -73,7 +74,19 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
             raise CaptureError(
                 f"save: metrics[{name!r}] is {with_article(type(value).__name__)}, expected a number or a 0-dim tensor"
             )
-    return {name: _at_rest(value) for name, value in metrics.items()}
+    return {name: _read_metric(name, value) for name, value in metrics.items()}
+
+
+def _read_metric(name: str, value: Any) -> Any:
+    """Read a metric now: the loop may change it right after save."""
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return value.detach()
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CaptureError(
+            f"save: metrics[{name!r}] cannot be read as a number: {error}"
+        ) from error
 
 
 def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
@@ -81,11 +94,6 @@ def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
     if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
         raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
     return tuple(check_name(tag, what="save: tags") for tag in tags)
-
-
-def _at_rest(value: Any) -> Any:
-    """Take a metric out of its graph."""
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def records_bytes(

@@ -6,6 +6,8 @@ here and never a SIGBUS later; they are faulted in here too, because a first tou
 
 A mapping is never closed by force: views of it may be alive. It goes when the last view goes. A growth maps the file
 again, so older views keep their addresses, and both mappings are the same pages.
+
+A forked child does not get the pages (``fork_safe_mapping``): whatever it writes there changes no image.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +48,8 @@ _FAULT_BYTES = 32 << 20
 _SAY_FROM_BYTES = 4 << 30
 # MADV_POPULATE_WRITE of Linux 5.14; the mmap module does not name it.
 _MADV_POPULATE_WRITE = 23
+# Linux on x86, Arm, RISC-V and POWER; the mmap module does not name it.
+_MAP_FIXED = 0x10
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -161,7 +166,7 @@ class ArenaFile:
         """Reserve, map and fault in the first ``total`` bytes."""
         if os.fstat(self._fd).st_size < total:
             os.ftruncate(self._fd, total)
-        mapping = mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED)
+        mapping = fork_safe_mapping(self._fd, total)
         for start in range(0, total, _STEP_BYTES):
             end = min(start + _STEP_BYTES, total)
             self._reserve(start, end, total)
@@ -269,6 +274,37 @@ def _read_header(fd: int, path: Path, run: str) -> Header:
 
 def _remove(path: Path) -> str:
     return f"remove {path} (what only it holds is lost) or set another `folder`"
+
+
+_mappings: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+"""The writable mappings of this process, with their addresses."""
+
+
+def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
+    """Map a file, shared and writable, in this process alone.
+
+    The kernel leaves the range out of a forked child. A child of ``os.fork`` gets zeros at the same addresses, which it
+    may read and not write.
+    """
+    mapping = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    _mappings[mapping] = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    return mapping
+
+
+def _cover_in_child() -> None:
+    """Put zeros where the mappings of the parent were. Left open, the range could be given to another mapping of the
+    child, which the end of the parent's would then unmap. Read-only memory is never counted as committed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    for mapping, address in list(_mappings.items()):
+        where = (ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)))
+        if libc.mmap(*where, mmap.PROT_READ, flags, -1, ctypes.c_long(0)) != address:
+            logger.debug("fork: the arena's range was not covered: errno %d", ctypes.get_errno())
+
+
+os.register_at_fork(after_in_child=_cover_in_child)
 
 
 def _fault_in(mapping: mmap.mmap, start: int, end: int) -> None:

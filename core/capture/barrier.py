@@ -7,8 +7,9 @@ barrier was reached; what is done there is handed in.
 from __future__ import annotations
 
 import logging
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ class Barrier:
 
     A step that is recorded into a CUDA graph changes nothing yet, and its replays come by no hook: an optimizer with
     such a step is no evidence from then on, however often it steps without, and ``recorded`` is called. ``on_step``
-    hears of each step that is not recorded, once the barrier is passed.
+    hears of each step that is not recorded, once the barrier is passed. A forked child inherits torch's table of hooks:
+    there the hook does nothing, since the capture is the parent's.
     """
 
     def __init__(self, reached: Callable[[], None], *, recorded: Callable[[], None]) -> None:
         self._reached = reached
+        self._pid = os.getpid()
         self.on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self._recorded = recorded
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -51,6 +54,8 @@ class Barrier:
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if os.getpid() != self._pid:
+            return
         if is_recording():
             self._in_graphs.add(optimizer)
             self._recorded()
@@ -68,24 +73,19 @@ class Barrier:
         self._bracketed = True
         self.updates += 1
 
-    def missing(self, parameters: Mapping[int, tuple[str, torch.nn.Parameter]]) -> tuple[str, ...]:
-        """Name the trainable ones among parameters, which are given by their ids, whose update no barrier was seen to
-        bracket since ``forget``."""
-        if self._bracketed:
-            return ()
+    @property
+    def bracketed(self) -> bool:
+        """Whether the loop itself waited for the capture since ``forget``."""
+        return self._bracketed
+
+    def covered(self) -> frozenset[int]:
+        """Return the ids of the parameters of the optimizers that were seen to step since ``forget``."""
         covered: set[int] = set()
         for optimizer in self._stepped:
             if optimizer not in self._in_graphs:
                 for group in optimizer.param_groups:
                     covered.update(map(id, group["params"]))
-        left = parameters.keys() - covered
-        if not left:
-            return ()
-        return tuple(
-            name
-            for number, (name, parameter) in parameters.items()
-            if number in left and parameter.requires_grad
-        )
+        return frozenset(covered)
 
     def memory(self) -> frozenset[tuple[int, int]]:
         """Return address and length of what the optimizers change that were seen to step since ``forget``: their

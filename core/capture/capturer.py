@@ -1,7 +1,7 @@
 """The capturer: one thread that turns the state into images, and the waits that keep the state from changing meanwhile.
 
-It owns the order of a capture's ends: copied (the training may change the state), hashed, verified where that is asked
-for, sealed. It tells the coordinator by events and the handle; it knows no tiers.
+It owns the order of a capture's ends: copied (the training may change the state), hashed, compared with what was read
+at save, past the barrier, sealed. It tells the coordinator by events and the handle; it knows no tiers.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from tierfall.core import names
 from tierfall.core.capture.barrier import Barrier
+from tierfall.core.capture.evidence import Evidence
+from tierfall.core.capture.storage_watch import StorageWatch
 from tierfall.core.documents import sha256
-from tierfall.core.errors import CaptureError
+from tierfall.core.errors import CaptureError, StateChangedError
 from tierfall.core.records import Commit, Manifest, NamedFile
 from tierfall.core.scheduler.tasks import CaptureFailed, CaptureSealed, Event
 from tierfall.core.snapshot import Snapshot
@@ -27,20 +27,33 @@ from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
+SETTLED_S = 1.0
+"""So long after an image is complete no write to the state that began before can be under way: a kernel on the CPU is
+over by then. An image for which no barrier has come is sealed then."""
+
 
 class Capturer:
     """Captures one snapshot after another. ``begin`` and the waits are called by the training thread only,
-    ``begin_settled`` by any."""
+    ``begin_settled`` by any. ``checked`` says whether images are compared with the state at save."""
 
-    def __init__(self, *, post: Callable[[Event], None], max_wait_s: float, name: str) -> None:
+    def __init__(
+        self,
+        *,
+        post: Callable[[Event], None],
+        max_wait_s: float,
+        name: str,
+        checked: bool = True,
+    ) -> None:
         self._post = post
         self._max_wait_s = max_wait_s
         self._queue: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._current: Snapshot | None = None
         self._seal_lock = threading.Lock()
         self._waiting = threading.RLock()
-        self._said: set[str] = set()
+        self._unsettled: tuple[Snapshot, float] | None = None
         self.barrier = Barrier(self._at_barrier, recorded=self._at_recording)
+        self.evidence = Evidence(self.barrier, checked=checked)
+        self._storages = StorageWatch(self._at_freeing)
         self._thread = threading.Thread(
             target=self._run, name=f"tierfall-{name}-capture", daemon=True
         )
@@ -48,47 +61,14 @@ class Capturer:
 
     # The training thread ---------------------------------------------------------------------------
 
-    def why_blocking(
-        self,
-        parameters: Mapping[int, tuple[str, torch.nn.Parameter]],
-        *,
-        elsewhere: Collection[str],
-        first: bool,
-    ) -> str | None:
-        """Say why this save cannot be captured lazily, or return None; the evidence begins anew.
-
-        ``elsewhere`` are the kinds of devices, other than the host, that no copy stream serves.
-        """
-        missing = self.barrier.missing(parameters)
-        seen = self.barrier.seen
-        self.barrier.forget()
-        if first:
-            return "it is the first"
-        if elsewhere:
-            return f"part of the state is on {min(elsewhere)}, which is not captured lazily"
-        if not seen:
-            return "no optimizer step, wait_captured() or guard() was seen since the last save"
-        if missing:
-            return (
-                f"no torch optimizer was seen to step {missing[0]}"
-                + (f" and {len(missing) - 1} more parameters" if len(missing) > 1 else "")
-                + " since the last save"
-            )
-        return None
-
-    def say_once(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            logger.warning("this save captures blocking: %s", reason)
-
-    def begin(self, snapshot: Snapshot, *, lazy: bool, verify: bool, here: bool) -> None:
+    def begin(self, snapshot: Snapshot, *, lazy: bool, here: bool) -> None:
         """Start filling a snapshot; without ``lazy`` every source has been read when this returns.
 
         ``here``: sources are read on the calling thread, since another would not see its work on them. Raises
         CaptureError for what cannot be captured; the snapshot is given up then.
         """
         snapshot.lazy = lazy
-        snapshot.verified = not verify
+        snapshot.past_barrier = False
         self._current = snapshot
         try:
             if here:
@@ -113,14 +93,14 @@ class Capturer:
         failure = as_capture_error(snapshot.id, error)
         if failure is error:
             failure = _interrupted(snapshot, error)
-        snapshot.filling.fail(failure, even_if_hashed=not snapshot.verified)
+        snapshot.filling.fail(failure, even_if_hashed=not snapshot.past_barrier)
         if self._current is snapshot:
             self._current = None
         self._queue.put(snapshot)
 
     def help_capture(self, id: CheckpointId, timeout: float | None) -> None:
-        """What a thread does that waits on a handle: under ``capture.verify`` waiting for an image is its barrier. One
-        that runs out of time gives nothing up, and what failed is the handle's to tell."""
+        """What the thread that saved does when it waits on the handle: that is a barrier, since it writes to nothing
+        meanwhile. One that runs out of time gives nothing up, and what failed is the handle's to tell."""
         if not self._is_at(id):
             return
         bound = self._max_wait_s if timeout is None else timeout
@@ -154,7 +134,9 @@ class Capturer:
         try:
             if snapshot is not None and not alone:
                 assert timeout is not None
-                snapshot.filling.fail(_waited_too_long(snapshot, timeout))
+                snapshot.filling.fail(
+                    _waited_too_long(snapshot, timeout), even_if_hashed=not snapshot.past_barrier
+                )
             elif snapshot is not None:
                 self._wait_copied(snapshot, timeout, deadline, in_order=in_order)
         finally:
@@ -173,48 +155,53 @@ class Capturer:
         said as the reason, unless that is None."""
         filling = snapshot.filling
         try:
-            passes = in_order and snapshot.verified
-            idle = filling.pass_barrier(deadline) if passes else filling.finish(deadline)
+            # Before the first byte: what was freed meanwhile must not be read.
+            if snapshot.lazy and not snapshot.past_barrier and filling.failure is None:
+                filling.check_state()
+            idle = filling.pass_barrier(deadline) if in_order else filling.finish(deadline)
+            if idle and not snapshot.lazy and filling.failure is None:
+                filling.check_state()
         except BaseException as error:  # noqa: BLE001 - raised again below
             # Ctrl-C, say: whatever comes next may change the state, so that this image must never be sealed
             failed = isinstance(error, Exception)
             filling.fail(
-                as_capture_error(snapshot.id, error) if failed else _interrupted(snapshot, error)
+                as_capture_error(snapshot.id, error) if failed else _interrupted(snapshot, error),
+                even_if_hashed=not snapshot.past_barrier,
             )
+            self._let_go(snapshot)
+            self._queue.put(snapshot)
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure = as_capture_error(snapshot.id, error)
             raise failure from failure.__cause__
         if not idle and give_up_after is None and filling.failure is None:
             return
         if not idle and give_up_after is not None:
-            filling.fail(_waited_too_long(snapshot, give_up_after))
-        try:
-            if filling.failure is None and not snapshot.verified:
-                self._verify(snapshot)
-        finally:
-            # who passes next, on another stream say, is held too while the state is still read
-            if self._current is snapshot and (filling.is_read or filling.failure is not None):
-                self._current = None
+            filling.fail(
+                _waited_too_long(snapshot, give_up_after), even_if_hashed=not snapshot.past_barrier
+            )
+        if filling.failure is None and not snapshot.past_barrier:
+            self._pass(snapshot)
+        self._let_go(snapshot)
         if idle:
             filling.release_sources()
         if filling.failure is not None:
             failure = as_capture_error(snapshot.id, filling.failure)
             raise failure from failure.__cause__
 
-    def _verify(self, snapshot: Snapshot) -> None:
-        try:
-            snapshot.filling.verify()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            traceback.clear_frames(error.__traceback__)
-            snapshot.filling.fail(as_capture_error(snapshot.id, error), even_if_hashed=True)
-            self._queue.put(snapshot)
-            failure = as_capture_error(snapshot.id, error)
-            raise failure from failure.__cause__
+    def _pass(self, snapshot: Snapshot) -> None:
+        """Take a snapshot past its barrier; if its image is complete, it is sealed now."""
         with self._seal_lock:
-            snapshot.verified = True
+            snapshot.past_barrier = True
             ready = snapshot.hashed
         if ready:
             self._queue.put(snapshot)
+
+    def _let_go(self, snapshot: Snapshot) -> None:
+        """Hold nobody at the barrier any more, unless the state is still read: who passes next, on another stream say,
+        is held too then."""
+        filling = snapshot.filling
+        if self._current is snapshot and (filling.is_read or filling.failure is not None):
+            self._current = None
 
     def wait_barrier(self, timeout: float | None, *, in_order: bool = False) -> None:
         """As ``wait_copied``, outside of a save: the handle counts the time as blocked."""
@@ -234,6 +221,12 @@ class Capturer:
         except Exception:  # said by the handle, the log and the next save
             logger.debug("the capture failed at the barrier", exc_info=True)
 
+    def _at_freeing(self, address: int, length: int) -> None:
+        """Memory is about to be freed: where it is being captured, that is a barrier."""
+        snapshot = self._current
+        if snapshot is not None and snapshot.filling.reads(address, length):
+            self._at_barrier()
+
     def _at_recording(self) -> None:
         """An optimizer step is recorded into a CUDA graph, whose replays would change what is being captured."""
         snapshot = self._current
@@ -248,6 +241,7 @@ class Capturer:
     def close(self, timeout: float) -> None:
         """End the thread, once what was begun is captured; after ``timeout`` seconds it is left behind."""
         self.barrier.close()
+        self._storages.close()
         self._queue.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -256,44 +250,76 @@ class Capturer:
     # The capture thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (snapshot := self._queue.get()) is not None:
+        while True:
+            try:
+                snapshot = self._queue.get(timeout=self._until_settled_s())
+            except queue.Empty:
+                self._settle()
+                continue
+            if snapshot is None:
+                return
             try:
                 self._capture(snapshot)
             except BaseException as error:  # noqa: BLE001 - every failure is the coordinator's to weigh
-                snapshot.filling.fail(_as_failure(snapshot, error))
+                snapshot.failed = True
+                snapshot.filling.fail(_as_failure(snapshot, error), even_if_hashed=True)
                 snapshot.filling.abandon()
                 snapshot.filling.release_sources()
                 traceback.clear_frames(error.__traceback__)
-                self._post(
-                    CaptureFailed(
-                        id=snapshot.id,
-                        error=snapshot.filling.failure or error,
-                        region=snapshot.region,
-                    )
-                )
-                del error
+                failure = snapshot.filling.failure or error
+                if snapshot.lazy:
+                    self.evidence.failed(failure)
+                self._post(CaptureFailed(id=snapshot.id, error=failure, region=snapshot.region))
+                del error, failure
             del snapshot  # let go of the memory while this thread sleeps
 
     def _capture(self, snapshot: Snapshot) -> None:
         """Bring one snapshot as far as it can come. It may come here again: after its barrier, or given up."""
         filling = snapshot.filling
-        if snapshot.commit is not None:
+        if snapshot.commit is not None or snapshot.failed:
             return
-        filling.run()
+        if not snapshot.hashed:
+            filling.run()
+            if filling.failure is None and filling.hashed:
+                filling.check_image()
         if filling.failure is not None:
             raise filling.failure
         if not filling.hashed:
             raise CaptureError(f"save of step {snapshot.id.step}: its image is not complete")
         with self._seal_lock:
             snapshot.hashed = True
-            if not snapshot.verified:
-                return  # the barrier verifies, and sends it back here
+            if not snapshot.past_barrier:
+                self._unsettled = (snapshot, time.monotonic() + SETTLED_S)
+                return  # the barrier sends it back here
+        self._unsettled = None
         filling.release_sources()
         manifest, commit = describe(snapshot)
         if snapshot.share is None or snapshot.share.digests is None:  # else once it is compared
             snapshot.region.seal(manifest=manifest, commit=commit)
             snapshot.handle.tell_captured()
+        if snapshot.lazy:
+            self.evidence.held()
         self._post(CaptureSealed(id=snapshot.id))
+        filling.draw_samples_anew()
+
+    def _until_settled_s(self) -> float | None:
+        return None if self._unsettled is None else max(0.0, self._unsettled[1] - time.monotonic())
+
+    def _settle(self) -> None:
+        """Take an image past its barrier that none has come for: nothing that was under way goes on by now."""
+        assert self._unsettled is not None
+        snapshot, _ = self._unsettled
+        if not self._waiting.acquire(blocking=False):  # somebody is at the barrier
+            self._unsettled = (snapshot, time.monotonic() + SETTLED_S)
+            return
+        try:
+            self._unsettled = None
+            if self._current is snapshot and not snapshot.past_barrier:
+                self._wait_copied(snapshot, None, None)
+        except CaptureError:
+            logger.debug("the state was changed before its image was sealed", exc_info=True)
+        finally:
+            self._waiting.release()
 
 
 def _waited_too_long(snapshot: Snapshot, timeout: float) -> CaptureError:
@@ -325,7 +351,8 @@ def as_capture_error(id: CheckpointId, error: BaseException) -> BaseException:
         if isinstance(error, CaptureError)
         else f"save of step {id.step}: the capture failed: {error!r}"
     )
-    failure = CaptureError(said)
+    changed = error.tensors if isinstance(error, StateChangedError) else None
+    failure = CaptureError(said) if changed is None else StateChangedError(said, changed)
     failure.__cause__ = error
     return failure
 

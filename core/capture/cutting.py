@@ -41,54 +41,73 @@ Segment = tuple[Piece, ...]
 
 
 class Cutting:
-    """The segments of one layout: ``at_once`` what may change at any time, ``segments`` the rest, in image order.
+    """The segments of one layout: ``at_once`` what is copied before save() returns, ``segments`` what is captured
+    lazily, both in image order; ``lazy`` are the numbers of the latter's tensors.
 
     A segment lies in one memory. ``places`` says for each tensor in which.
     """
 
     def __init__(
-        self, layout: Layout, view: StateView, chunk_bytes: int, places: Sequence[int] = ()
+        self,
+        layout: Layout,
+        view: StateView,
+        chunk_bytes: int,
+        places: Sequence[int] = (),
+        lazy: Sequence[bool] | None = None,
     ) -> None:
-        """Without ``places`` all lies in host memory."""
+        """``lazy`` says which tensors may be captured lazily: without it those that only an optimizer changes. Without
+        ``places`` all lies in host memory."""
+        if lazy is None:
+            lazy = tuple(changes is Changes.ON_STEP for changes in view.changes)
         self._layout = layout
-        self._key = (view.plain, view.changes, places)
+        self._key = (view.plain, lazy, places)
         self._places = places
         self.chunk_bytes = chunk_bytes
-        self.at_once: list[Piece] = []
+        self.at_once: list[Segment] = []
         self.segments: list[Segment] = []
-        self._cut(view)
+        self._cut(view, lazy)
+        self.lazy = tuple(sorted({p.index for segment in self.segments for p in segment}))
         self.missing = [0] * chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
         for index in range(1, len(self.missing)):
             start, end = self.chunk_range(index)
             self.missing[index] = end - start
 
-    def serves(self, layout: Layout, view: StateView, places: Sequence[int]) -> bool:
+    def serves(
+        self, layout: Layout, view: StateView, places: Sequence[int], lazy: Sequence[bool]
+    ) -> bool:
         """Say whether this is how a view of that layout is to be cut."""
-        return layout is self._layout and self._key == (view.plain, view.changes, places)
+        return layout is self._layout and self._key == (view.plain, lazy, places)
+
+    @property
+    def data_start(self) -> int:
+        return self._layout.data_start
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         layout = self._layout
         return chunk_range(index, layout.image_bytes, layout.data_start, self.chunk_bytes)
 
-    def _cut(self, view: StateView) -> None:
-        batches: dict[int, list[Piece]] = {}
-        batched: dict[int, int] = {}
+    def _cut(self, view: StateView, lazy: Sequence[bool]) -> None:
+        batches: dict[tuple[bool, int], list[Piece]] = {}
+        batched: dict[tuple[bool, int], int] = {}
+        kinds = {True: self.segments, False: self.at_once}
         for number, slot in enumerate(self._layout.slots):
             index, start, end = slot.index, slot.start, slot.end
             if start == end:
                 continue
-            if view.changes[index] is Changes.ANYTIME:
-                self.at_once.append(Piece(number, index, start, end, 0, True, self._place(index)))
-                continue
-            for piece in self._pieces(number, index, start, end, plain=view.plain[index]):
-                size, place = piece.end - piece.start, piece.place
-                if batched.get(place, 0) + size > BATCH_BYTES and place in batches:
-                    self.segments.append(tuple(batches.pop(place)))
-                    batched[place] = 0
-                batches.setdefault(place, []).append(piece)
-                batched[place] = batched.get(place, 0) + size
-        self.segments += map(tuple, batches.values())
-        self.segments.sort(key=lambda segment: segment[0].start)
+            place = self._place(index)
+            # What is copied at once on a device is cloned there, whole.
+            plain = view.plain[index] and (lazy[index] or place == HOST)
+            for piece in self._pieces(number, index, start, end, plain=plain):
+                size, batch = piece.end - piece.start, (lazy[index], place)
+                if batched.get(batch, 0) + size > BATCH_BYTES and batch in batches:
+                    kinds[batch[0]].append(tuple(batches.pop(batch)))
+                    batched[batch] = 0
+                batches.setdefault(batch, []).append(piece)
+                batched[batch] = batched.get(batch, 0) + size
+        for (is_lazy, _), pieces in batches.items():
+            kinds[is_lazy].append(tuple(pieces))
+        for segments in kinds.values():
+            segments.sort(key=lambda segment: segment[0].start)
 
     def _pieces(self, slot: int, index: int, start: int, end: int, *, plain: bool) -> list[Piece]:
         if not plain:

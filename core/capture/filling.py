@@ -9,6 +9,7 @@ bytes; it knows no tiers, no steps and no optimizers.
 
 from __future__ import annotations
 
+import bisect
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ import xxhash
 from tierfall.core.bell import Bell
 from tierfall.core.capture.cutting import HOST, Cutting, Piece, Segment
 from tierfall.core.capture.flights import Flight, Flights, Shelter, Slab, size_of
+from tierfall.core.capture.samples import CheckPlan, ImageCheck
 from tierfall.core.capture.sources import Sources, pieces_in
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
@@ -56,16 +58,19 @@ class Filling:
         streams: Mapping[int, CopyStream] | None = None,
         slab: tuple[int, Slab] | None = None,
         pace: Pace | None = None,
+        check: CheckPlan | None = None,
+        check_s: float | None = None,
     ) -> None:
-        """Take the sources, and fix what may change at any time. ``targets`` and ``memory`` are the same region.
+        """Take the sources, and copy what is not captured lazily. ``targets`` and ``memory`` are the same region.
 
         ``streams`` copy what lies on devices, by the places of ``cutting``; ``slab`` is spare memory at one of them.
-        The capture thread keeps to ``pace``; whoever waits does not.
+        The capture thread keeps to ``pace``; whoever waits does not. ``check`` says how the image is compared with the
+        state as it is now, of which whole ranges are digested for ``check_s`` seconds, all of them without that.
         """
         self._targets = targets
         self._memory = memory
         self._cutting = cutting
-        self._sources = Sources(view)
+        self._sources = Sources(view, cutting.lazy)
         self._on_progress = on_progress
         self._segments = deque(cutting.segments)
         self._flights = Flights(streams or {})
@@ -76,7 +81,6 @@ class Filling:
         self._bells: list[Bell] = []
         self._settled = threading.Event()
         self._settled.set()
-        self._passed = False
         self._missing = cutting.missing.copy()
         self.digests: list[str] = [""] * len(self._missing)
         self.final_chunks = 0
@@ -86,19 +90,26 @@ class Filling:
         self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
-        self._fix()
+        self._copy_at_once()
+        self._check: ImageCheck | None = None
+        self._addresses: list[int] | None = None
+        if check is not None:
+            self._check = check.begin(self._sources, self._flights.streams, check_s)
 
     @property
     def chunk_count(self) -> int:
         return len(self.digests)
 
-    def _fix(self) -> None:
-        """Copy what may change at any time: into the image, or on its own device in the order of the caller's work."""
-        at_once = self._cutting.at_once
-        self._copy(tuple(p for p in at_once if p.place == HOST or not self._fix_there(p)))
+    def _copy_at_once(self) -> None:
+        """Copy what is not captured lazily: into the image, or on its own device in the order of the caller's work."""
+        for segment in self._cutting.at_once:
+            if segment[0].place == HOST:
+                self._copy(segment)
+            elif left := tuple(piece for piece in segment if not self._clone_there(piece)):
+                self._copy(left)
         self._flights.follow_callers()
 
-    def _fix_there(self, piece: Piece) -> bool:
+    def _clone_there(self, piece: Piece) -> bool:
         """Take a copy on the device, to be captured later; False where it has no room."""
         source, copies = self._sources.tensor(piece), []
         try:
@@ -165,7 +176,6 @@ class Filling:
 
     def _copy(self, segment: Segment) -> None:
         self._sources.copy(segment, self._targets)
-        self._sources.check_versions(segment)
         with self._lock:
             self._count(segment)
 
@@ -209,7 +219,7 @@ class Filling:
                 continue
             if not self.wait_idle(_left_s(deadline)):
                 return False
-            self._let_pass()
+            self._flights.hold_callers()
             if shelter is not None:
                 self._flights.follow_callers()
                 self._launch_from(shelter, waiting)
@@ -243,8 +253,6 @@ class Filling:
                 self._sources.copy_into(room, segment)
 
         self._flights.streams[rooms[0][0][0].place].for_caller(copy_all)
-        for segment, _ in rooms:
-            self._sources.check_versions(segment)
 
     def _launch_from(self, shelter: Shelter, waiting: list[tuple[Segment, torch.Tensor]]) -> None:
         """Launch what is sheltered; what was launched is taken off ``waiting``."""
@@ -258,22 +266,18 @@ class Filling:
             self._flights.launch(segment, move, shelter=shelter, lock=self._lock)
             del waiting[0]
 
-    def _let_pass(self) -> None:
-        with self._lock:
-            if not self._passed:
-                try:
-                    for segment in self._flights.segments:
-                        self._sources.check_versions(segment)
-                except CaptureError as error:
-                    self.failure = self.failure or error
-            self._passed = True
-        self._flights.hold_callers()
-
     @property
     def is_read(self) -> bool:
         """Whether nothing reads the state itself any more, nor will."""
         with self._lock:
             return not (self._segments or self._flights.segments)
+
+    def reads(self, address: int, length: int) -> bool:
+        """Say whether a tensor that is captured lazily begins in this memory."""
+        if self._addresses is None:
+            self._addresses = sorted(self._sources.pointers[index] for index in self._cutting.lazy)
+        at = bisect.bisect_left(self._addresses, address)
+        return at < len(self._addresses) and self._addresses[at] < address + length
 
     def finish(self, deadline: float | None) -> bool:
         """Help copying until every source was read, on devices too; False at ``deadline`` on the monotonic clock."""
@@ -304,8 +308,6 @@ class Filling:
             try:
                 if failure is not None:
                     raise failure
-                if not self._passed and flight.shelter is None:
-                    self._sources.check_versions(flight.segment)
                 self._count(flight.segment)
             finally:
                 self._flights.landed(flight)
@@ -377,15 +379,29 @@ class Filling:
         if segment is not None:
             self._pace.wait_turn(size_of(segment))
 
-    def verify(self) -> None:
-        """Compare every lazily captured source with the image; raises CaptureError naming the first that differs."""
-        for piece in (piece for segment in self._cutting.segments for piece in segment):
-            if not self._sources.are_in(piece, self._targets.flat(piece.start, piece.end)):
-                raise CaptureError(
-                    f"save: capture.verify found that {self._sources.path(piece)} differs from its captured bytes: it "
-                    "was changed between save() and the barrier; nothing of this step is kept. Wrap it in "
-                    "tierfall.item(..., changes='anytime'), or call wait_captured() before the change"
-                )
+    # Changes -----------------------------------------------------------------------------------------
+
+    def check_state(self) -> None:
+        """Raise StateChangedError where a source that is captured lazily was changed since save, as far as version
+        counters, addresses and a few samples tell. Called at the barrier: then no write to it is under way."""
+        changed = self._sources.changed()
+        if not changed and self._check is not None:  # else its memory may not be there
+            changed = self._check.changed_now()
+        if changed:
+            self._sources.refuse(changed)
+
+    def check_image(self) -> None:
+        """Raise StateChangedError where the image, which is complete, does not hold the state as it was at save, as far
+        as samples and digests tell; it names what counters and addresses tell of, too."""
+        if self._check is not None:
+            changed = self._check.changed_in(self._memory[self._cutting.data_start :])
+            if changed:
+                self._sources.refuse(sorted({*changed, *self._sources.changed()}))
+
+    def draw_samples_anew(self) -> None:
+        """Let the next image of this cutting be compared in other places."""
+        if self._check is not None:
+            self._check.plan.samples.used()
 
     def release_sources(self) -> None:
         """Let go of the state's tensors once they were read, so that a freed model is freed."""

@@ -1,15 +1,21 @@
-"""The tensors that one image is made of: how their bytes are read, and whether they were changed meanwhile."""
+"""The tensors that one image is made of: how their bytes are read, and whether they were changed meanwhile.
+
+Two things tell of a change without a look at the bytes: the version counter, which most of torch's operations raise,
+and the address, which another storage has. The counter is raised when an operation ends, so that it is read again at
+the barrier, when none is under way any more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import NoReturn
 
 import torch
 
 from tierfall.core.capture.cutting import Piece, Segment
 from tierfall.core.capture.targets import Targets
-from tierfall.core.errors import CaptureError
+from tierfall.core.errors import StateChangedError
 from tierfall.core.image import StateView, as_bytes, copy_whole, naming
 
 _NO_VERSION = -1
@@ -19,11 +25,16 @@ _VERSION = attrgetter("_version")
 class Sources:
     """The tensors of a view, with their version counters at the moment when they were taken."""
 
-    def __init__(self, view: StateView) -> None:
+    def __init__(self, view: StateView, lazy: Sequence[int]) -> None:
+        """``lazy`` are the numbers of those that are captured lazily."""
         self._tensors: list[torch.Tensor] = view.sources.copy()
         self._plain = view.plain
+        self._names = view.names
         self._trails = view.trails
-        self._versions = _versions(view.sources)
+        self.pointers = view.pointers
+        self._lazy = lazy
+        self._watched = [self._tensors[index] for index in lazy]
+        self._versions = _versions(self._watched)
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         return self._tensors[piece.index]
@@ -31,13 +42,9 @@ class Sources:
     def replace(self, piece: Piece, copy: torch.Tensor) -> None:
         """Read a copy from now on, which nobody else knows."""
         self._tensors[piece.index] = copy
-        self._versions[piece.index] = _NO_VERSION
 
     def release(self) -> None:
-        self._tensors = []
-
-    def path(self, piece: Piece) -> str:
-        return naming.path(self._trails[piece.index])
+        self._tensors, self._watched = [], []
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -69,15 +76,6 @@ class Sources:
             for piece, target in pieces_in(memory, segment):
                 self._read(piece, target)
 
-    def are_in(self, piece: Piece, target: torch.Tensor) -> bool:
-        """Say whether a piece's bytes are those of ``target``."""
-        if self._plain[piece.index]:
-            flat = _part(self._tensors[piece.index], piece)
-        else:
-            flat = torch.empty_like(target)
-            self._read(piece, flat)
-        return torch.equal(flat.to(target.device), target)
-
     def _read(self, piece: Piece, target: torch.Tensor) -> None:
         source = self._tensors[piece.index]
         if self._plain[piece.index]:
@@ -85,19 +83,34 @@ class Sources:
         else:
             copy_whole(target, source)
 
-    # The tripwire ----------------------------------------------------------------------------------
+    # Changes -----------------------------------------------------------------------------------------
 
-    def check_versions(self, pieces: Iterable[Piece]) -> None:
-        """Raise CaptureError for a tensor that was written to since it was taken, as far as its counter tells."""
-        for piece in pieces:
-            before = self._versions[piece.index]
-            now = _version(self._tensors[piece.index])
-            if now != before and _NO_VERSION not in (before, now):
-                raise CaptureError(
-                    f"save: {self.path(piece)} was changed while it was being captured; nothing of this step is kept. "
-                    "Change it only inside optimizer.step(), or wrap it in tierfall.item(..., changes='anytime'), or "
-                    "call wait_captured() before the change, or set capture.mode to blocking"
-                )
+    def changed(self) -> list[int]:
+        """Return the numbers of the lazily captured tensors that were written to since they were taken, or lie
+        elsewhere, as far as counters and addresses tell."""
+        versions = _versions(self._watched)
+        pointers = [*map(torch.Tensor.data_ptr, self._watched)]
+        expected = [self.pointers[index] for index in self._lazy]
+        if versions == self._versions and pointers == expected:
+            return []
+        both = zip(self._lazy, versions, self._versions, pointers, expected, strict=True)
+        return [
+            index
+            for index, now, before, here, there in both
+            if here != there or (now != before and _NO_VERSION not in (now, before))
+        ]
+
+    def refuse(self, changed: Sequence[int]) -> NoReturn:
+        """Raise StateChangedError, which names tensors by their numbers."""
+        more = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
+        verb = "were" if more else "was"
+        raise StateChangedError(
+            f"save: {naming.path(self._trails[changed[0]])}{more} {verb} changed between save() and the next optimizer "
+            "step; nothing of this step is kept. Change it only inside optimizer.step(), or wrap it in "
+            "tierfall.item(..., changes='anytime'), or call wait_captured() before the change, or set capture.mode to "
+            "blocking",
+            tuple(self._names[index] for index in changed),
+        )
 
 
 def pieces_in(memory: torch.Tensor, segment: Segment) -> Iterator[tuple[Piece, torch.Tensor]]:

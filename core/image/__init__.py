@@ -7,6 +7,7 @@ threads, or knows tiers.
 """
 
 from tierfall.core.image.build import Fill, Want
+from tierfall.core.image.choices import Choices
 from tierfall.core.image.codec import register_codec
 from tierfall.core.image.fill import FillPlan, plan_fill
 from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
@@ -19,6 +20,7 @@ from tierfall.core.image.view import SourceTensor, StateView
 from tierfall.core.image.walk import describe
 
 __all__ = [
+    "Choices",
     "Fill",
     "FillPlan",
     "ImageHeader",

@@ -80,6 +80,7 @@ class Builder:
         self._blocks: list[Want] = []
         self._flat: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._typed: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._laid_out: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     # ---- before the bytes
 
@@ -117,6 +118,17 @@ class Builder:
             # Viewed, not allocated as such: some dtypes warn when they are.
             found = self.flat(slot, device).view(stored.dtype).view(stored.shape)
             self._typed[slot, device] = found
+        return found
+
+    def laid_out(self, slot: int, device: torch.device) -> torch.Tensor:
+        """Return a slot's tensor with the strides that it was saved with, once its bytes are there."""
+        strides = self.header.tensors[slot].strides
+        if strides is None:
+            return self.tensor(slot, device)
+        found = self._laid_out.get((slot, device))
+        if found is None:
+            found = tensors.strided_copy(self.tensor(slot, device), strides)
+            self._laid_out[slot, device] = found
         return found
 
     def prepare(self, node: Node, device: torch.device, named: str = "") -> None:
@@ -187,7 +199,7 @@ class Builder:
     def _leaf(self, node: Leaf, device: torch.device) -> Any:
         match node:
             case TensorNode():
-                return self.tensor(node.slot, device)
+                return self.laid_out(node.slot, device)
             case ValueNode():
                 return self.value(node)
             case ObjectNode():

@@ -7,7 +7,7 @@ takes what a bare one saved), an optimizer's by its parameters' names.
 
 from __future__ import annotations
 
-import difflib
+import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.errors import RestoreError
-from tierfall.core.image import codec, modules, naming, optimizers, put, random_state
+from tierfall.core.image import codec, naming, optimizers, put, random_state
 from tierfall.core.image.build import CPU, Fill, Want
+from tierfall.core.image.choices import Choices, plain_keys, renamed
 from tierfall.core.image.files import refuse_files
+from tierfall.core.image.fill_module import ModuleFiller
 from tierfall.core.image.fill_optimizer import OptimizerFiller
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.item import Item, unwrap
+from tierfall.core.image.item import Item
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.nodes import (
     CodecNode,
@@ -38,14 +40,12 @@ from tierfall.core.image.nodes import (
     SequenceNode,
     TensorNode,
     ValueNode,
-    leaves,
 )
-from tierfall.core.image.report import Report
-from tierfall.core.image.walk import is_stateful
-from tierfall.core.image.work import Action, Selection, Work
+from tierfall.core.image.walk import is_stateful, state_dict_of, type_name
+from tierfall.core.image.work import Action, Work, live_names
 from tierfall.core.words import with_article
 
-_NEVER_MISSED = (ValueNode, RandomNode, KeptNode)
+logger = logging.getLogger("tierfall")
 Put = Callable[[object], None]
 
 
@@ -66,55 +66,24 @@ class FillPlan:
 
 
 def plan_fill(
-    state: Mapping[Any, object],
-    header: ImageHeader,
-    *,
-    only: Sequence[str] | None = None,
-    strict: bool = True,
+    state: Mapping[Any, object], header: ImageHeader, choices: Choices | None = None
 ) -> FillPlan:
     """Plan to restore an image into a state, in place; writes nothing.
 
-    ``only`` are dotted prefixes of names; without it everything is restored, the random state too. ``strict`` demands
-    that tensors and objects are the same on both sides. Raises RestoreError that names what does not fit.
+    Without ``choices`` everything is restored, the random state too, and both sides must have the same names. Raises
+    RestoreError that names what does not fit.
     """
     if not isinstance(state, Mapping):
         raise RestoreError(
             f"restore: state is {with_article(type(state).__name__)}; expected a mapping"
         )
-    if isinstance(only, str):
-        raise RestoreError(
-            f"restore: only must be a list of names, such as [{only!r}], not a string"
-        )
     refuse_files(header, doing="restore")
-    selection = Selection(None if only is None else tuple(only))
-    _check_prefixes(selection, header)
-    work = Work(header, selection, Report(strict), modules.scan_state(state))
+    choices = choices or Choices()
+    header = renamed(header, choices.rename)
+    work = Work.begin(header, state, choices)
     _Filler(work).top(state, header.tree)
     work.report.raise_if_any(header.what)
     return FillPlan(work.builder.fills(), work.builder.wants(), work.stages())
-
-
-def _check_prefixes(selection: Selection, header: ImageHeader) -> None:
-    if selection.prefixes is None:
-        return
-    names = [name for name, _ in leaves(header.tree, "")]
-    for prefix in selection.prefixes:
-        if any(naming.is_within(name, prefix) for name in names):
-            continue
-        whole = next((name for name in names if naming.is_within(prefix, name)), None)
-        if whole is not None:
-            raise RestoreError(
-                f"restore: only={prefix!r} asks for a part of {whole!r}, which is restored as one: ask for that"
-            )
-        known = {name[:end] for name in names for end in _ends(name)}
-        near = difflib.get_close_matches(prefix, known, n=3, cutoff=0.3)
-        raise RestoreError(
-            f"restore: {header.what} holds nothing named {prefix!r}; nearest: {', '.join(near or sorted(known)[:3])}"
-        )
-
-
-def _ends(name: str) -> list[int]:
-    return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]
 
 
 class _Filler:
@@ -152,13 +121,34 @@ class _Filler:
             case SequenceNode() if type(live) is (tuple if node.is_tuple else list):
                 self._sequence(node, live, place, name, trail)
             case ModuleNode() if isinstance(live, nn.Module):
-                self._module(node, live, name, trail)
-            case OptimizerNode() if isinstance(live, Optimizer) and optimizers.is_stock(live):
-                OptimizerFiller(self.work, node, live, name).plan()
+                ModuleFiller(self.work, node, live, name, trail).plan()
             case ObjectNode() | OptimizerNode() if is_stateful(live):
-                self._object(node, live, name, trail)
+                self._stateful(node, live, name, trail)
             case _:
                 self._mismatch(node, live, name)
+
+    def _stateful(
+        self, node: ObjectNode | OptimizerNode, live: Any, name: str, trail: Trail
+    ) -> None:
+        if not self._is_of_type(live, name):
+            return
+        match node, live:
+            case OptimizerNode(), Optimizer() if optimizers.is_stock(live):
+                OptimizerFiller(self.work, node, live, name).plan()
+            case _:
+                self._object(node, live, name, trail)
+
+    def _is_of_type(self, live: object, name: str) -> bool:
+        """Say whether an object is of the class whose state the checkpoint has; report it where it is not."""
+        stored = (self.work.header.types or {}).get(name)
+        if stored is None or stored == type_name(live) or name in self.work.choices.retype:
+            return True
+        self.report.refuses(
+            name,
+            f"the checkpoint has the state of {with_article(stored)}, the state has {with_article(type_name(live))}; "
+            f"retype=[{name!r}] restores it all the same, skip=[{name!r}] leaves it as it is",
+        )
+        return False
 
     def _mismatch(self, node: Node, live: Any, name: str) -> None:
         if isinstance(node, KeptNode):
@@ -169,6 +159,8 @@ class _Filler:
             self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
 
     def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str, trail: Trail) -> None:
+        if self._is_state_dict(live, name):
+            return
         stored = dict(node.entries)
         for key, value in live.items():
             below = naming.join(name, naming.part(key))
@@ -176,10 +168,10 @@ class _Filler:
                 place = self._item_setter(live, key, below)
                 self.visit(stored[key], value, place, below, (trail, key))
             else:
-                self._extra(value, below)
+                self.work.extra(value, below)
         for key, child in node.entries:
             if key not in live:
-                self._absent(child, naming.join(name, naming.part(key)))
+                self.work.absent(child, naming.join(name, naming.part(key)))
 
     def _item_setter(self, live: Any, key: Any, name: str) -> Put:
         def put_back(value: object) -> None:
@@ -202,9 +194,9 @@ class _Filler:
 
             self.visit(child, value, put_at, f"{name}.{index}", (trail, index))
         for index in range(len(live), len(node.nodes)):
-            self._absent(node.nodes[index], f"{name}.{index}")
+            self.work.absent(node.nodes[index], f"{name}.{index}")
         for index in range(len(node.nodes), len(live)):
-            self._extra(live[index], f"{name}.{index}")
+            self.work.extra(live[index], f"{name}.{index}")
         if node.is_tuple:
             # A tuple is made anew only where something in it could not be changed in place.
             self.work.puts.append(lambda: None if _same(items, live) else place(tuple(items)))
@@ -212,7 +204,10 @@ class _Filler:
     def _tensor(self, node: TensorNode | QuantizedNode, live: Any, name: str) -> None:
         if not isinstance(live, torch.Tensor):
             self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
-        elif isinstance(node, QuantizedNode):
+            return
+        if isinstance(live, nn.Parameter):
+            self.work.filled.append(live)
+        if isinstance(node, QuantizedNode):
             self.fitter.quantized(node, live, name)
         else:
             self.fitter.tensor(node.slot, live, name)
@@ -221,12 +216,48 @@ class _Filler:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
             self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
             return
+        if self._is_state_dict(live, name):
+            return
         self.builder.prepare(node, CPU)
         if any(True for _ in live_names(live, name)):
-            self._extra(live, name)
+            self.work.extra(live, name)
             self.work.puts.append(lambda: _put_around(live, self.builder.build(node, CPU)))
             return
-        self.work.puts.append(lambda: place(put.merge(live, self.builder.build(node, CPU))))
+        kept = self._kept_keys(node, live, name)
+
+        def put_back() -> None:
+            value = self.builder.build(node, CPU)
+            if type(value) in codec.MAPPINGS:
+                for key in [key for key in value if not self._has_key(name, key)]:
+                    del value[key]
+                value.update({key: live[key] for key in kept})
+            place(put.merge(live, value))
+
+        self.work.puts.append(put_back)
+
+    def _has_key(self, name: str, key: Any) -> bool:
+        """Say whether an entry of a plain mapping is asked for."""
+        return not self.selection.skipped(naming.join(name, naming.part(key)))
+
+    def _kept_keys(self, node: ValueNode | CodecNode, live: Any, name: str) -> list[Any]:
+        """Compare the keys of a plain dict, which is put back whole; return those that stay as they are.
+
+        Where each side has words that the other has not, one was misspelt or renamed; else the dict has grown.
+        """
+        if type(live) is not dict or not isinstance(node, ValueNode):
+            return []
+        stored = plain_keys(self.work.header, node)
+        asked = {key for key in (*live, *stored) if self._has_key(name, key)}
+        only_live = [key for key in live if key in asked and key not in stored]
+        only_stored = [key for key in stored if key in asked and key not in live]
+        if _are_words(only_live) and _are_words(only_stored):
+            for key in only_live:
+                self.report.extra(naming.join(name, naming.part(key)))
+            for key in only_stored:
+                self.report.absent(naming.join(name, naming.part(key)), can_be_renamed=False)
+        elif only_live and stored:
+            self.work.puts.append(lambda: _say_removed(only_live, name))
+        return [key for key in live if key not in asked]
 
     # ---- what has a state_dict
 
@@ -238,78 +269,22 @@ class _Filler:
             return
         self.builder.prepare(node, CPU)
         self.work.loads.append(lambda: _load(live, self.builder.build(node, CPU), trail))
+        if type(live).__module__.startswith("torchdata.stateful_dataloader"):
+            # Its iterator is made now, not in the loop: what that draws would be missing from the random state, which
+            # is set after this.
+            self.work.loads.append(live.state_dict)
 
-    def _module(self, node: ModuleNode, live: nn.Module, name: str, trail: Trail) -> None:
-        scan = self.work.scans.of(live, name)
-        state = live.state_dict()
-        keys = {scan.key_name(key): key for key in state}
-        rest: dict[str, tuple[Node, torch.device]] = {}
-        for _, below, child in node.entries:
-            full = f"{name}.{below}"
-            if not self.selection.has(full):
-                continue
-            key = keys.pop(below, None)
-            if key is None:
-                self._absent(child, full)
-            elif not self._module_entry(scan, key, state[key], child, full):
-                rest[key] = (child, _device_of(state[key]))
-        for below, key in keys.items():
-            if self.selection.has(f"{name}.{below}"):
-                self._extra(state[key], f"{name}.{below}", is_object=key in scan.owners)
-        if rest:
-            for child, device in rest.values():
-                self.builder.prepare(child, device)
-            self.work.loads.append(lambda: self._load_rest(live, rest, trail))
-
-    def _module_entry(
-        self, scan: modules.ModuleScan, key: str, live: Any, node: Node, name: str
-    ) -> bool:
-        """Restore one entry of a module in place; False where only load_state_dict can."""
-        if key in scan.owners and not isinstance(live, torch.Tensor):
-            return self._extra_state(scan.owners[key], node)
-        if not isinstance(node, (TensorNode, QuantizedNode)) or not isinstance(live, torch.Tensor):
+    def _is_state_dict(self, live: Any, name: str) -> bool:
+        """Say whether a dict is what an object's state_dict() returned; report it then."""
+        kind = state_dict_of(live)
+        if kind is None:
             return False
-        owner = scan.owner_of(key, live)
-        if owner is None and live.layout is torch.strided and live.numel():
-            # A copy that a hook made: whatever is written into it is lost.
-            return not self.fitter.compare(node.slot, live, name)
-        if isinstance(node, QuantizedNode):
-            self.fitter.quantized(node, live if owner is None else owner, name)
-        else:
-            self.fitter.tensor(node.slot, live, name)
+        self.report.refuses(
+            name,
+            f"is the state_dict() of {kind}, and what is restored into it reaches no {kind.split()[-1]}: put the "
+            "object itself into the state, or read the checkpoint by tierfall.load() and call load_state_dict()",
+        )
         return True
-
-    def _extra_state(self, owner: nn.Module, node: Node) -> bool:
-        if type(owner).set_extra_state is nn.Module.set_extra_state:
-            return False
-        self.builder.prepare(node, CPU)
-        self.work.puts.append(lambda: owner.set_extra_state(self.builder.build(node, CPU)))
-        return True
-
-    def _load_rest(
-        self, live: nn.Module, rest: Mapping[str, tuple[Node, torch.device]], trail: Trail
-    ) -> None:
-        built = {key: self.builder.build(node, device) for key, (node, device) in rest.items()}
-        if type(live).load_state_dict is nn.Module.load_state_dict:
-            _load(live, built, trail, strict=False)
-        else:
-            # Its own load_state_dict may want all of it; what is in place already is given as it is.
-            _load(live, {**live.state_dict(), **built}, trail)
-
-    # ---- one side only
-
-    def _absent(self, node: Node, name: str) -> None:
-        for leaf_name, leaf in leaves(node, name):
-            if self.selection.has(leaf_name) and not isinstance(leaf, _NEVER_MISSED):
-                self.report.absent(leaf_name)
-
-    def _extra(self, live: Any, name: str, *, is_object: bool = False) -> None:
-        if is_object and self.selection.has(name):
-            self.report.extra(name)
-            return
-        for found in live_names(live, name):
-            if self.selection.has(found):
-                self.report.extra(found)
 
 
 def _open_item(holder: Item) -> tuple[Any, Put]:
@@ -323,22 +298,19 @@ def _open_item(holder: Item) -> tuple[Any, Put]:
     return holder.value, put_back
 
 
-def live_names(live: Any, name: str, depth: int = 0) -> Any:
-    """Yield the names of the tensors and objects at and below a place of the state."""
-    live = unwrap(live)
-    if depth > codec.DEPTH_MAX:
-        return
-    if isinstance(live, nn.Module):
-        scan = modules.scan(live, name)
-        yield from (f"{name}.{scan.key_name(key)}" for key in live.state_dict())
-    elif isinstance(live, torch.Tensor) or is_stateful(live):
-        yield name
-    elif type(live) in codec.MAPPINGS:
-        for key, child in live.items():
-            yield from live_names(child, naming.join(name, naming.part(key)), depth + 1)
-    elif type(live) in (list, tuple):
-        for index, child in enumerate(live):
-            yield from live_names(child, f"{name}.{index}", depth + 1)
+def _are_words(keys: Sequence[Any]) -> bool:
+    """Say whether there are keys, all of them such as programs spell out, not numbers of steps and the like."""
+    return bool(keys) and all(isinstance(key, str) and key.isidentifier() for key in keys)
+
+
+def _say_removed(keys: Sequence[Any], name: str) -> None:
+    logger.warning(
+        "restore: %s of %s is not in the checkpoint, and is removed: a plain mapping is put back whole "
+        "(skip=[%r] keeps it)",
+        ", ".join(map(repr, keys)),
+        name,
+        naming.join(name, naming.part(keys[0])),
+    )
 
 
 def _put_around(live: Any, source: Any) -> None:
@@ -356,10 +328,6 @@ def _load(live: Any, built: Any, trail: Trail, **options: Any) -> None:
         raise RestoreError(
             f"restore: load_state_dict of {naming.path(trail)} refused its state: {error}"
         ) from error
-
-
-def _device_of(live: Any) -> torch.device:
-    return live.device if isinstance(live, torch.Tensor) else CPU
 
 
 def _same(items: Sequence[object], live: Sequence[object]) -> bool:

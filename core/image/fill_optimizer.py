@@ -8,6 +8,7 @@ have is removed. ``step`` lies where torch puts it: on the CPU, unless the group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,25 @@ from torch.optim import Optimizer
 
 from tierfall.core.image import naming, optimizers, put
 from tierfall.core.image.build import CPU
+from tierfall.core.image.header import StoredTensor
 from tierfall.core.image.nodes import MapNode, Node, OptimizerNode, TensorNode, ValueNode
 from tierfall.core.image.sharded import Piece, Unsharded, is_sharded, like, local_part, piece_of
+from tierfall.core.image.tensors import dense_strides, strided_copy
 from tierfall.core.image.work import Work
 
 _STEP = "step"
 _ON_DEVICE = ("capturable", "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One entry of a parameter's state: what it is built from, None where the tensor that is there is filled; whether
+    it is laid out in memory as its parameter is."""
+
+    entry: Any
+    node: Node | torch.Tensor | None
+    device: torch.device
+    as_parameter: bool = False
 
 
 class OptimizerFiller:
@@ -33,6 +47,7 @@ class OptimizerFiller:
         self._live = live
         self._name = name
         self._numbering = optimizers.numbering(live, work.scans)
+        self._stored = {tensor.name: tensor for tensor in work.header.tensors}
 
     def plan(self) -> None:
         groups = self._match()
@@ -48,12 +63,13 @@ class OptimizerFiller:
             name = f"{self._name}.state.{self._node.part(key)}"
             if not isinstance(key, int):
                 kept.add(key[0])
-                self._state(node, key[0], CPU, CPU, name)
+                self._state(node, key[0], None, CPU, CPU, name)
                 continue
             parameter = self._numbering.parameters[live_number[key]]
             kept.add(id(parameter))
             step_device = parameter.device if key in steps_on_device else CPU
-            self._state(node, parameter, parameter.device, step_device, name)
+            stored = self._stored.get(self._node.names[key] or "")
+            self._state(node, parameter, stored, parameter.device, step_device, name)
         self._work.puts.append(lambda: self._remove_others(kept))
 
     # ---- which group and parameter is which
@@ -136,11 +152,21 @@ class OptimizerFiller:
         work = self._work
         if not work.selection.has(name):
             return
+
+        def asked(key: Any) -> bool:
+            return not work.selection.skipped(f"{name}.{naming.part(key)}")
+
         if isinstance(node, ValueNode):
-            work.puts.append(lambda: _update(live, self._builder.value(node)))
+            work.puts.append(
+                lambda: _update(
+                    live, {k: v for k, v in self._builder.value(node).items() if asked(k)}
+                )
+            )
             return
         assert isinstance(node, MapNode), "a group that is no mapping"
         for key, child in node.entries:
+            if not asked(key):
+                continue
             value = live.get(key)
             if isinstance(child, TensorNode) and value is not None and self._fits(child, value):
                 work.fitter.tensor(child.slot, value, f"{name}.{naming.part(key)}")
@@ -155,8 +181,15 @@ class OptimizerFiller:
     # ---- state
 
     def _state(
-        self, node: Node, key: Any, device: torch.device, step_device: torch.device, name: str
+        self,
+        node: Node,
+        key: Any,
+        parameter: StoredTensor | None,
+        device: torch.device,
+        step_device: torch.device,
+        name: str,
     ) -> None:
+        """Restore what is kept under ``key``; ``parameter`` is that one as the image has it."""
         selection = self._work.selection
         if not selection.touches(name):
             return
@@ -165,7 +198,7 @@ class OptimizerFiller:
             self._builder.prepare(node, device)
             self._work.puts.append(lambda: self._replace(key, self._builder.build(node, device)))
             return
-        made: list[tuple[Any, Node | torch.Tensor | None, torch.device]] = []
+        made: list[_Made] = []
         for entry, child in node.entries:
             below = f"{name}.{naming.part(entry)}"
             if not selection.touches(below):
@@ -173,14 +206,15 @@ class OptimizerFiller:
             target = step_device if entry == _STEP else device
             value = None if live is None else live.get(entry)
             if isinstance(child, TensorNode) and self._goes_into(child, value, target, below):
-                made.append((entry, None, target))
+                made.append(_Made(entry, None, target))
             else:
                 self._check_piece(child, key, below)
                 if self._is_cut(child, key):
-                    made.append((entry, self._block(child, key, target, below), target))
+                    made.append(_Made(entry, self._block(child, key, target, below), target))
                     continue
                 self._builder.prepare(child, target)
-                made.append((entry, child, target))
+                as_parameter = self._lies_as(parameter, child)
+                made.append(_Made(entry, child, target, as_parameter=as_parameter))
         whole = selection.has(name)
         self._work.puts.append(lambda: self._renew(key, made, whole))
 
@@ -225,11 +259,28 @@ class OptimizerFiller:
             return None
         return self._builder.header.tensors[node.slot].piece
 
-    def _build(self, node: Node | torch.Tensor, device: torch.device, parameter: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            return node
-        built = self._builder.build(node, device)
-        return built if self._stored_piece(node) is None else like(parameter, built)
+    def _lies_as(self, parameter: StoredTensor | None, node: Node) -> bool:
+        """Say whether state was laid out as its parameter when it was saved, as optimizers make it: fused ones walk
+        both as they lie in memory, so that it is laid out as the parameter that is there now. An image without strides
+        is taken for one where it was."""
+        if not isinstance(node, TensorNode):
+            return False
+        stored = self._builder.header.tensors[node.slot]
+        if stored.piece is not None:
+            return False
+        if self._builder.header.types is None:
+            return True
+        if parameter is None:
+            return False
+        return (stored.shape, stored.strides) == (parameter.shape, parameter.strides)
+
+    def _build(self, made: _Made, parameter: Any) -> Any:
+        if isinstance(made.node, torch.Tensor | None):
+            return made.node
+        if made.as_parameter and isinstance(made.node, TensorNode):
+            return _laid_out_as(parameter, self._builder.tensor(made.node.slot, made.device))
+        built = self._builder.build(made.node, made.device)
+        return built if self._stored_piece(made.node) is None else like(parameter, built)
 
     def _goes_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
         """Plan to fill a state tensor that is there; False where a new one is needed."""
@@ -258,16 +309,11 @@ class OptimizerFiller:
             and tuple(live.shape) == stored.shape
         )
 
-    def _renew(
-        self,
-        key: Any,
-        made: Sequence[tuple[Any, Node | torch.Tensor | None, torch.device]],
-        whole: bool,
-    ) -> None:
+    def _renew(self, key: Any, made: Sequence[_Made], whole: bool) -> None:
         live = self._live.state[key]
         renewed = {
-            entry: live[entry] if node is None else self._build(node, device, key)
-            for entry, node, device in made
+            each.entry: live[each.entry] if each.node is None else self._build(each, key)
+            for each in made
         }
         if whole:
             live.clear()
@@ -290,6 +336,16 @@ class OptimizerFiller:
             else (self._numbering.part(number) if number is not None else "%")
         )
         return f"{self._name}.state.{part}"
+
+
+def _laid_out_as(parameter: Any, built: Any) -> Any:
+    """Give state the strides of its parameter."""
+    if type(built) is not torch.Tensor or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return built
+    strides = dense_strides(parameter)
+    if strides is None or built.shape != parameter.shape or not built.is_contiguous():
+        return built
+    return strided_copy(built, strides)
 
 
 def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:

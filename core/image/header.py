@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from tierfall.core.image.nodes import (
     leaves,
 )
 from tierfall.core.image.sharded import Piece
+from tierfall.core.image.tensors import are_dense
 from tierfall.core.records import HEADER_BYTES_MAX
 
 # The header may be as large as it may grow in place: the limit, and what rounding up adds.
@@ -43,8 +45,9 @@ _QUANTIZED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of an image: its true dtype and shape, and its bytes relative to the start of the data; ``piece`` where
-    it is a block of a tensor that several ranks hold. What another rank writes, ``written_by``, has its bytes in that
-    one's image: here it only has a place behind the end of the data, one after the other."""
+    it is a block of a tensor that several ranks hold; ``strides`` where it was dense in memory and not contiguous. What
+    another rank writes, ``written_by``, has its bytes in that one's image: here it only has a place behind the end of
+    the data, one after the other."""
 
     name: str
     dtype: torch.dtype
@@ -53,6 +56,7 @@ class StoredTensor:
     end: int
     piece: Piece | None = None
     written_by: int | None = None
+    strides: tuple[int, ...] | None = None
 
     @property
     def length(self) -> int:
@@ -65,9 +69,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
-    """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it. ``merged``: it is
-    made of those of several ranks, and its tensors are whole (``merging``). ``complete``: the image holds all that its
-    rank had, each tensor as one block at most; else only the headers of all ranks together say where things are."""
+    """What an image holds. ``tensors`` are in image order, and the tree's slots are places in it.
+
+    ``types`` are the classes of optimizers and other objects, by name; None in an image of a version that recorded
+    neither these nor strides. ``merged``: it is made of those of several ranks, and its tensors are whole
+    (``merging``). ``complete``: the image holds all that its rank had, each tensor as one block at most; else only the
+    headers of all ranks together say where things are.
+    """
 
     what: str
     data_start: int
@@ -75,6 +83,7 @@ class ImageHeader:
     tensors: tuple[StoredTensor, ...]
     tree: MapNode = field(repr=False)
     values: tuple[Coded, ...] = field(repr=False)
+    types: Mapping[str, str] | None = field(default=None, repr=False)
     merged: bool = False
     complete: bool = True
 
@@ -121,6 +130,8 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         tensors += _written_by_others(_list(static, ELSEWHERE), tensors, image_bytes - data_start)
     if "sharded" in static:
         tensors = _with_pieces(tensors, _list(static, "sharded"))
+    if "strides" in static:
+        tensors = _with_strides(tensors, _list(static, "strides"))
     values = _parse(_text(metadata, VALUES_MEMBER))
     if not isinstance(values, list):
         raise ValueError(f"{VALUES_MEMBER} is not a list")
@@ -140,6 +151,7 @@ def _read(data: bytes | bytearray | memoryview, image_bytes: int, what: str) -> 
         tensors=tensors,
         tree=tree,
         values=tuple(values),
+        types=_types(static),
         complete=not reader.in_pieces,
     )
 
@@ -261,6 +273,33 @@ def _with_pieces(tensors: tuple[StoredTensor, ...], entries: list[Any]) -> tuple
             raise ValueError(f"tensor {stored.name!r} is a block that lies outside of its whole")
         found[position] = replace(stored, piece=Piece(tuple(shape), tuple(offset), stored.shape))
     return tuple(found)
+
+
+def _with_strides(
+    tensors: tuple[StoredTensor, ...], entries: list[Any]
+) -> tuple[StoredTensor, ...]:
+    found = list(tensors)
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError("an entry of strides is not of two members")
+        position, strides = entry
+        if type(position) is not int or not 0 <= position < len(found):
+            raise ValueError("strides names a tensor that is not in the table")
+        stored = found[position]
+        if not dtypes.is_shape(strides) or not are_dense(stored.shape, strides):
+            raise ValueError(f"tensor {stored.name!r} has strides that leave holes, or overlap")
+        found[position] = replace(stored, strides=tuple(strides))
+    return tuple(found)
+
+
+def _types(static: dict[str, Any]) -> dict[str, str] | None:
+    types = static.get("types")
+    if types is None:
+        return None
+    found = _object(types, "types")
+    if not all(isinstance(name, str) for name in found.values()):
+        raise ValueError("types holds what is no name")
+    return found
 
 
 # ---- values and what the tree makes of tensors

@@ -107,6 +107,8 @@ def plan_layout(view: StateView, elsewhere: Mapping[int, int] | None = None) -> 
         "requires": [],
         "tree": tree_to_json(view.tree, slot_of),
         "dtypes": _true_dtypes(view, slots),
+        "strides": _strides(view, slot_of),
+        "types": dict(view.types),
     }
     if sharded := _sharded(view, slot_of):
         static["sharded"] = sharded
@@ -175,6 +177,15 @@ def _true_dtypes(view: StateView, slots: Sequence[Slot]) -> list[Coded]:
         [position, dtypes.name_of(view.dtypes[slot.index]), list(view.shapes[slot.index])]
         for position, slot in enumerate(slots)
         if dtypes.code_of(view.dtypes[slot.index]) is None
+    ]
+
+
+def _strides(view: StateView, slot_of: Sequence[int]) -> list[Coded]:
+    """List slot and strides of what is dense in memory, though its elements do not lie in order there."""
+    return [
+        [position, list(strides)]
+        for position, strides in sorted(zip(slot_of, view.strides, strict=True))
+        if strides is not None
     ]
 
 

@@ -125,9 +125,19 @@ class _Merging:
             tensors=tuple(wholes),
             tree=tree,
             values=tuple(self._values),
+            types=self._types(),
             merged=True,
         )
         return Merged(header=header, blocks=tuple(blocks), replicas=replicas)
+
+    def _types(self) -> dict[str, str] | None:
+        """The classes of all ranks' objects; None where a rank's image does not say."""
+        found: dict[str, str] = {}
+        for header in self._headers.values():
+            if header.types is None:
+                return None
+            found = {**header.types, **found}
+        return found
 
     # ---- tensors
 
@@ -138,7 +148,12 @@ class _Merging:
         first = holders[self._own] if self._own in holders else next(iter(holders.values()))
         shape = first.shape if first.piece is None else first.piece.shape
         whole = StoredTensor(
-            first.name, first.dtype, shape, start, start + byte_count(first.dtype, shape)
+            first.name,
+            first.dtype,
+            shape,
+            start,
+            start + byte_count(first.dtype, shape),
+            strides=first.strides if first.piece is None else None,
         )
         found: dict[tuple[Any, Any], list[Block]] = {}
         for rank, stored in holders.items():

@@ -1,24 +1,30 @@
 """What a module tells about its state_dict: which keys are parameters, and their names without wrappers.
 
-DDP, DataParallel and compiled modules put a prefix before each key of what they wrap. It is taken off where a module of
-that type stands, at any depth; a child that happens to be called ``module`` keeps its name.
+DDP, DataParallel, compiled modules and torch's activation checkpointing put a prefix before each name in what they
+wrap. It is taken off where a module of that type stands, at any depth; a child that happens to be called ``module``
+keeps its name.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tierfall.core.image import codec, naming
 from tierfall.core.image.item import Item
+from tierfall.core.image.sharded import local_tensor
+from tierfall.core.image.view import NO_OWNER
 
 EXTRA_STATE = "_extra_state"
+_TREE_MODULES_MAX = 1 << 20
+"""A module tree of more is one that contains itself."""
 
 
 @dataclass(slots=True)
@@ -33,8 +39,11 @@ class ModuleScan:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     places: list[tuple[str, str, nn.Module]] = field(default_factory=list)
     has_wrappers: bool = False
+    refused: str | None = None
+    """Why the module, or one in it, can be neither saved nor restored."""
     _pointers: dict[int, str] | None = None
     _bare: dict[str, str] | None = None
+    _raw: dict[str, str] | None = None
     _owners: dict[str, nn.Module] | None = None
     _kinds: dict[type[nn.Module], str | None] = field(default_factory=dict)
 
@@ -53,6 +62,7 @@ class ModuleScan:
         kind = type(module)
         if kind not in self._kinds:
             self._kinds[kind] = _wrapped_child(kind)
+            self.refused = self.refused or _refusal(kind)
         wrapped = self._kinds[kind]
         for name, child in children.items():
             if child is None:
@@ -96,23 +106,42 @@ class ModuleScan:
 
     def parameter_of(self, key: str, tensor: torch.Tensor) -> nn.Parameter | None:
         """Return the parameter whose memory a tensor of the state_dict is."""
-        found = self.parameters.get(key)
-        if found is not None and found.data_ptr() == tensor.data_ptr():
-            return found
+        found = self._named(key)
+        owner = self.parameters.get(found)
+        if owner is not None and _address(owner) == _address(tensor):
+            return owner
         found_key = self._by_pointer(tensor)
         return None if found_key is None else self.parameters.get(found_key)
 
+    def owners_of(self, keys: Sequence[str], values: Sequence[object]) -> list[int]:
+        """Return for each entry of the state_dict the id of the parameter whose memory it is, or NO_OWNER."""
+        owners = []
+        for key, value in zip(keys, values, strict=True):
+            found = self.parameter_of(key, value) if isinstance(value, torch.Tensor) else None
+            owners.append(NO_OWNER if found is None else id(found))
+        return owners
+
     def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the parameter or buffer whose memory a tensor of the state_dict is; None where it is a copy."""
-        found: torch.Tensor | None = self.parameters.get(key)
+        raw = self._named(key)
+        found: torch.Tensor | None = self.parameters.get(raw)
         if found is None:
-            found = self.buffers.get(key)
-        if found is not None and found.data_ptr() == tensor.data_ptr():
+            found = self.buffers.get(raw)
+        if found is not None and _address(found) == _address(tensor):
             return found
         found_key = self._by_pointer(tensor)
         if found_key is None:
             return None
         return self.parameters.get(found_key, self.buffers.get(found_key))
+
+    def _named(self, key: str) -> str:
+        """Return the name, with wrappers, of what a key of the state_dict without them means: a wrapper may take its
+        own prefix off the keys, as activation checkpointing does."""
+        if not self.has_wrappers or key in self.parameters or key in self.buffers:
+            return key
+        if self._raw is None:
+            self._raw = {self._strip(raw): raw for raw in (*self.buffers, *self.parameters)}
+        return self._raw.get(self._strip(key), key)
 
     def signature(self) -> tuple[Any, ...]:
         """Return what says which key of a state_dict is a parameter, and how it is named: equal for equal answers."""
@@ -125,20 +154,24 @@ class ModuleScan:
 
     def _by_pointer(self, tensor: torch.Tensor) -> str | None:
         if self._pointers is None:
-            tensors: list[tuple[str, torch.Tensor]] = [
-                *self.buffers.items(),
-                *self.parameters.items(),
-            ]
             self._pointers = {
-                t.data_ptr(): key for key, t in tensors if t.layout is torch.strided and t.numel()
+                address: key
+                for key, t in (*self.buffers.items(), *self.parameters.items())
+                if (address := _address(t))
             }
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
-            or tensor.is_nested
-        ):
-            return None
-        return self._pointers.get(tensor.data_ptr()) if tensor.numel() else None
+        address = _address(tensor)
+        return self._pointers.get(address) if address else None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins, of one that several ranks hold this rank's part; 0 where it has
+    none, or is no plain tensor."""
+    tensor = local_tensor(tensor)
+    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+        return 0
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return 0
+    return tensor.data_ptr()
 
 
 def scan(module: nn.Module, name: str) -> ModuleScan:
@@ -148,9 +181,12 @@ def scan(module: nn.Module, name: str) -> ModuleScan:
 
 
 def _wrapped_child(kind: type[nn.Module]) -> str | None:
-    """Name the child whose prefix a wrapper of this kind puts before its keys."""
+    """Name the child whose prefix a wrapper of this kind puts before the names of what is in it."""
     if issubclass(kind, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return "module"
+    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if wrapper is not None and issubclass(kind, wrapper.ActivationWrapper):
+        return "_checkpoint_wrapped_module"
     # A compiled module exists only where dynamo is loaded already; loading it costs seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and issubclass(kind, dynamo.OptimizedModule):
@@ -158,11 +194,147 @@ def _wrapped_child(kind: type[nn.Module]) -> str | None:
     return None
 
 
+def _refusal(kind: type[nn.Module]) -> str | None:
+    """Say why modules of a class can be neither saved nor restored."""
+    sharded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if sharded is not None and issubclass(kind, sharded.FullyShardedDataParallel):
+        return (
+            "is sharded by FullyShardedDataParallel (FSDP1), whose state_dict() gathers tensors by collectives of its "
+            "own; shard it by torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    return None
+
+
+class TreeShape(NamedTuple):
+    """All that decides which tensors of a module tree its ``state_dict`` returns under which keys, but the tensors."""
+
+    modules: list[type[Any]]
+    lengths: list[list[int]]
+    keys: list[list[str]]
+    tensors: list[type[Any]]
+    not_persistent: list[frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """A module and all below it, whose ``state_dict`` is nn.Module's own at each of them, without hooks and extra
+    state: its modules, its tensors (``parameters`` of them come first), and its shape."""
+
+    shape: TreeShape
+    modules: list[nn.Module]
+    parameters: int
+    tensors: list[torch.Tensor | None]
+
+
+def tree_of(root: nn.Module) -> Tree | None:
+    """Return the tree of a module; None where something other than its tensors decides what its state_dict holds."""
+    modules = [root]
+    children: list[Any] = []
+    parameters: list[Any] = []
+    buffers: list[Any] = []
+    not_persistent = []
+    for module in modules:  # which grows meanwhile
+        own = module.__dict__
+        if "state_dict" in own or "_save_to_state_dict" in own:
+            return None
+        if own.get("_state_dict_hooks", 1) or own.get("_state_dict_pre_hooks", 1):
+            return None
+        below = own.get("_modules")
+        children.append(below)
+        parameters.append(own.get("_parameters"))
+        buffers.append(own.get("_buffers"))
+        if below:
+            modules += [child for child in below.values() if child is not None]
+        if hidden := own.get("_non_persistent_buffers_set"):
+            not_persistent.append(frozenset(hidden))
+        if len(modules) > _TREE_MODULES_MAX:
+            return None
+    kinds = [*map(type, modules)]
+    tables = (children, parameters, buffers)
+    if not all(map(_is_stock, set(kinds))) or set(map(type, chain(*tables))) != {dict}:
+        return None
+    tensors: list[torch.Tensor | None] = [*chain.from_iterable(map(dict.values, parameters))]
+    count = len(tensors)
+    tensors += chain.from_iterable(map(dict.values, buffers))
+    found = [*map(type, tensors)]
+    if not set(found) <= _PLAIN_KINDS:
+        return None
+    shape = TreeShape(
+        kinds,
+        [[*map(len, table)] for table in tables],
+        [[*chain.from_iterable(table)] for table in tables],
+        found,
+        not_persistent,
+    )
+    return Tree(shape, modules, count, tensors)
+
+
+_PLAIN_KINDS = {torch.Tensor, nn.Parameter, type(None)}
+_stock: dict[type[nn.Module], bool] = {}
+
+
+def _is_stock(kind: type[nn.Module]) -> bool:
+    """Say whether modules of a class make their state_dict as nn.Module does."""
+    known = _stock.get(kind)
+    if known is None:
+        known = _stock[kind] = all(
+            getattr(kind, name) is getattr(nn.Module, name)
+            for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+        )
+    return known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTree:
+    """What was found out about a tree of a certain shape: the names of its ``parameters``, and where each is among the
+    tree's tensors (``parameters_at``); where the entries of its state_dict are there, in that one's order, and which of
+    these are ``buffers``; and by what rule of the user's its tensors were taken (``ruled``)."""
+
+    shape: TreeShape
+    parameters: tuple[str, ...]
+    parameters_at: tuple[int, ...]
+    entries_at: tuple[int, ...]
+    buffers: tuple[int, ...]
+    ruled: object
+
+
+def know(scan: ModuleScan, tree: Tree, keys: Sequence[str], ruled: object) -> KnownTree | None:
+    """Note what was found out about a tree by a scan and a state_dict; None where the tree does not have all of its
+    entries."""
+    starts: dict[int, tuple[int, int]] = {}
+    parameters, buffers = 0, tree.parameters
+    for module in tree.modules:
+        starts.setdefault(id(module), (parameters, buffers))
+        parameters += len(module._parameters)
+        buffers += len(module._buffers)
+    at: dict[str, int] = {}
+    for raw, _, module in scan.places:
+        first_parameter, first_buffer = starts[id(module)]
+        at.update({raw + name: first_parameter + n for n, name in enumerate(module._parameters)})
+        at.update({raw + name: first_buffer + n for n, name in enumerate(module._buffers)})
+    if not at.keys() >= set(keys):
+        return None
+    entries_at = tuple(at[key] for key in keys)
+    return KnownTree(
+        shape=tree.shape,
+        parameters=tuple(name for name, _ in scan.named_parameters()),
+        parameters_at=tuple(at[raw] for raw in scan.parameters),
+        entries_at=entries_at,
+        buffers=tuple(n for n, place in enumerate(entries_at) if place >= tree.parameters),
+        ruled=ruled,
+    )
+
+
 @dataclass(slots=True)
 class Scans:
-    """Every module of a state, scanned once before the walk, and the name of every parameter."""
+    """Every module of a state, looked at once before the walk, and the name of every parameter.
+
+    ``trees`` are those whose shape says all about their state_dict, by the module's id: the name that it stands at, the
+    tree, and what is known of its shape.
+    """
 
     by_module: dict[int, ModuleScan] = field(default_factory=dict)
+    trees: dict[int, tuple[str, Tree, KnownTree | None]] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
 
     def of(self, module: nn.Module, name: str) -> ModuleScan:
@@ -170,10 +342,29 @@ class Scans:
         found = self.by_module.get(id(module))
         return found if found is not None and found.name == name else scan(module, name)
 
-    def note(self, scan: ModuleScan) -> None:
+    def tree(self, module: nn.Module, name: str) -> tuple[Tree | None, KnownTree | None]:
+        """Return the tree of a module that was first met at ``name``, and what is known of its shape."""
+        at, tree, known = self.trees.get(id(module), ("", None, None))
+        return (tree, known) if at == name else (None, None)
+
+    def add(self, module: nn.Module, name: str, known: Mapping[str, KnownTree]) -> None:
+        """Take in a module that stands at ``name``."""
+        tree = tree_of(module)
+        if tree is not None:
+            before = known.get(name)
+            if before is not None and before.shape != tree.shape:
+                before = None
+            self.trees[id(module)] = (name, tree, before)
+            if before is not None:
+                parameters = [tree.tensors[at] for at in before.parameters_at]
+                self._note([*zip(before.parameters, parameters, strict=True)])
+                return
+        found = self.by_module[id(module)] = scan(module, name)
+        self._note([*found.named_parameters()])
+
+    def _note(self, named: list[tuple[str, Any]]) -> None:
         """Take the parameters of a module in; one that has a name keeps it."""
-        ids = [*map(id, scan.parameters.values())]
-        named = [*scan.named_parameters()]
+        ids = [id(parameter) for _, parameter in named]
         found = dict(zip(ids, named, strict=True))
         if len(found) < len(ids):
             found.update(zip(reversed(ids), reversed(named), strict=True))
@@ -182,28 +373,31 @@ class Scans:
         self.parameters.update(found)
 
 
-def scan_state(state: Mapping[object, object]) -> Scans:
-    """Scan all modules and bare parameters of a state. Looks through plain containers only, and never calls anything of
-    the user's."""
+def scan_state(
+    state: Mapping[object, object], known: Mapping[str, KnownTree] | None = None
+) -> Scans:
+    """Look at all modules and bare parameters of a state. Looks through plain containers only, and never calls anything
+    of the user's. ``known`` is what earlier walks found out, by name."""
     scans = Scans()
     for key, value in state.items():
-        _find(value, naming.part(key) if _may_name(key) else "", scans, 0)
+        _find(value, naming.part(key) if _may_name(key) else "", scans, known or {}, 0)
     return scans
 
 
-def _find(value: object, name: str, scans: Scans, depth: int) -> None:
+def _find(
+    value: object, name: str, scans: Scans, known: Mapping[str, KnownTree], depth: int
+) -> None:
     kind = type(value)
     if kind is Item:
-        _find(value.value, name, scans, depth)  # type: ignore[attr-defined]
+        _find(value.value, name, scans, known, depth)  # type: ignore[attr-defined]
     elif isinstance(value, nn.Module) and codec.codec_for(kind) is None:
-        if id(value) not in scans.by_module:
-            found = scans.by_module[id(value)] = scan(value, name)
-            scans.note(found)
+        if id(value) not in scans.by_module and id(value) not in scans.trees:
+            scans.add(value, name, known)
     elif kind is nn.Parameter:
         scans.parameters.setdefault(id(value), (name, value))  # type: ignore[arg-type]
     elif depth <= codec.DEPTH_MAX:
         for child_name, child in _children(value, name):
-            _find(child, child_name, scans, depth + 1)
+            _find(child, child_name, scans, known, depth + 1)
 
 
 def _children(value: object, name: str) -> Iterator[tuple[str, object]]:

@@ -1,8 +1,8 @@
 """What a walk remembers for the next one: the tensors that a module or an optimizer brought, where nothing moved.
 
 Of a tensor only its address, shape, strides and kind are kept, never the tensor itself: memory that the training lets
-go of is free. A part is taken from here only where everything that a walk would look at is as it was; ``state_dict`` is
-called all the same.
+go of is free. A part is taken from here only where everything that a walk would look at is as it was. Where nothing but
+tensors decides what a module's ``state_dict`` holds (``modules.Tree``), that is not even called.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tierfall.core.image.modules import KnownTree
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.sharded import Piece
 from tierfall.core.values import Changes
@@ -72,9 +73,11 @@ class Part:
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
+    pointers: array[int]
     changes: tuple[Changes, ...]
     trails: tuple[Trail, ...]
     plain: tuple[bool, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
     pieces: tuple[Piece | None, ...]
     picked: tuple[int, ...]
     first_at: dict[int, int]
@@ -85,10 +88,11 @@ class Part:
 
 
 class Recall:
-    """The parts of the walk before, by the name that each stands at."""
+    """The parts of the walk before, by the name that each stands at, and the module trees that it met."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
+        self.trees: dict[str, KnownTree] = {}
 
     def part(self, name: str) -> Part | None:
         return self._parts.get(name)
@@ -102,5 +106,6 @@ class Recall:
 
     def forget_others(self, names: Collection[str]) -> None:
         """Forget what the last walk did not meet."""
-        for name in self._parts.keys() - set(names):
-            del self._parts[name]
+        for known in (self._parts, self.trees):
+            for name in known.keys() - set(names):
+                del known[name]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+
 from tierfall.core.errors import RestoreError
 
 _SHOWN = 10
+ABSENT = "in the checkpoint, not in the state"
+EXTRA = "in the state, not in the checkpoint"
 
 
 class Report:
@@ -12,30 +16,44 @@ class Report:
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
-        self._lines: list[str] = []
+        self._lines: list[tuple[str, str]] = []
+        self._fixed: set[str] = set()
 
     def differs(self, name: str, stored: str, live: str) -> None:
-        self._lines.append(f"{name}: the checkpoint has {stored}, the state has {live}")
+        self.refuses(name, f"the checkpoint has {stored}, the state has {live}")
 
     def refuses(self, name: str, reason: str) -> None:
-        self._lines.append(f"{name}: {reason}")
+        self._lines.append((name, reason))
 
-    def absent(self, name: str) -> None:
+    def absent(self, name: str, *, can_be_renamed: bool = True) -> None:
         if self.strict:
-            self._lines.append(f"{name}: in the checkpoint, not in the state")
+            self._lines.append((name, ABSENT))
+            self._fixed |= set() if can_be_renamed else {name}
 
     def extra(self, name: str) -> None:
         if self.strict:
-            self._lines.append(f"{name}: in the state, not in the checkpoint")
+            self._lines.append((name, EXTRA))
 
     def raise_if_any(self, what: str) -> None:
         """Raise RestoreError with the first mismatches, if there are any."""
         if not self._lines:
             return
         count = len(self._lines)
-        shown = "".join(f"\n  {line}" for line in self._lines[:_SHOWN])
+        shown = "".join(
+            f"\n  {name}: {reason}{self._rename(name, reason)}"
+            for name, reason in self._lines[:_SHOWN]
+        )
         more = f"\n  and {count - _SHOWN} more" if count > _SHOWN else ""
         raise RestoreError(
             f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:"
-            f"{shown}{more}\nRestore a part with only=[...]; strict=False skips what only one side has."
+            f"{shown}{more}\nTo allow it by name: skip=[...] leaves what has a name as it is in the state, "
+            "rename={...} restores it under another name, only=[...] restores a part."
         )
+
+    def _rename(self, name: str, reason: str) -> str:
+        """Suggest another name for what only the checkpoint has."""
+        if reason != ABSENT or name in self._fixed:
+            return ""
+        extra = [other for other, why in self._lines if why == EXTRA]
+        near = difflib.get_close_matches(name, extra, n=1, cutoff=0.8)
+        return f" (rename={{{name!r}: {near[0]!r}}}?)" if near else ""

@@ -60,14 +60,23 @@ def any_sharded(values: Iterable[object]) -> bool:
 def local_part(tensor: Any) -> tuple[torch.Tensor, Piece]:
     """Return the memory of this rank's part of a DTensor, and where it lies. Raises Unsharded where that is not one
     block of the whole."""
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
+    local = local_tensor(tensor)
     piece = _block(tensor)
     if tuple(local.shape) != piece.lengths:
         raise Unsharded(
             f"its part here is of shape {tuple(local.shape)}, and its placement says {piece.lengths}"
         )
     return local, piece
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return the memory of this rank's part of a DTensor; a plain tensor as it is."""
+    if not is_sharded(tensor):
+        plain: torch.Tensor = tensor
+        return plain
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()
+    return local
 
 
 def piece_of(tensor: Any) -> Piece | None:

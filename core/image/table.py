@@ -6,6 +6,7 @@ whole tensors each.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from tierfall.core.image import tensors
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.recall import Part, look
 from tierfall.core.image.sharded import Piece
+from tierfall.core.image.view import NO_OWNER
 from tierfall.core.values import Changes
 
 T = TypeVar("T")
@@ -28,9 +30,12 @@ class TensorTable:
         self.dtypes: list[torch.dtype] = []
         self.shapes: list[tuple[int, ...]] = []
         self.tensors: list[torch.Tensor] = []
+        self.pointers = array("Q")
         self.changes: list[Changes] = []
+        self.owners: list[int] = []
         self.trails: list[Trail] = []
         self.plain: list[bool] = []
+        self.strides: list[tuple[int, ...] | None] = []
         self.pieces: list[Piece | None] = []
         self._taken: set[str] = set()
         self._first_at: dict[int, int] = {}
@@ -46,10 +51,12 @@ class TensorTable:
         trail: Trail,
         piece: Piece | None = None,
         *,
+        owner: int = NO_OWNER,
         alone: bool = False,
     ) -> int:
         """Take a tensor in and return its number; an alias of an earlier one gets that one's, unless it is to be stored
-        ``alone``. ``piece`` says where it lies in a tensor that several ranks hold together."""
+        ``alone``. ``piece`` says where it lies in a tensor that several ranks hold together, ``owner`` whose step
+        changes it (``StateView.owners``)."""
         pointer = tensor.data_ptr()
         number = len(self.names)
         if pointer and tensor.numel() and not alone:
@@ -58,7 +65,7 @@ class TensorTable:
                 alias = self._alias(pointer, first, tensor, dtype, shape)
                 if alias is not None and self.pieces[alias] == piece:
                     if changes is Changes.ANYTIME:
-                        self.changes[alias] = changes
+                        self.changes[alias], self.owners[alias] = changes, NO_OWNER
                     return alias
                 self._more_at.setdefault(pointer, []).append(number)
         if name in self._taken:
@@ -69,9 +76,13 @@ class TensorTable:
         self.dtypes.append(dtype)
         self.shapes.append(shape)
         self.tensors.append(tensor)
+        self.pointers.append(pointer)
         self.changes.append(changes)
+        self.owners.append(owner)
         self.trails.append(trail)
-        self.plain.append(tensors.is_plain(tensor, dtype))
+        plain = tensors.is_plain(tensor, dtype)
+        self.plain.append(plain)
+        self.strides.append(None if plain else tensors.dense_strides(tensor))
         self.pieces.append(piece)
         return number
 
@@ -100,16 +111,19 @@ class TensorTable:
             names=tuple(self.names[first:]),
             dtypes=tuple(self.dtypes[first:]),
             shapes=tuple(self.shapes[first:]),
+            pointers=self.pointers[first:],
             changes=tuple(self.changes[first:]),
             trails=tuple(self.trails[first:]),
             plain=tuple(self.plain[first:]),
+            strides=tuple(self.strides[first:]),
             pieces=tuple(self.pieces[first:]),
             picked=tuple(picked),  # type: ignore[arg-type]
             first_at=first_at,
         )
 
-    def take(self, part: Part, met: Sequence[torch.Tensor]) -> bool:
-        """Take the tensors of a part in again; False where one of them, or of their names, stands here already."""
+    def take(self, part: Part, met: Sequence[torch.Tensor], owners: Sequence[int]) -> bool:
+        """Take the tensors of a part in again, with the ``owners`` of all that were ``met``; False where one of them,
+        or of their names, stands here already."""
         if not self._taken.isdisjoint(part.names) or not self._first_at.keys().isdisjoint(
             part.first_at
         ):
@@ -119,11 +133,14 @@ class TensorTable:
         self.names += part.names
         self.dtypes += part.dtypes
         self.shapes += part.shapes
+        self.pointers += part.pointers
         self.changes += part.changes
         self.trails += part.trails
         self.plain += part.plain
+        self.strides += part.strides
         self.pieces += part.pieces
         self.tensors += [met[place] for place in part.picked]
+        self.owners += [owners[place] for place in part.picked]
         return True
 
     def _alias(

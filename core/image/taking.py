@@ -5,6 +5,7 @@ What an image cannot take is refused, with its path. It knows nothing of contain
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,20 +17,21 @@ from tierfall.core.image.naming import Trail
 from tierfall.core.image.refusing import refusal, refuse
 from tierfall.core.image.sharded import Blocks, Piece, Unsharded, is_sharded, local_part
 from tierfall.core.image.table import TensorTable
-from tierfall.core.image.view import Node
+from tierfall.core.image.view import DECLARED, NO_OWNER, Node
 from tierfall.core.values import Changes
 
 
 class Taking:
     """Takes tensors into its ``table``, and a quantized one's scale into the walk's ``values``.
 
-    The walk says where it is: what the innermost ``item()`` says (``ruled``), and whether inside an optimizer.
+    The walk says where it is: what the innermost ``item()`` says (``ruled``), and, inside an optimizer, of which
+    parameter the state is (``owner``: its id; NO_OWNER elsewhere).
     """
 
     def __init__(self, values: list[Coded]) -> None:
         self.table = TensorTable()
         self.ruled: Changes | None = None
-        self.inside_optimizer = False
+        self.owner = NO_OWNER
         self._values = values
 
     def local_parts(
@@ -47,26 +49,28 @@ class Taking:
             refuse(trail, f"cannot be saved: {error}")
 
     def tensor(
-        self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool = False
+        self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int = NO_OWNER
     ) -> Node:
-        """Take a tensor in; ``on_step``: only an optimizer's step changes it."""
+        """Take a tensor in. ``owner`` is the id of the parameter whose memory it is."""
         if is_sharded(tensor):
-            on_step = on_step or isinstance(tensor, nn.Parameter)
+            if isinstance(tensor, nn.Parameter):
+                owner = id(tensor)
             local, piece = self._local_part(tensor, trail)
             reason = tensors.refusal(local)
             if reason is not None:
                 refuse(trail, f"cannot be saved: {reason}")
             shape = tuple(local.shape)
-            return self.add(local, local.dtype, shape, name, trail, on_step=on_step, piece=piece)
+            return self.add(local, local.dtype, shape, name, trail, owner=owner, piece=piece)
         reason = tensors.refusal(tensor)
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
-        on_step = on_step or type(tensor) is nn.Parameter
+        if type(tensor) is nn.Parameter:
+            owner = id(tensor)
         if tensor.is_quantized:
-            return self._quantized(tensor, name, trail, on_step=on_step)
+            return self._quantized(tensor, name, trail, owner=owner)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        return self.add(tensor, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
+        return self.add(tensor, tensor.dtype, tensor.shape, name, trail, owner=owner)
 
     def blocks(self, blocks: Blocks, name: str, trail: Trail) -> Node:
         """Take in what this rank holds of a tensor that was cut elsewhere."""
@@ -88,19 +92,19 @@ class Taking:
             reason = f"a block of shape {tuple(tensor.shape)} with the place {piece}"
         if reason is not None:
             refuse(trail, f"cannot be saved: {reason}")
-        changes = self.ruled or Changes.ANYTIME
-        return self.table.add(
-            tensor.detach(), tensor.dtype, tensor.shape, name, changes, trail, piece, alone=True
-        )
+        changes, owner = self.rule(NO_OWNER)
+        tensor = tensor.detach()
+        kind = (tensor.dtype, tensor.shape)
+        return self.table.add(tensor, *kind, name, changes, trail, piece, owner=owner, alone=True)
 
-    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, on_step: bool) -> Node:
+    def _quantized(self, tensor: torch.Tensor, name: str, trail: Trail, *, owner: int) -> Node:
         try:
             scheme = str(tensor.qscheme())
         except RuntimeError as error:
             raise refusal(trail, f"cannot be saved: {tensors.UNSCALED}") from error
         flat = tensors.as_bytes(tensor.detach().contiguous())
         assert flat is not None, "a contiguous tensor without bytes"
-        number = self.add(flat, tensor.dtype, tensor.shape, name, trail, on_step=on_step)
+        number = self.add(flat, tensor.dtype, tensor.shape, name, trail, owner=owner)
         if tensor.qscheme() == torch.per_tensor_affine:
             self._values.append([codec.encode_atom(tensor.q_scale()), tensor.q_zero_point()])
             return ("q", number, scheme, 0, ("v", len(self._values) - 1))
@@ -110,6 +114,19 @@ class Taking:
         )
         return ("q", number, scheme, tensor.q_per_channel_axis(), ("l", parts))
 
+    def rule(self, owner: int) -> tuple[Changes, int]:
+        """Say when a tensor may change, and whose step changes it; what the user said counts most."""
+        if self.ruled is not None:
+            return self.ruled, DECLARED if self.ruled is Changes.ON_STEP else NO_OWNER
+        owner = self.owner if owner == NO_OWNER else owner
+        return (Changes.ANYTIME if owner == NO_OWNER else Changes.ON_STEP), owner
+
+    def ruled_owners(self, owners: Sequence[int]) -> Sequence[int]:
+        """Return the owners of many tensors as ``rule`` has them."""
+        if self.ruled is None and self.owner == NO_OWNER:
+            return owners
+        return [self.rule(owner)[1] for owner in owners]
+
     def add(
         self,
         tensor: torch.Tensor,
@@ -118,9 +135,9 @@ class Taking:
         name: str,
         trail: Trail,
         *,
-        on_step: bool = False,
+        owner: int = NO_OWNER,
         piece: Piece | None = None,
     ) -> int:
         """Put a tensor, of whose kind the caller is sure, into the table, and return its number."""
-        changes = Changes.ON_STEP if on_step or self.inside_optimizer else Changes.ANYTIME
-        return self.table.add(tensor, dtype, shape, name, self.ruled or changes, trail, piece)
+        changes, owner = self.rule(owner)
+        return self.table.add(tensor, dtype, shape, name, changes, trail, piece, owner=owner)

@@ -5,6 +5,8 @@ It knows torch's kinds of tensor and nothing of states, names or layouts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tierfall.core.image import dtypes
@@ -68,6 +70,29 @@ def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that is not contiguous and yet fills its memory from the first element to the
+    last, each once, as one in channels-last format does; None for every other."""
+    if tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return None
+    strides = tuple(tensor.stride())
+    return strides if are_dense(tensor.shape, strides) else None
+
+
+def are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Say whether elements of ``shape``, with these strides, fill a span of memory, each place once."""
+    if len(shape) != len(strides):
+        return False
+    expected = 1
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -140,6 +165,17 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
             target = _writable(target)
         integers = _as_integers(target)
         integers.copy_(flat.view(integers.dtype).view(integers.shape))
+
+
+def strided_copy(source: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Copy a contiguous tensor, which begins its storage, into one with these strides, bit for bit."""
+    integers = _BITS_OF_SIZE.get(source.element_size())
+    made = torch.empty_strided(
+        source.shape, strides, dtype=integers or source.dtype, device=source.device
+    )
+    made = made if integers is None else made.view(source.dtype)
+    fill_whole(made, source.view(-1).view(torch.uint8))
+    return made
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ that may change: those stand aside, in ``values``.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +35,11 @@ from tierfall.core.image.sharded import Piece
 from tierfall.core.values import Changes
 
 Node = Any  # int, or one of the tuples above
+
+NO_OWNER = -1
+"""The owner of a tensor that no optimizer's step is known to change."""
+DECLARED = 0
+"""The owner of a tensor that the user wrapped in ``item(..., changes="on_step")``."""
 
 
 class SourceTensor(NamedTuple):
@@ -54,18 +60,24 @@ class SourceTensor(NamedTuple):
 class StateView:
     """A state at one moment: its tensors (aliases resolved), and its values written down.
 
-    Of each tensor, in columns: itself, detached (``sources``), when it may change, its place, whether its elements can
-    be copied as they lie (``plain``), and where it lies in a tensor of several ranks (``pieces``). ``parameters`` are
+    Of each tensor, in columns: itself, detached (``sources``), its address in bytes (``pointers``), when it may change,
+    whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state; DECLARED;
+    NO_OWNER), its place, whether its elements can be copied as they lie (``plain``), the strides of one that is dense
+    and not contiguous (``strides``), and where it lies in a tensor of several ranks (``pieces``). ``parameters`` are
     those of all modules in the state, and bare ones: by id, the name and itself. ``rules`` say by name what becomes of
-    entries when the number of ranks changes, where it is not the default. ``structure`` holds all that a layout depends
-    on: equal structures have equal layouts.
+    entries when the number of ranks changes, where it is not the default. ``types`` are the classes of optimizers and
+    of other objects with a state_dict, by name. ``structure`` holds all that a layout depends on: equal structures have
+    equal layouts.
     """
 
     names: tuple[str, ...]
     sources: list[torch.Tensor]
+    pointers: array[int]
     changes: tuple[Changes, ...]
+    owners: tuple[int, ...]
     trails: list[Trail]
     plain: tuple[bool, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
     parameters: Mapping[int, tuple[str, nn.Parameter]]
     optimizers: tuple[Optimizer, ...]
     tree: Node
@@ -74,6 +86,7 @@ class StateView:
     pieces: tuple[Piece | None, ...]
     values: list[Coded]
     rules: Mapping[str, OnResize]
+    types: Mapping[str, str]
     structure: tuple[Any, ...]
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from tierfall.core.image.sharded import (
     is_sharded,
 )
 from tierfall.core.image.taking import Taking
-from tierfall.core.image.view import Node, StateView
+from tierfall.core.image.view import NO_OWNER, Node, StateView
 from tierfall.core.words import with_article
 
 T = TypeVar("T")
@@ -48,19 +48,23 @@ def describe(
         raise CaptureError(
             f"save: state is {with_article(type(state).__name__)}; expected a mapping of names to what is to be saved"
         )
-    scans = modules.scan_state(state)
-    walk = _Walk(scans, Recall() if recall is None else recall)
+    recall = Recall() if recall is None else recall
+    scans = modules.scan_state(state, recall.trees)
+    walk = _Walk(scans, recall)
     tree = walk.state(state, with_random=with_random)
     walk.end()
     table = walk.table
     names, dtypes, shapes = tuple(table.names), tuple(table.dtypes), tuple(table.shapes)
-    pieces = tuple(table.pieces)
+    pieces, strides = tuple(table.pieces), tuple(table.strides)
     return StateView(
         names=names,
         sources=table.tensors,
+        pointers=table.pointers,
         changes=tuple(table.changes),
+        owners=tuple(table.owners),
         trails=table.trails,
         plain=tuple(table.plain),
+        strides=strides,
         parameters=scans.parameters,
         optimizers=tuple(walk.optimizers),
         tree=tree,
@@ -69,7 +73,8 @@ def describe(
         pieces=pieces,
         values=walk.values,
         rules=walk.rules,
-        structure=(tree, names, dtypes, shapes, pieces),
+        types=walk.types,
+        structure=(tree, names, dtypes, shapes, pieces, strides, walk.types),
     )
 
 
@@ -96,6 +101,7 @@ class _Walk:
         self.taking = Taking(self.values)
         self.table = self.taking.table
         self.rules: dict[str, OnResize] = {}
+        self.types: dict[str, str] = {}
         self.optimizers: list[Optimizer] = []
         self._ancestors: set[int] = set()
 
@@ -281,32 +287,76 @@ class _Walk:
     # ---- what has a state_dict
 
     def _module(self, module: nn.Module, name: str, trail: Trail, depth: int) -> Node:
+        tree, known = self.scans.tree(module, name)
+        if tree is not None and known is not None:
+            node = self._recalled_tree(tree, known, name)
+            if node is not None:
+                return node
         scan = self.scans.of(module, name)
+        if scan.refused is not None:
+            refuse(trail, scan.refused)
         state = asked(module.state_dict, "state_dict()", trail)
         if not isinstance(state, Mapping) or not _all_str(state):
             refuse(
                 trail, f"has a state_dict() that is not a mapping of str: {type(state).__name__}"
             )
         keys = tuple(state)
-        about = ("module", keys, scan.signature(), self.taking.ruled, self.taking.inside_optimizer)
+        about = ("module", keys, scan.signature(), self.taking.ruled, self.taking.owner)
         met = list(state.values())
+        owners = scan.owners_of(keys, met)
         if any_sharded(met):
             met, about = self.taking.local_parts(met, about, trail)
-        return self._recalled_or(
-            name, about, met, lambda: self._module_anew(scan, state, keys, name, trail, depth)
+        node = self._recalled_or(
+            name,
+            about,
+            met,
+            owners,
+            lambda: self._module_anew(scan, state, owners, name, trail, depth),
         )
+        if tree is not None and self._recall.part(name) is not None:
+            known = modules.know(scan, tree, keys, self.taking.ruled)
+            if known is not None:
+                self._recall.trees[name] = known
+        return node
+
+    def _recalled_tree(
+        self, tree: modules.Tree, known: modules.KnownTree, name: str
+    ) -> Node | None:
+        """Return the node that stood for a tree of the same shape at the last walk, if its tensors are what they were;
+        its state_dict need not be asked for them."""
+        part = self._recall.part(name)
+        if part is None or known.ruled is not self.taking.ruled:
+            return None
+        entries = [tree.tensors[at] for at in known.entries_at]
+        met = [*map(torch.Tensor.detach, entries)]  # type: ignore[arg-type]
+        looks = look(met)
+        if looks is None or not part.is_again(len(self.table.names), part.about, looks):
+            return None
+        owners = [*map(id, entries)]
+        for place in known.buffers:
+            owners[place] = NO_OWNER
+        if not self.table.take(part, met, self.taking.ruled_owners(owners)):
+            return None
+        self._recalled.add(name)
+        return part.node
 
     def _recalled_or(
-        self, name: str, about: tuple[Any, ...], met: list[Any], walk: Callable[[], Node]
+        self,
+        name: str,
+        about: tuple[Any, ...],
+        met: list[Any],
+        owners: Sequence[int],
+        walk: Callable[[], Node],
     ) -> Node:
         """Return the node that stood for these tensors at the last walk, or walk them and remember it."""
         first = len(self.table.names)
         part = self._recall.part(name)
         self._recalled.add(name)
         looks = look(met) if part is not None else None
-        same = part is not None and looks is not None and part.is_again(first, about, looks)
-        if part is not None and same and self.table.take(part, met):
-            return part.node
+        if part is not None and looks is not None and part.is_again(first, about, looks):
+            taken = self.table.take(part, met, self.taking.ruled_owners(owners))
+            if taken:
+                return part.node
         values = len(self.values)
         node = walk()
         again = len(self.values) == values and self.table.part(first, about, met, node)
@@ -317,17 +367,17 @@ class _Walk:
         self,
         scan: modules.ModuleScan,
         state: Mapping[str, Any],
-        keys: tuple[str, ...],
+        owners: Sequence[int],
         name: str,
         trail: Trail,
         depth: int,
     ) -> Node:
+        keys = tuple(state)
         names = tuple(map(scan.key_name, keys))
         nodes = []
-        for key, below, value in zip(keys, names, state.values(), strict=True):
+        for key, below, value, owner in zip(keys, names, state.values(), owners, strict=True):
             if type(value) is torch.Tensor or is_sharded(value):
-                on_step = scan.parameter_of(key, value) is not None
-                node = self.taking.tensor(value, f"{name}.{below}", (trail, key), on_step=on_step)
+                node = self.taking.tensor(value, f"{name}.{below}", (trail, key), owner=owner)
             else:
                 found = self._walk(value, f"{name}.{below}", (trail, key), depth + 1)
                 node = self._settle(found)
@@ -335,6 +385,7 @@ class _Walk:
         return ("m", keys, () if names == keys else names, tuple(nodes))
 
     def _optimizer(self, optimizer: Optimizer, name: str, trail: Trail, depth: int) -> Node:
+        self.types[name] = type_name(optimizer)
         numbering = optimizers.numbering(optimizer, self.scans)
         groups = []
         for index, group in enumerate(optimizer.param_groups):
@@ -342,11 +393,7 @@ class _Walk:
             values = optimizers.group_values(group)
             found = self._walk(values, f"{name}.param_groups.{index}", place, depth + 1)
             groups.append((numbering.groups[index], self._settle(found)))
-        outer, self.taking.inside_optimizer = self.taking.inside_optimizer, True
-        try:
-            state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)
-        finally:
-            self.taking.inside_optimizer = outer
+        state = self._states(optimizer, numbering, f"{name}.state", (trail, "state"), depth)
         return ("o", numbering.names, tuple(groups), state)
 
     def _states(
@@ -375,9 +422,10 @@ class _Walk:
             return anew()
         about = ("optimizer", numbering.names, numbers, [*map(len, held)], keys, self.taking.ruled)
         met = [*chain.from_iterable(map(dict.values, held))]
+        owners = [*chain.from_iterable(map(repeat, map(id, state), map(len, held)))]
         if any_sharded(met):
             met, about = self.taking.local_parts(met, about, trail)
-        return self._recalled_or(name, about, met, anew)
+        return self._recalled_or(name, about, met, owners, anew)
 
     def _optimizer_state(
         self,
@@ -391,15 +439,25 @@ class _Walk:
         if not isinstance(key, torch.Tensor):
             place = (trail, key)
             token = self._key(key, place)
-            found = self._walk(value, f"{name}.{naming.part(key)}", place, depth + 1)
+            owner = id(numbering.parameters[0]) if numbering.parameters else NO_OWNER
+            found = self._owned(value, owner, f"{name}.{naming.part(key)}", place, depth)
             return ((token,), self._settle(found))
         number = numbering.numbers.get(id(key))
         if number is None:
             refuse(trail, "holds the state of a parameter that is in none of its groups")
-        found = self._walk(value, f"{name}.{numbering.part(number)}", (trail, number), depth + 1)
-        return (number, self._settle(found))
+        below = f"{name}.{numbering.part(number)}"
+        return (number, self._settle(self._owned(value, id(key), below, (trail, number), depth)))
+
+    def _owned(self, value: Any, owner: int, name: str, trail: Trail, depth: int) -> Node | _Plain:
+        """Walk what an optimizer keeps of one parameter."""
+        outer, self.taking.owner = self.taking.owner, owner
+        try:
+            return self._walk(value, name, trail, depth + 1)
+        finally:
+            self.taking.owner = outer
 
     def _stateful(self, value: Any, name: str, trail: Trail, depth: int) -> Node:
+        self.types[name] = type_name(value)
         state = asked(value.state_dict, "state_dict()", trail)
         return ("s", self._settle(self._walk(state, name, trail, depth + 1)))
 
@@ -414,6 +472,29 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
+
+
+_STATE_DICTS = {
+    "an optimizer": {"state", "param_groups"},
+    "a learning rate scheduler": {"last_epoch", "_step_count"},
+    "a gradient scaler": {"scale", "growth_factor", "growth_interval"},
+}
+
+
+def state_dict_of(value: object) -> str | None:
+    """Say what a dict is the state_dict() of, which leads nowhere when it is restored into; None for any other value.
+
+    A module's is not among them: its tensors are the module's own.
+    """
+    if type(value) not in codec.MAPPINGS:
+        return None
+    keys = set(value)  # type: ignore[call-overload]
+    return next((kind for kind, those in _STATE_DICTS.items() if those <= keys), None)
+
+
+def type_name(value: object) -> str:
+    """Name the class of an object; where it is defined may change from version to version."""
+    return type(value).__name__
 
 
 def _all_str(keys: Iterable[object]) -> bool:

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from tierfall.core.image import naming
+import torch
+from torch import nn
+
+from tierfall.core.image import codec, modules, naming
 from tierfall.core.image.build import Builder
+from tierfall.core.image.choices import Choices, Selection, select
 from tierfall.core.image.fit import Fitter
 from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.item import unwrap
 from tierfall.core.image.modules import Scans
+from tierfall.core.image.nodes import KeptNode, Node, RandomNode, ValueNode, leaves
 from tierfall.core.image.report import Report
+from tierfall.core.image.walk import is_stateful
 
 Action = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The part of a checkpoint that is asked for: dotted prefixes of names, or all of it."""
-
-    prefixes: tuple[str, ...] | None
-
-    def has(self, name: str) -> bool:
-        """Say whether all of ``name`` is asked for."""
-        return self.prefixes is None or any(naming.is_within(name, p) for p in self.prefixes)
-
-    def touches(self, name: str) -> bool:
-        """Say whether something at or below ``name`` is asked for."""
-        return self.has(name) or any(naming.is_within(p, name) for p in self.prefixes or ())
+_NEVER_MISSED = (RandomNode, KeptNode)
 
 
 @dataclass(slots=True)
 class Work:
-    """The state of planning, shared by the walks over containers, modules and optimizers."""
+    """The state of planning, shared by the walks over containers, modules and optimizers. ``filled`` are parameters
+    whose values are restored, and whose gradients are of others."""
 
     header: ImageHeader
+    choices: Choices
     selection: Selection
     report: Report
     scans: Scans
     builder: Builder = field(init=False)
     fitter: Fitter = field(init=False)
+    filled: list[nn.Parameter] = field(default_factory=list)
     puts: list[Action] = field(default_factory=list)
     loads: list[Action] = field(default_factory=list)
     last: list[Action] = field(default_factory=list)
@@ -48,7 +45,69 @@ class Work:
         self.builder = Builder(self.header)
         self.fitter = Fitter(self.builder, self.report)
 
+    @classmethod
+    def begin(cls, header: ImageHeader, state: Mapping[Any, object], choices: Choices) -> Work:
+        """Check what is asked for against both sides; RestoreError where a name is found nowhere."""
+        live = (name for key, value in state.items() for name in _names_of(key, value))
+        selection = select(header, choices, live)
+        report = Report(choices.strict)
+        return cls(header, choices, selection, report, modules.scan_state(state))
+
     def stages(self) -> tuple[tuple[Action, ...], ...]:
         """Return what is to be done, stage by stage."""
-        stages = (self.fitter.copies, self.puts, self.loads, self.last)
+        stages = (self.fitter.copies, self.puts, self.loads, [self._clear_gradients], self.last)
         return tuple(tuple(stage) for stage in stages)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.filled:
+            parameter.grad = None
+
+    # ---- what one side lacks
+
+    def absent(self, node: Node, name: str) -> None:
+        """Report what the checkpoint has at and below a name, and the state has not."""
+        for leaf_name, leaf in leaves(node, name):
+            nothing = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
+            never_missed = nothing or isinstance(leaf, _NEVER_MISSED)
+            if self.selection.has(leaf_name) and not never_missed:
+                self.report.absent(leaf_name)
+
+    def extra(self, live: Any, name: str, *, is_object: bool = False) -> None:
+        """Report what the state has at and below a name, and the checkpoint has not."""
+        if unwrap(live) is None and not is_object:
+            return  # it holds nothing
+        found = [name] if is_object else [*live_names(live, name)]
+        for each in found or [name]:
+            if self.selection.has(each):
+                self.report.extra(each)
+
+
+def _names_of(key: Any, value: object) -> Iterator[str]:
+    try:
+        name = naming.part(key)
+    except codec.Uncodable:
+        return
+    yield name
+    yield from live_names(value, name)
+    value = unwrap(value)
+    if type(value) in codec.MAPPINGS:
+        yield from (f"{name}.{naming.part(k)}" for k in value if type(k) is str)  # type: ignore[attr-defined]
+
+
+def live_names(live: Any, name: str, depth: int = 0) -> Iterator[str]:
+    """Yield the names of the tensors and objects at and below a place of the state."""
+    live = unwrap(live)
+    if depth > codec.DEPTH_MAX:
+        return
+    if isinstance(live, nn.Module):
+        scan = modules.scan(live, name)
+        if scan.refused is None:
+            yield from (f"{name}.{scan.key_name(key)}" for key in live.state_dict())
+    elif isinstance(live, torch.Tensor) or is_stateful(live):
+        yield name
+    elif type(live) in codec.MAPPINGS:
+        for key, child in live.items():
+            yield from live_names(child, naming.join(name, naming.part(key)), depth + 1)
+    elif type(live) in (list, tuple):
+        for index, child in enumerate(live):
+            yield from live_names(child, f"{name}.{index}", depth + 1)

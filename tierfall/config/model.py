@@ -261,7 +261,7 @@ class Config(Section):
     capture: Capture = Field(
         default=Capture(),
         description="How the state is copied.",
-        examples=[{"mode": "lazy", "verify": False}],
+        examples=[{"mode": "lazy", "verify": "sample"}],
     )
     drain: Drain | None = Field(
         default=None,

@@ -8,7 +8,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from tierfall.config.fields import (
     Count,
@@ -18,12 +25,14 @@ from tierfall.config.fields import (
     Wait,
     any_word,
     choice,
+    show,
     wrong,
 )
 from tierfall.config.registered import ORDER_SCHEMA, order_rule, read_order
 from tierfall.config.signal_names import SignalNames
 from tierfall.core.policy import PolicyKind, Rule
-from tierfall.core.values import CaptureMode, Codec
+from tierfall.core.values import CaptureMode, Codec, Verify
+from tierfall.core.words import nearest
 from tierfall.policies.flush_orders import IN_ORDER
 
 
@@ -42,6 +51,17 @@ class Section(BaseModel):
     )
 
 
+def _read_verify(value: object) -> object:
+    """Read the word, or true or false, as YAML reads ``on`` and ``off``."""
+    if isinstance(value, bool):
+        return Verify.FULL if value else Verify.OFF
+    if isinstance(value, str) and value in set(Verify):
+        return Verify(value)
+    expected = f"one of {', '.join(Verify)}"
+    near = nearest(value, Verify) if isinstance(value, str) else ""
+    raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
+
+
 class Capture(Section):
     """How the state is copied."""
 
@@ -56,11 +76,15 @@ class Capture(Section):
         "found out by trying both.",
         examples=["blocking"],
     )
-    verify: Flag = Field(
-        default=False,
-        description="Whether to hash each source again at the barrier, to find a loop that changes "
-        "tensors outside of the optimizer's step.",
-        examples=[True],
+    verify: Annotated[
+        Verify, BeforeValidator(_read_verify), WithJsonSchema({"enum": [*Verify, True, False]})
+    ] = Field(
+        default=Verify.SAMPLE,
+        description="How much of a lazily captured image is compared with the state as it was at save, before the "
+        "image is sealed. sample: about a hundred places of each tensor, and in rotation as much as fits into 1 % of "
+        "a step. full (or true): every byte. off (or false): nothing; then frozen parameters are copied before save "
+        "returns. A snapshot that differs is given up, and the tensor named.",
+        examples=["full"],
     )
     bandwidth_bytes_per_s: Rate | None = Field(
         default=None,

@@ -12,6 +12,7 @@ import xxhash
 
 from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.samples import CheckPlan
 from tierfall.core.capture.targets import Targets
 from tierfall.core.image import Layout, StateView, describe, plan_layout
 
@@ -50,9 +51,13 @@ class Made:
         return start, min(start + self.chunk_bytes, self.layout.image_bytes)
 
 
-def make(state: Mapping[str, Any], chunk_bytes: int = 4 * KIB) -> Made:
+def make(
+    state: Mapping[str, Any], chunk_bytes: int = 4 * KIB, *, digest_s: float | None = 0.0
+) -> Made:
+    """``digest_s``: for so long whole ranges of the state are digested, to compare the image with; None: all are."""
     view = describe(state)
     layout = plan_layout(view)
+    cutting = Cutting(layout, view, chunk_bytes)
     header = layout.header(view)
     assert header is not None
     memory = bytearray([JUNK]) * layout.image_bytes
@@ -66,9 +71,11 @@ def make(state: Mapping[str, Any], chunk_bytes: int = 4 * KIB) -> Made:
         targets=Targets(torch.frombuffer(memory, dtype=torch.uint8), layout),
         memory=memoryview(memory),
         header=header,
-        cutting=Cutting(layout, view, chunk_bytes),
+        cutting=cutting,
         view=view,
         on_progress=progress,
+        check=CheckPlan(cutting, layout, view),
+        check_s=digest_s,
     )
     made.append(Made(filling, layout, view, memory, chunk_bytes))
     return made[0]

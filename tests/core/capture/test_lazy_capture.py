@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -292,9 +293,10 @@ def test_an_optimizer_that_is_not_in_the_state_counts_by_its_parameters(
     assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["model"]), before)
 
 
-def test_a_parameter_that_no_torch_optimizer_steps_makes_saves_block_and_is_named(
-    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_parameter_that_no_torch_optimizer_steps_is_copied_at_once_and_named(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, held: Held
 ) -> None:
+    """The rest is captured lazily all the same."""
     trainer, other = Trainer(), torch.nn.Linear(10, 10)
     trainer.state["other"] = other
 
@@ -310,13 +312,16 @@ def test_a_parameter_that_no_torch_optimizer_steps_makes_saves_block_and_is_name
             trainer.step()
             foreign_update()
             wanted = other.weight.detach().clone()
-            handle = ckpt.save(step, trainer.state)
-            assert not handle.stats.lazy
+            held.hold()
+            before = trainer.now()
+            handle = lazy_save(ckpt, trainer, step)
             foreign_update()
+            held.free.set()
             handle.wait(timeout=PATIENCE_S)
             loaded = tierfall.load(tmp_path / "disk", step=step)
             assert torch.equal(loaded["other"]["weight"], wanted)
-    reasons = blocking_reasons(caplog)
+            assert_same(saved(tmp_path / "disk", step), before)
+    reasons = [r.getMessage() for r in caplog.records if "copied before save" in r.getMessage()]
     assert len(reasons) == 1
     assert "other.bias" in reasons[0] or "other.weight" in reasons[0]
 
@@ -410,8 +415,8 @@ def test_a_lazy_capture_keeps_to_its_bandwidth_until_it_is_waited_for(
         warmed_up(ckpt, trainer)
         before = trainer.now()
         handle = lazy_save(ckpt, trainer, 2)
-        with pytest.raises(TimeoutError):
-            handle.captured(timeout=0.5)
+        with ThreadPoolExecutor(1) as other, pytest.raises(TimeoutError):
+            other.submit(handle.captured, timeout=0.5).result()
         trainer.step()
         assert handle.stats.bytes > 2 * PATIENCE_S * 2_000, "at that pace it would take longer"
         handle.captured(timeout=PATIENCE_S)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tierfall.core.image import (
+    Choices,
     Fill,
     ImageHeader,
     Layout,
@@ -60,7 +61,7 @@ def load(image: bytes) -> dict[Any, Any]:
 
 def restore(state: Any, image: bytes, **options: Any) -> None:
     header = header_of(image)
-    plan = plan_fill(state, header, **options)
+    plan = plan_fill(state, header, Choices.of(**options))
     deliver(plan.fills, image, header.data_start)
     plan.finish()
 

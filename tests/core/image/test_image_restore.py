@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from tierfall.core.errors import CaptureError, RestoreError
-from tierfall.core.image import describe, item, plan_fill, plan_load
+from tierfall.core.image import Choices, describe, item, plan_fill, plan_load
 
 # ---- plain values
 
@@ -23,7 +24,7 @@ from tierfall.core.image import describe, item, plan_fill, plan_load
 def test_plain_values_are_put_back_whole_and_containers_stay_themselves() -> None:
     saved = {
         "epoch": 3,
-        "extra": {"best": 0.5, "log": [1, 2, {"x": 1}], "gone": None, "pair": (1, [2])},
+        "extra": {"best": 0.5, "log": [1, 2, {"x": 1}], "pair": (1, [2])},
         "list": [1, [2, 3]],
         "seen": {1, 2},
         "order": OrderedDict(b=1, a=2),
@@ -34,7 +35,7 @@ def test_plain_values_are_put_back_whole_and_containers_stay_themselves() -> Non
     image, _ = make_image(saved)
     state: dict[str, Any] = {
         "epoch": 0,
-        "extra": {"log": [9, 9, {"x": 0, "y": 5}, 4], "stale": 1, "best": None},
+        "extra": {"log": [9, 9, {"x": 0, "y": 5}, 4], "best": None},
         "list": [0, [0], 0],
         "seen": {7},
         "order": OrderedDict(a=0, c=1),
@@ -74,7 +75,7 @@ def test_containers_that_hold_tensors_are_restored_leaf_by_leaf() -> None:
     inner = [0]
     state = {"ema": {"w": weight, "decay": 0.1, "pair": (part, 0, inner), "mine": 7}, "rng": None}
     ema = state["ema"]
-    restore(state, image)
+    restore(state, image, skip=["ema.mine"])
     assert state["ema"] is ema
     assert ema["w"] is weight
     assert weight.tolist() == [1, 1]
@@ -121,12 +122,192 @@ def test_a_mapping_that_cannot_be_written_takes_tensors_but_no_values() -> None:
         restore(MappingProxyType({"w": torch.zeros(2), "n": 0, "rng": None}), image)
 
 
-def test_values_that_the_state_lacks_are_left_alone() -> None:
-    image, _ = make_image({"w": torch.ones(2), "epoch": 5, "rng": None})
-    state: dict[str, Any] = {"w": torch.zeros(2), "new": 1, "rng": None}
+def test_plain_values_are_compared_both_ways() -> None:
+    image, _ = make_image({"w": torch.ones(2), "tokens": 5, "rng": None})
+    state: dict[str, Any] = {"w": torch.zeros(2), "token": 1, "rng": None}
+    with pytest.raises(RestoreError) as caught:
+        restore(state, image)
+    said = str(caught.value)
+    assert "token: in the state, not in the checkpoint" in said
+    assert "tokens: in the checkpoint, not in the state (rename={'tokens': 'token'}?)" in said
+    assert "strict=False" not in said
+    assert state["w"].tolist() == [0, 0]
+    restore(state, image, rename={"tokens": "token"})
+    assert (state["token"], state["w"].tolist()) == (5, [1, 1])
+    state = {"w": torch.zeros(2), "token": 1, "rng": None}
+    restore(state, image, skip=["token", "tokens"])
+    assert (state["token"], state["w"].tolist()) == (1, [1, 1])
+    restore(state, image, strict=False)
+    assert state.keys() == {"w", "token", "rng"}
+
+
+def test_nothing_is_no_value_that_could_be_missed() -> None:
+    image, _ = make_image({"w": torch.ones(2), "scheduler": None, "rng": None})
+    restore({"w": torch.zeros(2), "scaler": None}, image)
+
+
+def test_a_misspelt_key_of_a_plain_dict_is_an_error_and_a_dict_may_grow() -> None:
+    image, _ = make_image({"extra": {"epoch": 3, "tokens": 5}, "rng": None})
+    with pytest.raises(RestoreError, match=r"extra.token: in the state, not in the checkpoint"):
+        restore({"extra": {"epoch": 0, "token": 0}, "rng": None}, image)
+    state: dict[str, Any] = {"extra": {"epoch": 0}, "rng": None}
     restore(state, image)
-    assert state.keys() == {"w", "new", "rng"}
-    assert state["new"] == 1
+    assert state["extra"] == {"epoch": 3, "tokens": 5}
+
+
+def test_a_key_that_a_restore_removes_is_said_and_can_be_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As one that came to the dict after the checkpoint that a loop goes back to."""
+    image, _ = make_image({"extra": {"epoch": 3}, "rng": None})
+    state: dict[str, Any] = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
+    restore(state, image)
+    assert state["extra"] == {"epoch": 3}
+    assert "'best' of extra is not in the checkpoint, and is removed" in caplog.text
+    state = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
+    restore(state, image, skip=["extra.best"])
+    assert state["extra"] == {"epoch": 3, "best": 0.5}
+
+
+# ---- what is meant otherwise
+
+
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+
+class Before(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+
+def trained(model: nn.Module, **options: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"net": model, "optimizer": optimizer, "rng": None}
+
+
+def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
+    saved, state = trained(Before()), {"rng": None, **trained(Other())}
+    image, _ = make_image(saved)
+    with pytest.raises(RestoreError, match=r"net\.encoder\.weight: in the checkpoint"):
+        restore(state, image)
+    state["model"] = state.pop("net")
+    rename = {"net": "model", "net.encoder": "model.backbone"}
+    restore(state, image, rename=rename)
+    assert torch.equal(state["model"].backbone.weight, saved["net"].encoder.weight)
+    moments = [held["exp_avg"] for held in state["optimizer"].state.values()]
+    before = [held["exp_avg"] for held in saved["optimizer"].state.values()]
+    assert all(map(torch.equal, moments, before))
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        ({"net.encodr": "net.x"}, "holds nothing of that name; nearest: net.encoder"),
+        ({"net.encoder": "other.encoder"}, "is not within 'net'"),
+        ({"net.encoder": "net.head"}, "gives two entries the name 'net.head.weight'"),
+        (["net"], "must be a mapping"),
+    ],
+)
+def test_a_rename_that_cannot_be_is_refused(rename: Any, said: str) -> None:
+    image, _ = make_image(trained(Before()))
+    with pytest.raises(RestoreError, match=re.escape(said)):
+        restore(trained(Before()), image, rename=rename)
+
+
+def test_a_learning_rate_can_be_kept() -> None:
+    saved, state = trained(Before(), lr=0.1), trained(Before(), lr=0.7)
+    image, _ = make_image(saved)
+    restore(state, image, skip=["optimizer.param_groups.*.lr"])
+    group = state["optimizer"].param_groups[0]
+    assert group["lr"] == 0.7
+    assert torch.equal(state["net"].head.weight, saved["net"].head.weight)
+    restore(state, image)
+    assert group["lr"] == 0.1
+
+
+def test_a_head_can_be_skipped_and_its_moments_stay() -> None:
+    saved, state = trained(Before()), trained(Before())
+    image, _ = make_image(saved)
+    head = state["net"].head.weight.clone()
+    restore(state, image, skip=["net.head", "optimizer.state.net.head"])
+    assert torch.equal(state["net"].head.weight, head)
+    assert torch.equal(state["net"].encoder.weight, saved["net"].encoder.weight)
+
+
+def test_a_skip_that_names_nothing_is_refused() -> None:
+    image, _ = make_image(trained(Before()))
+    with pytest.raises(RestoreError, match=r"skip='net.hed' names nothing .*nearest: net.head"):
+        restore(trained(Before()), image, skip=["net.hed"])
+    with pytest.raises(RestoreError, match="skip must be a list of names"):
+        restore(trained(Before()), image, skip="net.head")
+
+
+def test_the_state_of_another_class_is_refused_unless_it_is_meant() -> None:
+    """Adam's moments do SGD no good, and its learning rate does harm."""
+    saved = trained(Before(), lr=0.001)
+    image, _ = make_image(saved)
+    model = Before()
+    state = {"net": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "rng": None}
+    with pytest.raises(
+        RestoreError, match="has the state of an AdamW, the state has a SGD"
+    ) as caught:
+        restore(state, image)
+    assert "retype=['optimizer']" in str(caught.value)
+    assert "skip=['optimizer']" in str(caught.value)
+    restore(state, image, skip=["optimizer"])
+    assert state["optimizer"].param_groups[0]["lr"] == 0.1
+    assert torch.equal(model.head.weight, saved["net"].head.weight)
+    restore(state, image, retype=["optimizer"])
+    assert state["optimizer"].param_groups[0]["lr"] == 0.001
+    with pytest.raises(RestoreError, match=r"retype='optimiser' names no optimizer .*optimizer"):
+        restore(state, image, retype=["optimiser"])
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_an_optimizers_state_dict_in_place_of_the_optimizer_is_refused(stepped: bool) -> None:
+    """It would be filled, and the optimizer would go on with the moments that it has."""
+    state = trained(Before())
+    optimizer = state["optimizer"] if stepped else torch.optim.AdamW(Before().parameters())
+    image, _ = make_image({"net": state["net"].state_dict(), "optimizer": optimizer.state_dict()})
+    live = {"net": state["net"].state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(
+        RestoreError, match="optimizer: is the state_dict\\(\\) of an optimizer"
+    ) as caught:
+        restore(live, image)
+    assert "strict=False" not in str(caught.value)
+    assert "put the object itself into the state" in str(caught.value)
+
+
+def test_a_schedulers_state_dict_in_place_of_the_scheduler_is_refused() -> None:
+    optimizer = torch.optim.SGD(Before().parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    image, _ = make_image({"scheduler": scheduler.state_dict(), "rng": None})
+    with pytest.raises(RestoreError, match="of a learning rate scheduler"):
+        restore({"scheduler": scheduler.state_dict(), "rng": None}, image)
+
+
+def test_gradients_of_what_is_restored_are_let_go_of() -> None:
+    state = trained(Before())
+    image, _ = make_image(state)
+    loose = nn.Parameter(torch.ones(3))
+    loose.grad = torch.ones(3)
+    restore(state, image)
+    assert [p.grad for p in state["net"].parameters()] == [None] * 4
+    for parameter in state["net"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    restore(state, image, only=["net.head"])
+    kept = {name for name, p in state["net"].named_parameters() if p.grad is not None}
+    assert kept == {"encoder.weight", "encoder.bias"}
+    assert loose.grad is not None
 
 
 # ---- strict, and parts
@@ -207,11 +388,11 @@ def test_unknown_part_is_refused_with_the_nearest_names() -> None:
     image, _ = make_image({"model": nn.Linear(1, 1), "extra": {"epoch": 1}, "rng": None})
     header = header_of(image)
     with pytest.raises(RestoreError, match=r"'modle'; nearest: model"):
-        plan_fill({}, header, only=["modle"])
+        plan_fill({}, header, Choices.of(only=["modle"]))
     with pytest.raises(RestoreError, match=r"'model\.weigh'.*model\.weight"):
-        plan_fill({}, header, only=["model.weigh"])
+        plan_fill({}, header, Choices.of(only=["model.weigh"]))
     with pytest.raises(RestoreError, match=r"a part of 'extra', which is restored as one"):
-        plan_fill({}, header, only=["extra.epoch"])
+        plan_fill({}, header, Choices.of(only=["extra.epoch"]))
 
 
 def test_state_must_be_a_mapping() -> None:
@@ -276,7 +457,7 @@ def test_refusal_of_an_object_names_it() -> None:
 
     image, _ = make_image({"x": {"loader": Loader(1)}, "rng": None})
     with pytest.raises(RestoreError, match=r'state\["x"\]\["loader"\].*nope') as caught:
-        restore({"x": {"loader": Refusing()}, "rng": None}, image)
+        restore({"x": {"loader": Refusing()}, "rng": None}, image, retype=["x.loader"])
     assert isinstance(caught.value.__cause__, KeyError)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import (
+    Choices,
     ImageHeader,
     OnResize,
     item,
@@ -95,7 +96,7 @@ def test_what_differs_between_ranks_is_said_when_it_is_asked_for() -> None:
         RestoreError, match=r"rank: differs between the ranks .* 0 on rank 0; 1 on rank 1"
     ):
         plan_fill(live, found.header)
-    plan = plan_fill(live, found.header, only=["epoch"])
+    plan = plan_fill(live, found.header, Choices.of(only=["epoch"]))
     plan.finish()
     assert live == {"epoch": 7, "rank": 0, "loader": {"at": 0}, "rng": None}
     with pytest.raises(RestoreError, match="differs between the ranks"):
@@ -208,6 +209,6 @@ def test_what_is_in_conflict_does_not_keep_the_rest_from_being_restored() -> Non
     names = {slot: found.header.tensors[slot].name for slot in found.replicas}
     assert set(names.values()) == {"other"}
     live = {"x": torch.zeros(2), "other": torch.zeros(4), "rng": None}
-    assert plan_fill(live, found.header, only=["other"]).wants
+    assert plan_fill(live, found.header, Choices.of(only=["other"])).wants
     with pytest.raises(RestoreError, match=r"x: is torch.float32"):
         plan_fill(live, found.header)

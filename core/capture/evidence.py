@@ -1,0 +1,137 @@
+"""Evidence: which tensors of a state may be captured lazily, by what was seen of the training loop.
+
+A tensor may be captured lazily where only an optimizer's step changes it, and each step waits for the capture. That is
+evident for the parameters of an optimizer that was seen to step since the last save, and for its state of them; the
+user may declare it of anything (``item(..., changes="on_step")``). Of a frozen parameter it is assumed, as long as
+images are compared with the state. Everything else is copied before save() returns. A save that is given up because
+tensors were changed takes those from the lazily captured; after two such saves in a row all is copied at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from tierfall.core.capture.barrier import Barrier
+from tierfall.core.capture.samples import is_sampled
+from tierfall.core.errors import StateChangedError
+from tierfall.core.image import StateView
+from tierfall.core.image.view import DECLARED
+from tierfall.core.values import Changes
+
+logger = logging.getLogger("tierfall")
+
+FAILURES_MAX = 2
+_REMEDY = (
+    "Change them only inside optimizer.step(), or call wait_captured() before the change; to keep the rest lazy, wrap "
+    "what changes in tierfall.item(..., changes='anytime')"
+)
+
+
+class Evidence:
+    """Asked by the thread that saves; ``failed`` and ``held`` are called by the capture thread. ``checked`` says
+    whether images are compared with the state."""
+
+    def __init__(self, barrier: Barrier, *, checked: bool) -> None:
+        self._barrier = barrier
+        self._checked = checked
+        self._said: set[str] = set()
+        self._changed: frozenset[str] = frozenset()
+        self._frozen_change = False
+        self._failures = 0
+        self._frozen: frozenset[str] = frozenset()
+        self._chosen: tuple[object, tuple[bool, ...]] | None = None
+
+    def why_blocking(self, *, elsewhere: Collection[str], first: bool) -> str | None:
+        """Say why nothing of this save can be captured lazily, or return None.
+
+        ``elsewhere`` are the kinds of devices, other than the host, that no copy stream serves.
+        """
+        if first:
+            return "it is the first"
+        if elsewhere:
+            return f"part of the state is on {min(elsewhere)}, which is not captured lazily"
+        if self._failures >= FAILURES_MAX:
+            return (
+                f"{self._failures} saves in a row were given up, since {_few(self._changed)} changed between save() "
+                f"and the next optimizer step. {_REMEDY}"
+            )
+        if not self._barrier.seen:
+            return "no optimizer step, wait_captured() or guard() was seen since the last save"
+        return None
+
+    def choose(self, view: StateView) -> tuple[bool, ...]:
+        """Say of each tensor whether it may be captured lazily; the evidence begins anew with ``forget``."""
+        covered = self._barrier.covered()
+        frozen: set[int] = set()
+        unseen: list[str] = []
+        for number, (name, parameter) in view.parameters.items():
+            if number not in covered:
+                if parameter.requires_grad:
+                    unseen.append(name)
+                else:
+                    frozen.add(number)
+        self._frozen = frozenset(view.parameters[number][0] for number in frozen)
+        if not self._checked or self._frozen_change:
+            frozen.clear()
+        # Where the loop itself waits for the capture before each change, it does so whatever it changes.
+        trusted = None if self._barrier.bracketed else covered | frozen | {DECLARED}
+        key = (view.structure, view.changes, view.owners, trusted, self._changed)
+        if self._chosen is None or self._chosen[0] != key:
+            self._chosen = (key, self._choose(view, trusted))
+        if unseen and trusted is not None:
+            self.say_once(
+                f"copied before save() returns: {_few(unseen)}; no torch optimizer was seen to step "
+                f"{'it' if len(unseen) == 1 else 'them'} since the last save"
+            )
+        return self._chosen[1]
+
+    def _choose(self, view: StateView, trusted: Collection[int] | None) -> tuple[bool, ...]:
+        columns = zip(view.names, view.changes, view.owners, strict=True)
+        return tuple(
+            changes is Changes.ON_STEP
+            and (trusted is None or owner in trusted)
+            and name not in self._changed
+            and (not self._checked or is_sampled(view, index))
+            for index, (name, changes, owner) in enumerate(columns)
+        )
+
+    def forget(self) -> None:
+        """Begin to gather evidence anew, as each save does."""
+        self._barrier.forget()
+
+    def say_once(self, text: str) -> None:
+        """Log a warning that was not logged before."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+    # What became of lazy saves ---------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> None:
+        """A lazily captured save was given up."""
+        if not isinstance(error, StateChangedError):
+            return
+        self._failures += 1
+        changed = frozenset(error.tensors) - self._changed
+        self._changed |= changed
+        if changed & self._frozen:
+            self._frozen_change = True
+        if changed and self._failures < FAILURES_MAX:
+            frozen = " and every other frozen parameter" if changed & self._frozen else ""
+            logger.warning(
+                "from now on %s%s are copied before save() returns, since the training loop changed them between "
+                "save() and the next optimizer step. %s",
+                _few(changed),
+                frozen,
+                _REMEDY,
+            )
+
+    def held(self) -> None:
+        """A lazily captured save is whole."""
+        self._failures = 0
+
+
+def _few(names: Collection[str]) -> str:
+    first = min(names, default="tensors")
+    return first if len(names) < 2 else f"{first} and {len(names) - 1} more"

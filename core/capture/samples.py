@@ -1,0 +1,480 @@
+"""Samples: bytes of a state as they are at save, which the image must hold too.
+
+A lazy capture copies the state while the training goes on. Whether the image holds the state as it was at save, only
+bytes read at save can tell: a write that came before the copy is in the image and in the live tensor alike. So save()
+reads about a hundred cache lines of each tensor in host memory, evenly spread, and short tensors whole; on a device it
+enqueues a sum over each tensor; and it digests as many whole ranges, in rotation, as the time allowed for that takes.
+The capture thread compares them with the image before that is sealed.
+
+An even spread finds each write to one contiguous percent of a tensor, and each write to a percent of its elements at
+random with a probability of 1 - 1e-7. Addresses are read through one array over the range of memory from the first
+tensor to the last, so that one call reads all lines: a call for each tensor would take longer than the reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from tierfall.core.capture.cutting import HOST, Cutting, Piece
+from tierfall.core.capture.sources import Sources
+from tierfall.core.image import Layout, StateView, as_bytes
+from tierfall.core.own_memory import LINE_BYTES, Memory
+from tierfall.core.streams import CopyStream
+
+logger = logging.getLogger("tierfall")
+Integers = NDArray[np.int64]
+
+LINES_MAX = 101
+"""Lines of one tensor: their distance is a percent of it. The number is odd, so that in a matrix whose rows are a power
+of two long they do not lie in one column."""
+LINES_MIN = 9
+LINES_ALL = 1 << 18
+"""Lines of all tensors: 16 MiB of samples."""
+TENSOR_S = 1.7e-6
+"""What the samples may take at save, for each tensor: fewer lines are read where they take longer."""
+EDGES_BELOW_BYTES = 16 << 10
+"""A shorter tensor is sampled up to its very ends, which are no whole lines."""
+NOW_LINES = 2
+"""So many lines of a tensor are read again at the barrier."""
+DRAW_SERVES = 8
+"""So many images are compared in the same places."""
+RANGE_BYTES = 1 << 20
+"""A digest is of so many bytes at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A tensor in host memory as it is sampled: its number in the state, where its bytes begin in the image (in the
+    data), their number, and, where its elements do not lie in order, shape, strides and item size."""
+
+    index: int
+    start: int
+    bytes: int
+    order: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+
+class _Group(NamedTuple):
+    """Lines ``first`` to ``last``, whose places in the image's data have one remainder by the length of a line, and
+    are the rows ``rows`` from there on."""
+
+    first: int
+    last: int
+    remainder: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """The places of one draw: for each line its tensor and its offset there, in bytes; the same for single bytes;
+    where both lie in the image's data; and which lines are read at the barrier. It holds for tensors whose addresses
+    have these ``remainders`` by the length of a line."""
+
+    remainders: Integers
+    lines_of: Integers
+    lines_at: Integers
+    bytes_of: Integers
+    bytes_at: Integers
+    bytes_in_image: torch.Tensor
+    groups: tuple[_Group, ...]
+    in_order: int
+    """The first lines, so many, lie in the image as they lie in memory: those of the groups."""
+    now: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A draw for tensors at certain ``addresses``: the numbers of the lines, and of the bytes, in ``memory``."""
+
+    addresses: Integers
+    memory: Memory
+    draw: _Draw
+    lines: torch.Tensor
+    bytes: torch.Tensor
+    now: torch.Tensor
+
+
+class SamplePlan:
+    """Where the tensors of one layout are sampled. ``used`` may be called by any thread."""
+
+    def __init__(self, tensors: Sequence[Sampled]) -> None:
+        # Those in order first, those of one alignment in the image together: each group is compared by one call.
+        self._tensors = sorted(tensors, key=lambda t: (t.order is not None, t.start % LINE_BYTES))
+        self.numbers = np.array([t.index for t in self._tensors], dtype=np.int64)
+        self._starts = np.array([t.start for t in self._tensors], dtype=np.int64)
+        self._sizes = np.array([t.bytes for t in self._tensors], dtype=np.int64)
+        self._ordered = sum(t.order is None for t in self._tensors)
+        self._lines = _lines_at_most(len(tensors))
+        self._line_s = math.inf
+        self._uses = 0
+        self._placed: _Placed | None = None
+
+    def take(self, pointers: array[int]) -> Samples | None:
+        """Read the samples of tensors at these addresses, given by their numbers; None where there are none."""
+        if not self._tensors:
+            return None
+        placed = self._placed
+        addresses = _addresses(pointers, self.numbers)
+        if placed is None or not np.array_equal(placed.addresses, addresses):
+            placed = self._placed = self._place(addresses, None if placed is None else placed.draw)
+        began = time.perf_counter()
+        with torch.inference_mode(False), torch.no_grad():
+            lines = placed.memory.lines.index_select(0, placed.lines)
+            edges = placed.memory.bytes.index_select(0, placed.bytes)
+        line_s = (time.perf_counter() - began) / max(1, len(lines))
+        self._line_s = min(line_s, 1.25 * self._line_s)  # a pause of the machine says nothing
+        return Samples(self, placed, lines, edges)
+
+    def used(self) -> None:
+        """An image was compared. From time to time other places are chosen, so that what changes in a pattern is not
+        missed each time, and as many as keep to TENSOR_S."""
+        placed = self._placed
+        self._uses += 1
+        if placed is None or self._uses % DRAW_SERVES != 1:
+            return
+        allowed_s = TENSOR_S * len(self._tensors)
+        wanted = self._lines * allowed_s / max(1e-9, self._line_s * len(placed.lines))
+        most = _lines_at_most(len(self._tensors))
+        self._lines = int(max(LINES_MIN, min(most, wanted))) | 1
+        self._placed = self._place(placed.addresses, None)
+
+    def _place(self, addresses: Integers, draw: _Draw | None) -> _Placed:
+        remainders = addresses % LINE_BYTES
+        if draw is None or not np.array_equal(draw.remainders, remainders):
+            draw = self._draw(remainders)
+        memory = Memory(int(addresses.min()), int((addresses + self._sizes).max()))
+        offsets = addresses - memory.low
+        lines = (offsets[draw.lines_of] + draw.lines_at) // LINE_BYTES
+        return _Placed(
+            addresses=addresses,
+            memory=memory,
+            draw=draw,
+            lines=torch.from_numpy(lines),
+            bytes=torch.from_numpy(offsets[draw.bytes_of] + draw.bytes_at),
+            now=torch.from_numpy(lines[draw.now]),
+        )
+
+    def _draw(self, remainders: Integers) -> _Draw:
+        head = np.minimum(-remainders % LINE_BYTES, self._sizes)
+        whole = (self._sizes - head) // LINE_BYTES
+        counts = np.minimum(whole, self._lines)
+        lines_of, nth = _spread(counts)
+        phase = int.from_bytes(os.urandom(4), "little") / 2**32
+        distance = whole[lines_of] / np.maximum(1, counts)[lines_of]
+        lines_at = head[lines_of] + ((nth + phase) * distance).astype(np.int64) * LINE_BYTES
+        short = self._sizes < EDGES_BELOW_BYTES
+        tails_at = head + whole * LINE_BYTES
+        head_of, head_at = _spread(np.where(short, head, 0))
+        tail_of, tail_nth = _spread(np.where(short, self._sizes - tails_at, 0))
+        bytes_of = np.concatenate([head_of, tail_of])
+        bytes_at = np.concatenate([head_at, tails_at[tail_of] + tail_nth])
+        in_order = int(counts[: self._ordered].sum())
+        return _Draw(
+            remainders=remainders,
+            lines_of=lines_of,
+            lines_at=lines_at,
+            bytes_of=bytes_of,
+            bytes_at=bytes_at,
+            bytes_in_image=torch.from_numpy(self.in_image(bytes_of, bytes_at)),
+            groups=_grouped((self._starts[lines_of] + lines_at)[:in_order]),
+            in_order=in_order,
+            now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
+        )
+
+    def in_image(self, tensors: Integers, offsets: Integers) -> Integers:
+        """Say where in the image's data bytes of tensors lie, given by their offsets in memory."""
+        found = self._starts[tensors] + offsets
+        for number in np.unique(tensors[tensors >= self._ordered]):
+            order = self._tensors[number].order
+            assert order is not None
+            here = tensors == number
+            found[here] = self._starts[number] + logical_offsets(offsets[here], *order)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was read of one state at save."""
+
+    _plan: SamplePlan
+    _placed: _Placed
+    _lines: torch.Tensor
+    _edges: torch.Tensor
+
+    def changed_in(self, data: torch.Tensor) -> list[int]:
+        """Return the numbers of the tensors that differ from an image's ``data``, flat uint8."""
+        draw = self._placed.draw
+        found = _where(draw.bytes_of, data[draw.bytes_in_image] != self._edges)
+        lines = self._lines.view(torch.uint8)
+        for first, last, remainder, rows in draw.groups:
+            end = remainder + (len(data) - remainder) // LINE_BYTES * LINE_BYTES
+            held = data[remainder:end].view(-1, LINE_BYTES).index_select(0, rows)
+            if not torch.equal(held, lines[first:last]):
+                found |= _where(draw.lines_of[first:last], (held != lines[first:last]).any(1))
+        if draw.in_order < len(lines):
+            tensors = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
+            offsets = draw.lines_at[draw.in_order :, None] + np.arange(LINE_BYTES)
+            at = torch.from_numpy(self._plan.in_image(tensors, offsets.ravel()))
+            found |= _where(tensors, data[at] != lines[draw.in_order :].flatten())
+        return self._numbers(found)
+
+    def changed_now(self) -> list[int]:
+        """Return the numbers of the tensors that differ now, in a few lines of each. Their memory must be there."""
+        placed = self._placed
+        with torch.inference_mode(False), torch.no_grad():
+            lines = placed.memory.lines.index_select(0, placed.now)
+            held = self._lines.index_select(0, torch.from_numpy(placed.draw.now))
+            if torch.equal(lines, held):
+                return []
+            tensors = placed.draw.lines_of[placed.draw.now]
+            return self._numbers(_where(tensors, (lines != held).any(1)))
+
+    def _numbers(self, found: set[int]) -> list[int]:
+        return sorted(int(self._plan.numbers[tensor]) for tensor in found)
+
+
+class Ranges:
+    """The bytes of a layout's tensors in host memory, cut into ranges that are digested in rotation: for each its
+    tensor, where it begins there and in the image's data, and its length."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._ranges = [
+            (piece.index, piece.source_start + at, piece.start + at, length)
+            for piece in pieces
+            for at, length in _cut(piece.end - piece.start)
+        ]
+        self._next = 0
+        ends = {index: offset + length for index, offset, _, length in self._ranges}
+        self._numbers = np.array([*ends], dtype=np.int64)
+        self._ends = np.array([*ends.values()], dtype=np.int64)
+        self._placed: tuple[Integers, Memory] | None = None
+
+    def digest(self, pointers: array[int], budget_s: float | None) -> dict[int, int]:
+        """Digest live ranges for so many seconds, or all of them; return the digests by the numbers of the ranges."""
+        if not self._ranges:
+            return {}
+        memory = self._memory(pointers)
+        digests: dict[int, int] = {}
+        deadline = math.inf if budget_s is None else time.perf_counter() + budget_s
+        while len(digests) < len(self._ranges) and time.perf_counter() < deadline:
+            number = self._next
+            index, offset, _, length = self._ranges[number]
+            at = pointers[index] + offset - memory.low
+            digests[number] = xxhash.xxh3_64_intdigest(memory.view[at : at + length])
+            self._next = (number + 1) % len(self._ranges)
+        return digests
+
+    def _memory(self, pointers: array[int]) -> Memory:
+        addresses = _addresses(pointers, self._numbers)
+        if self._placed is None or not np.array_equal(self._placed[0], addresses):
+            low, high = int(addresses.min()), int((addresses + self._ends).max())
+            self._placed = addresses, Memory(low, high)
+        return self._placed[1]
+
+    def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> list[int]:
+        """Return the numbers of the tensors whose ranges differ from an image's ``data``."""
+        found = set()
+        for number, digest in digests.items():
+            index, _, start, length = self._ranges[number]
+            if xxhash.xxh3_64_intdigest(data[start : start + length]) != digest:
+                found.add(index)
+        return sorted(found)
+
+
+class DeviceSums:
+    """Sums over tensors that lie on one device, taken in the order of the caller's work there.
+
+    A sum is of the tensor's bytes as 64-bit integers, or of its elements as integers where they do not lie in order,
+    modulo 2**64. The host waits for nothing; the sums are read when they are compared.
+    """
+
+    def __init__(self, stream: CopyStream, tensors: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+        """``tensors`` are those that are captured lazily, each with its piece of the image; one piece may be a part."""
+        self._stream = stream
+        self._at: list[tuple[int, int, int, int]] = []
+        sums: list[torch.Tensor] = []
+
+        def add_up() -> None:
+            for piece, tensor in tensors:
+                flat = as_bytes(tensor)
+                length = piece.end - piece.start
+                if flat is None:
+                    item = tensor.element_size()
+                    if item in _INTEGERS:
+                        sums.append(tensor.detach().view(_INTEGERS[item]).sum(dtype=torch.int64))
+                        self._at.append((piece.index, piece.start, length, item))
+                    continue
+                part = flat[piece.source_start : piece.source_start + length]
+                whole = length // 8 * 8
+                if whole and part.data_ptr() % 8 == 0:
+                    sums.append(part[:whole].view(torch.int64).sum())
+                    self._at.append((piece.index, piece.start, whole, 8))
+                else:
+                    sums.append(part.sum(dtype=torch.int64))
+                    self._at.append((piece.index, piece.start, length, 1))
+
+        self._sums: torch.Tensor | None = None
+        try:
+            stream.for_caller(add_up)
+            if sums:
+                stream.for_caller(lambda: setattr(self, "_sums", torch.stack(sums)))
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "save: the device has no memory left to compare the image with the state"
+            )
+
+    def changed_in(self, data: memoryview) -> list[int]:
+        """Return the numbers of the tensors that differ from an image's ``data``."""
+        if self._sums is None:
+            return []
+        read: list[list[int]] = []
+        sums = self._sums
+        self._stream.enqueue(lambda: read.append(sums.cpu().tolist())).wait()
+        found = set()
+        for (index, start, length, item), expected in zip(self._at, read[0], strict=True):
+            kind = _INTEGERS[item]
+            held = torch.frombuffer(data, dtype=kind, offset=start, count=length // item)
+            if int(held.sum(dtype=torch.int64)) != expected:
+                found.add(index)
+        return sorted(found)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _addresses(pointers: array[int], numbers: Integers) -> Integers:
+    """Return the addresses of tensors, given by their numbers."""
+    return np.frombuffer(pointers, dtype=np.uint64).astype(np.int64)[numbers]
+
+
+def _lines_at_most(tensors: int) -> int:
+    return max(LINES_MIN, min(LINES_MAX, LINES_ALL // max(1, tensors))) | 1
+
+
+def logical_offsets(
+    offsets: Integers, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int
+) -> Integers:
+    """Turn offsets in the memory of a dense tensor into those in its elements' own order, both in bytes."""
+    left, byte = np.divmod(offsets, item_bytes)
+    contiguous = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found = np.zeros_like(left)
+    for dim in sorted(range(len(shape)), key=lambda d: -strides[d]):
+        if shape[dim] > 1:
+            at, left = np.divmod(left, strides[dim])
+            found += at * contiguous[dim]
+    return found * item_bytes + byte
+
+
+def _spread(counts: Integers) -> tuple[Integers, Integers]:
+    """Return, for ``counts[i]`` things of each i, whose each is, and the how-manieth there."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
+
+
+def _grouped(places: Integers) -> tuple[_Group, ...]:
+    """Group lines, given by their places in the image's data, which have runs of one remainder."""
+    if not len(places):
+        return ()
+    remainders = places % LINE_BYTES
+    edges = [0, *map(int, np.flatnonzero(np.diff(remainders)) + 1), len(places)]
+    groups = []
+    for first, last in pairwise(edges):
+        remainder = int(remainders[first])
+        rows = torch.from_numpy((places[first:last] - remainder) // LINE_BYTES)
+        groups.append(_Group(first, last, remainder, rows))
+    return tuple(groups)
+
+
+def _cut(length: int) -> list[tuple[int, int]]:
+    return [(at, min(RANGE_BYTES, length - at)) for at in range(0, length, RANGE_BYTES)]
+
+
+def _where(tensors: Integers, differs: torch.Tensor) -> set[int]:
+    return {*map(int, np.unique(tensors[differs.numpy()]))}
+
+
+class CheckPlan:
+    """How the images of one cutting are checked against the state at save."""
+
+    def __init__(self, cutting: Cutting, layout: Layout, view: StateView) -> None:
+        lazy = set(cutting.lazy)
+        pieces = [piece for segment in cutting.segments for piece in segment]
+        self.samples = SamplePlan(
+            [
+                Sampled(slot.index, slot.start, slot.end - slot.start, _order(view, slot.index))
+                for slot in layout.slots
+                if slot.index in lazy and is_sampled(view, slot.index)
+            ]
+        )
+        here = [p for p in pieces if p.place == HOST]
+        self.ranges = Ranges([p for p in here if view.plain[p.index]])
+        self.on_devices = {
+            place: [p for p in pieces if p.place == place]
+            for place in {p.place for p in pieces} - {HOST}
+        }
+
+    def begin(
+        self,
+        sources: Sources,
+        streams: Mapping[int, CopyStream],
+        budget_s: float | None,
+    ) -> ImageCheck:
+        """Read what the image of a state must hold, on the thread that saves. ``budget_s`` is the time that digests may
+        take; None: all is digested."""
+        return ImageCheck(
+            plan=self,
+            samples=self.samples.take(sources.pointers),
+            digests=self.ranges.digest(sources.pointers, budget_s),
+            sums=tuple(
+                DeviceSums(streams[place], [(piece, sources.tensor(piece)) for piece in pieces])
+                for place, pieces in self.on_devices.items()
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCheck:
+    """What was read of one state at save, to compare its image with. See the module."""
+
+    plan: CheckPlan
+    samples: Samples | None
+    digests: Mapping[int, int]
+    sums: tuple[DeviceSums, ...]
+
+    def changed_in(self, data: memoryview) -> list[int]:
+        """Return the numbers of the tensors that differ from the image's ``data``."""
+        found = set(self.plan.ranges.changed_in(data, self.digests))
+        if self.samples is not None:
+            with torch.inference_mode(False):
+                found.update(self.samples.changed_in(torch.frombuffer(data, dtype=torch.uint8)))
+        for sums in self.sums:
+            found.update(sums.changed_in(data))
+        return sorted(found)
+
+    def changed_now(self) -> list[int]:
+        """Return the numbers of the tensors that differ from the live ones, in a few lines of each."""
+        return [] if self.samples is None else self.samples.changed_now()
+
+
+def is_sampled(view: StateView, index: int) -> bool:
+    """Say whether samples of a tensor in host memory can be found again in its image."""
+    return view.plain[index] or view.strides[index] is not None
+
+
+def _order(view: StateView, index: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    strides = view.strides[index]
+    if strides is None:
+        return None
+    return tuple(view.shapes[index]), strides, view.dtypes[index].itemsize

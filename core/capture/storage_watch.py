@@ -1,0 +1,82 @@
+"""Storages that the training frees in place while they are captured: whoever does so waits for the capture first.
+
+``storage.resize_(0)`` and sending a tensor to another process by shared memory free what a storage held, although the
+tensor lives on, and the capture thread would read memory that is gone. torch has no hook for them, so their methods of
+``torch.UntypedStorage`` are wrapped for as long as somebody watches.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("tierfall")
+
+METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+
+
+class StorageWatch:
+    """Calls ``before``, until ``close``, with address and length in bytes of what a storage holds, on the thread that
+    is about to free it."""
+
+    def __init__(self, before: Callable[[int, int], None]) -> None:
+        self._before = before
+        self._pid = os.getpid()
+        _watches.append(self)
+        if len(_watches) == 1:
+            _wrap()
+
+    def reached(self, storage: torch.UntypedStorage) -> None:
+        if os.getpid() == self._pid and storage.nbytes():  # a forked child frees its own memory
+            self._before(storage.data_ptr(), storage.nbytes())
+
+    def close(self) -> None:
+        """Watch no more; may be called twice."""
+        if self in _watches:
+            _watches.remove(self)
+            if not _watches:
+                _unwrap()
+
+
+_watches: list[StorageWatch] = []
+_wrapped: dict[str, tuple[Any, Any]] = {}
+"""By method: what stood in the class's own namespace before, or None, and what stands there now."""
+
+
+def _wrap() -> None:
+    for name in METHODS:
+        original = getattr(torch.UntypedStorage, name, None)
+        if original is not None:
+            before, now = torch.UntypedStorage.__dict__.get(name), _waiting(original)
+            _wrapped[name] = (before, now)
+            setattr(torch.UntypedStorage, name, now)
+
+
+def _unwrap() -> None:
+    """Put back what was there, unless somebody has put another function in its place meanwhile."""
+    for name, (before, now) in _wrapped.items():
+        if torch.UntypedStorage.__dict__.get(name) is not now:
+            continue
+        if before is None:
+            delattr(torch.UntypedStorage, name)
+        else:
+            setattr(torch.UntypedStorage, name, before)
+    _wrapped.clear()
+
+
+def _waiting(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        for watch in tuple(_watches):
+            try:
+                watch.reached(storage)
+            except Exception:
+                logger.exception("the wait before a storage is freed failed")
+        return original(storage, *args, **kwargs)
+
+    return method

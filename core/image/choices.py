@@ -1,0 +1,250 @@
+"""What a caller asks of a restore beyond the whole: a part, what stays as it is, other names, other classes.
+
+Names are dotted, as in the image; in ``skip`` a ``*`` stands for one component.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import codec, naming
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.nodes import (
+    MapNode,
+    ModuleNode,
+    Node,
+    OptimizerNode,
+    ValueNode,
+    leaves,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a restore is to do otherwise than to fill all of the state by equal names."""
+
+    only: tuple[str, ...] | None = None
+    skip: tuple[str, ...] = ()
+    rename: Mapping[str, str] | None = None
+    retype: tuple[str, ...] = ()
+    strict: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        only: Sequence[str] | None = None,
+        skip: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        retype: Sequence[str] = (),
+        strict: bool = True,
+    ) -> Choices:
+        """Check what a caller passed; RestoreError for what is no list, or no mapping, of names."""
+        for what, names in (("only", only), ("skip", skip), ("retype", retype)):
+            if isinstance(names, str):
+                raise RestoreError(
+                    f"restore: {what} must be a list of names, such as [{names!r}], not a string"
+                )
+            if names is not None and not all(isinstance(name, str) for name in names):
+                raise RestoreError(f"restore: {what} must be a list of names, not {names!r}")
+        if rename is not None and not isinstance(rename, Mapping):
+            raise RestoreError(
+                f"restore: rename must be a mapping such as {{'encoder': 'backbone'}}, not {rename!r}"
+            )
+        return cls(
+            only=None if only is None else tuple(only),
+            skip=tuple(skip),
+            rename=rename or None,
+            retype=tuple(retype),
+            strict=strict,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a checkpoint that is asked for: dotted prefixes of names, or all of it, but what is skipped."""
+
+    prefixes: tuple[str, ...] | None
+    skips: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Say whether ``name`` is asked for."""
+        asked = self.prefixes is None or any(naming.is_within(name, p) for p in self.prefixes)
+        return asked and not self.skipped(name)
+
+    def touches(self, name: str) -> bool:
+        """Say whether something at or below ``name`` is asked for."""
+        if self.skipped(name):
+            return False
+        return self.has(name) or any(naming.is_within(p, name) for p in self.prefixes or ())
+
+    def skipped(self, name: str) -> bool:
+        """Say whether ``name`` stays as it is in the state."""
+        return any(_matches(name, pattern) for pattern in self.skips)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(wanted) <= len(parts) and all(
+        want in ("*", part) for want, part in zip(wanted, parts, strict=False)
+    )
+
+
+def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Selection:
+    """Return what is asked for of a checkpoint, whose names are the state's by now; ``live`` are the state's own.
+    RestoreError where a name is found nowhere."""
+    whole = [name for name, _ in leaves(header.tree, "")]
+    for prefix in choices.only or ():
+        _check_only(prefix, whole, header.what)
+    both = [*stored_names(header), *live] if choices.skip else []
+    for pattern in choices.skip:
+        if not any(_matches(name, pattern) for name in both):
+            raise RestoreError(
+                f"restore: skip={pattern!r} names nothing in {header.what} or in the state; nearest: "
+                f"{_nearest(pattern, both)}"
+            )
+    for name in choices.retype:
+        if name not in (header.types or {name: ""}):
+            raise RestoreError(
+                f"restore: retype={name!r} names no optimizer or object of {header.what}; it has "
+                f"{', '.join(sorted(header.types or {})) or 'none'}"
+            )
+    return Selection(choices.only, choices.skip)
+
+
+def _check_only(prefix: str, names: Sequence[str], what: str) -> None:
+    if any(naming.is_within(name, prefix) for name in names):
+        return
+    whole = next((name for name in names if naming.is_within(prefix, name)), None)
+    if whole is not None:
+        raise RestoreError(
+            f"restore: only={prefix!r} asks for a part of {whole!r}, which is restored as one: ask for that"
+        )
+    raise RestoreError(
+        f"restore: {what} holds nothing named {prefix!r}; nearest: {_nearest(prefix, names)}"
+    )
+
+
+def _nearest(wanted: str, names: Iterable[str]) -> str:
+    known = {name[:end] for name in names for end in _ends(name)}
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3)
+    return ", ".join(near or sorted(known)[:3])
+
+
+def _ends(name: str) -> list[int]:
+    return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]
+
+
+def stored_names(header: ImageHeader) -> Iterator[str]:
+    """Yield the names of all that is restored as one, and of the entries of plain mappings."""
+    for name, node in leaves(header.tree, ""):
+        yield name
+        if isinstance(node, ValueNode):
+            for key in plain_keys(header, node):
+                yield naming.join(name, naming.part(key))
+
+
+def plain_keys(header: ImageHeader, node: ValueNode) -> list[Any]:
+    """Return the keys of a plain mapping; nothing of another value."""
+    value = codec.decode(header.values[node.number], _Nothing())
+    return [*value] if isinstance(value, dict) else []
+
+
+class _Nothing:
+    """Decodes without the contents of blobs and registered types."""
+
+    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
+        return None
+
+    def registered(self, name: str, value: object) -> object:
+        return None
+
+
+# ---- other names
+
+
+def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader:
+    """Return a header in which what has the names, or lies below them, that ``rules`` map from has those that they map
+    to. RestoreError where a rule names nothing, or moves something into another mapping."""
+    if not rules:
+        return header
+    names = [*stored_names(header)]
+    for old in rules:
+        if not any(naming.is_within(name, old) for name in names):
+            raise RestoreError(
+                f"restore: rename={{{old!r}: ...}}: {header.what} holds nothing of that name; nearest: "
+                f"{_nearest(old, names)}"
+            )
+    tree = _Renaming(rules).node(header.tree, "", "")
+    assert isinstance(tree, MapNode)
+    types = header.types
+    if types is not None:
+        types = {_renamed(name, rules): kind for name, kind in types.items()}
+    return replace(header, tree=tree, types=types)
+
+
+def _renamed(name: str, rules: Mapping[str, str]) -> str:
+    """Apply the rule with the longest name that fits."""
+    fitting = max((old for old in rules if naming.is_within(name, old)), key=len, default=None)
+    return name if fitting is None else rules[fitting] + name[len(fitting) :]
+
+
+class _Renaming:
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        self._rules = rules
+
+    def node(self, node: Node, old: str, new: str) -> Node:
+        match node:
+            case MapNode():
+                entries = [self._entry(key, child, old, new) for key, child in node.entries]
+                return MapNode(node.kind, _distinct(entries, new))
+            case ModuleNode():
+                found = []
+                for key, below, child in node.entries:
+                    name = _renamed(f"{old}.{below}", self._rules)
+                    found.append((key, self._below(name, new, f"{old}.{below}"), child))
+                _distinct([(below, child) for _, below, child in found], new)
+                return ModuleNode(tuple(found))
+            case OptimizerNode():
+                names = tuple(n if n is None else _renamed(n, self._rules) for n in node.names)
+                return OptimizerNode(names, node.groups, node.state)
+        return node
+
+    def _entry(self, key: Any, child: Node, old: str, new: str) -> tuple[Any, Node]:
+        before = naming.join(old, naming.part(key))
+        after = _renamed(before, self._rules)
+        if after == naming.join(new, naming.part(key)):
+            return key, self.node(child, before, after)
+        below = self._below(after, new, before)
+        if naming.part(below) != below:
+            raise RestoreError(
+                f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not one plain key; name keys of letters, "
+                "digits and underscores"
+            )
+        return below, self.node(child, before, after)
+
+    def _below(self, name: str, parent: str, before: str) -> str:
+        """Return a new name without that of its mapping, or module."""
+        if not parent:
+            return name
+        if not name.startswith(f"{parent}."):
+            raise RestoreError(
+                f"restore: rename: {before!r} would become {name!r}, which is not within {parent!r}: a name can change "
+                "inside its entry of the state, or the entry's own name"
+            )
+        return name[len(parent) + 1 :]
+
+
+def _distinct(entries: list[tuple[Any, Node]], where: str) -> tuple[tuple[Any, Node], ...]:
+    seen: set[Any] = set()
+    for key, _ in entries:
+        if key in seen:
+            raise RestoreError(
+                f"restore: rename gives two entries the name {naming.join(where, str(key))!r}"
+            )
+        seen.add(key)
+    return tuple(entries)

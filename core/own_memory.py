@@ -1,0 +1,23 @@
+"""This process's own memory, read by address: many tensors by one call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+
+LINE_BYTES = 64
+
+
+class Memory:
+    """Memory from the first to the last of some tensors, as arrays whatever lies between; only what is known to be
+    there may be read. It owns nothing."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low = low // LINE_BYTES * LINE_BYTES
+        length = -(-(high - self.low) // LINE_BYTES) * LINE_BYTES
+        self.view = memoryview((ctypes.c_char * length).from_address(self.low)).cast("B")
+        with torch.inference_mode(False):
+            self.bytes = torch.from_numpy(np.frombuffer(self.view, dtype=np.uint8))
+            self.lines = self.bytes.view(torch.int64).view(-1, LINE_BYTES // 8)
