@@ -124,7 +124,10 @@ class Workload:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
-        """Step the optimizer on the gradients that are there; once more is new values at little cost."""
+        """Step the optimizer on the gradients that are there; once more is new values at little cost. A restore leaves
+        none."""
+        if next(self.model.parameters()).grad is None:
+            self.backward()
         self.optimizer.step()
 
     def tensors(self) -> list[torch.Tensor]:

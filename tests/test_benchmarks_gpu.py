@@ -22,6 +22,7 @@ from tests.tiny_plan import tiny_plan
 from tierfall import saving
 from tierfall.config import Config
 from tierfall.core.capture.flights import Slab
+from tierfall.core.capture.samples import ImageCheck
 from tierfall.core.errors import CapacityError
 from tierfall.tiers.device import DeviceSlab
 
@@ -184,7 +185,8 @@ def test_slab_that_was_not_taken_is_not_measured(
 def test_image_with_later_values_is_found_out(
     tmp_path: Path, rehearsal: Rehearsal, stream: FakeStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device does not hold the update, as if the barrier were none."""
+    """The device does not hold the update, as if the barrier were none, and nobody else looks at the image."""
+    monkeypatch.setattr(ImageCheck, "changed_in", lambda self, data: [])
     part = gpu.Gpu(plan(tmp_path), lambda line: None, Results(), rehearsal)
     with part._opened("plain") as (ckpt, _):
         part._check(ckpt)

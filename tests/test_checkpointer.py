@@ -204,7 +204,8 @@ def test_statistics_count_what_happened(make_config: MakeConfig) -> None:
         assert (empty.saves, empty.blocked_s, empty.captured_s) == (0, 0.0, 0.0)
         assert set(empty.newest.values()) == {None}
         for step in (1, 2, 3):
-            ckpt.save(step, state_of(step), block=True)
+            state = {**state_of(step), "model": torch.nn.Linear(2, 2)}
+            ckpt.save(step, state, block=True)
             ckpt.wait_captured()
         ckpt.drain()
         wait_until(lambda: ckpt.statistics().dropped_copies == 2, "retention is done")

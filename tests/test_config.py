@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tierfall.config import Config, FileTier, HostTier, load_config
 from tierfall.core.errors import ConfigError, NotSupportedError
-from tierfall.core.values import CaptureMode, OnError, TierKind, WhenFull
+from tierfall.core.values import CaptureMode, OnError, TierKind, Verify, WhenFull
 
 Load = Callable[..., Config]
 DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -89,7 +89,7 @@ def test_a_whole_file_reads_as_numbers(load: Load) -> None:
     assert config.run == "gpt-small"
     assert config.interval.every == 100
     assert config.capture.mode is CaptureMode.BLOCKING
-    assert config.capture.verify is True
+    assert config.capture.verify is Verify.FULL
     assert config.on_error is OnError.RAISE
     assert config.max_wait_s == 90.0
     assert config.chunk_bytes == 4 << 20
@@ -121,7 +121,7 @@ def test_a_path_alone_means_host_memory_and_a_folder(
     assert isinstance(disk, FileTier)
     assert (disk.name, disk.path) == ("disk", tmp_path / "checkpoints")
     assert config.interval.budget == pytest.approx(0.035)
-    assert (config.capture.mode, config.capture.verify) == (CaptureMode.LAZY, False)
+    assert (config.capture.mode, config.capture.verify) == (CaptureMode.LAZY, Verify.SAMPLE)
     assert (config.on_error, config.max_wait_s, config.chunk_bytes) == (
         OnError.WARN,
         60.0,
@@ -349,7 +349,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
         ),
         (
             config_of(capture={"verify": 1}),
-            "capture.verify: 1 does not fit; expected true or false",
+            "capture.verify: 1 does not fit; expected one of sample, full, off",
         ),
         (
             config_of(on_error="ignore"),
@@ -603,7 +603,7 @@ def test_variables_are_filled_in_anywhere_in_text(load: Load) -> None:
         environ=environ,
     )
     assert config.run == "run-of-me-10"
-    assert (config.capture.mode, config.capture.verify) == (CaptureMode.BLOCKING, True)
+    assert (config.capture.mode, config.capture.verify) == (CaptureMode.BLOCKING, Verify.FULL)
     assert config.host.capacity_bytes == 4 << 30
     assert (config.stored[0].path, config.stored[0].flush.every) == (Path("/data/me"), 10)
 

@@ -111,21 +111,34 @@ def test_the_first_save_blocks_and_a_later_one_needs_a_barrier(
         assert ckpt.save(4, loop.state).stats.lazy
 
 
-def test_a_parameter_that_no_torch_optimizer_updates_makes_saves_block_and_is_named(
-    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+def test_a_parameter_that_no_torch_optimizer_updates_is_copied_before_save_returns_and_is_named(
+    make_config: MakeConfig, held: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop()
-    loop.state["head"] = nn.Linear(2, 2)  # trained by hand
+    head = nn.Linear(2, 2)  # trained by hand
+    loop.state["head"] = head
     caplog.set_level(logging.WARNING, logger="tierfall")
     with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
         loop.update()
         ckpt.save(1, loop.state)
+        held.set()
         loop.update()
-        assert not ckpt.save(2, loop.state).stats.lazy
-        assert "head.weight" in caplog.text
+        held.clear()
+        before = head.weight.detach().clone()
+        handle = ckpt.save(2, loop.state)
+        assert handle.stats.lazy
+        assert "head.bias and 1 more" in caplog.text
+        with torch.no_grad():
+            head.weight.add_(1)
+        held.set()
+        handle.wait(timeout=60)
+        ckpt.restore(loop.state, step=2)
+        assert torch.equal(head.weight, before)
 
 
-def test_two_optimizers_must_both_have_stepped(make_config: MakeConfig) -> None:
+def test_of_two_optimizers_the_one_that_has_not_stepped_is_copied_before_save_returns(
+    make_config: MakeConfig, held: threading.Event
+) -> None:
     first, second = Loop(), Loop()
     state = {"a": first.state, "b": second.state}
     with tierfall.open(make_config(host={"capacity": "64MiB"})) as ckpt:
@@ -133,10 +146,15 @@ def test_two_optimizers_must_both_have_stepped(make_config: MakeConfig) -> None:
         second.update()
         ckpt.save(1, state)
         first.update()
-        assert not ckpt.save(2, state).stats.lazy
-        first.update()
-        second.update()
-        assert ckpt.save(3, state).stats.lazy
+        before = first.weights(), second.weights()
+        handle = ckpt.save(2, state)
+        assert handle.stats.lazy
+        second.model.weight.data.add_(1)
+        held.set()
+        handle.wait(timeout=60)
+        ckpt.restore(state, step=2)
+        assert torch.equal(first.weights(), before[0])
+        assert torch.equal(second.weights(), before[1])
 
 
 @pytest.mark.parametrize("by", ["wait_captured", "guard"])
@@ -201,11 +219,12 @@ def test_a_change_that_bumps_the_version_before_its_copy_gives_the_snapshot_up(
             saved_weights(ckpt, 2)
 
 
+@pytest.mark.parametrize("verify", ["sample", "full", True])
 def test_verify_catches_what_version_counters_do_not(
-    make_config: MakeConfig, held: threading.Event
+    make_config: MakeConfig, held: threading.Event, verify: object
 ) -> None:
     loop = Loop()
-    config = {**make_config(host={"capacity": "32MiB"}), "capture": {"verify": True}}
+    config = {**make_config(host={"capacity": "32MiB"}), "capture": {"verify": verify}}
     with tierfall.open(config) as ckpt:
         begun(ckpt, loop)
         handle = ckpt.save(2, loop.state)
@@ -213,7 +232,7 @@ def test_verify_catches_what_version_counters_do_not(
         wait_until(lambda: ckpt._capturer._current.filling.copied, "all is copied")  # type: ignore[union-attr]
         loop.model.weight.data.mul_(2)  # after the copy, before the barrier
         loop.update()
-        with pytest.raises(CaptureError, match=r"capture\.verify"):
+        with pytest.raises(CaptureError, match=r'state\["model"\]\["weight"\] was changed'):
             handle.captured(timeout=60)
         good = ckpt.save(3, loop.state)
         good.wait(timeout=60)

@@ -79,8 +79,10 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_metric(name: str, value: Any) -> Any:
     """Read a metric now: the loop may change it right after save."""
-    if isinstance(value, torch.Tensor) and not value.is_cpu:
-        return value.detach()
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if not value.is_cpu:
+            return value
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:

@@ -93,6 +93,7 @@ class Filling:
         self._copy_at_once()
         self._check: ImageCheck | None = None
         self._addresses: list[int] | None = None
+        self._at_barrier = False
         if check is not None:
             self._check = check.begin(self._sources, self._flights.streams, check_s)
 
@@ -384,6 +385,7 @@ class Filling:
     def check_state(self) -> None:
         """Raise StateChangedError where a source that is captured lazily was changed since save, as far as version
         counters, addresses and a few samples tell. Called at the barrier: then no write to it is under way."""
+        self._at_barrier = True
         changed = self._sources.changed()
         if not changed and self._check is not None:  # else its memory may not be there
             changed = self._check.changed_now()
@@ -392,11 +394,13 @@ class Filling:
 
     def check_image(self) -> None:
         """Raise StateChangedError where the image, which is complete, does not hold the state as it was at save, as far
-        as samples and digests tell; it names what counters and addresses tell of, too."""
+        as samples and digests tell; it names what counters and addresses tell of, too, as long as no update may have
+        begun."""
         if self._check is not None:
             changed = self._check.changed_in(self._memory[self._cutting.data_start :])
             if changed:
-                self._sources.refuse(sorted({*changed, *self._sources.changed()}))
+                counted = [] if self._at_barrier else self._sources.changed()
+                self._sources.refuse(sorted({*changed, *counted}))
 
     def draw_samples_anew(self) -> None:
         """Let the next image of this cutting be compared in other places."""

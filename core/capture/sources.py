@@ -88,8 +88,11 @@ class Sources:
     def changed(self) -> list[int]:
         """Return the numbers of the lazily captured tensors that were written to since they were taken, or lie
         elsewhere, as far as counters and addresses tell."""
-        versions = _versions(self._watched)
-        pointers = [*map(torch.Tensor.data_ptr, self._watched)]
+        watched = self._watched  # another thread may release them
+        if not watched:
+            return []
+        versions = _versions(watched)
+        pointers = [*map(torch.Tensor.data_ptr, watched)]
         expected = [self.pointers[index] for index in self._lazy]
         if versions == self._versions and pointers == expected:
             return []

@@ -233,7 +233,7 @@ def test_a_capture_that_fails_is_the_futures_to_tell(make_config: MakeConfig, he
         with torch.no_grad():
             trainer.model[0].weight.add_(1)  # type: ignore[operator] # outside of a step
         held.free.set()
-        with pytest.raises(CheckpointException, match="was changed while it was being captured"):
+        with pytest.raises(CheckpointException, match="was changed between save"):
             result(future)
 
 

@@ -55,8 +55,11 @@ def _read_verify(value: object) -> object:
     """Read the word, or true or false, as YAML reads ``on`` and ``off``."""
     if isinstance(value, bool):
         return Verify.FULL if value else Verify.OFF
-    if isinstance(value, str) and value in set(Verify):
-        return Verify(value)
+    if isinstance(value, str):  # a variable's value is text
+        if value in set(Verify):
+            return Verify(value)
+        if value in ("true", "false"):
+            return Verify.FULL if value == "true" else Verify.OFF
     expected = f"one of {', '.join(Verify)}"
     near = nearest(value, Verify) if isinstance(value, str) else ""
     raise wrong(f"{show(value)} does not fit; expected {expected}{near}", expected=expected)
