@@ -281,10 +281,15 @@ class Filling:
         return at < len(self._addresses) and self._addresses[at] < address + length
 
     def finish(self, deadline: float | None) -> bool:
-        """Help copying until every source was read, on devices too; False at ``deadline`` on the monotonic clock."""
-        while self.copy_next():
-            continue
-        return self.wait_idle(_left_s(deadline)) and self._wait_landed(deadline)
+        """Copy until every source was read, on devices too, with nothing else done meanwhile; False at ``deadline`` on
+        the monotonic clock."""
+        try:
+            self._settled.clear()
+            while self.copy_next():
+                continue
+            return self.wait_idle(_left_s(deadline)) and self._wait_landed(deadline)
+        finally:
+            self._settled.set()
 
     def _wait_landed(self, deadline: float | None) -> bool:
         while (flight := self._flights.first) is not None:
@@ -360,7 +365,9 @@ class Filling:
             continue
 
     def _advance(self) -> bool:
-        """Do one thing; what keeps the bus to a device busy comes first."""
+        """Do one thing; what keeps the bus to a device busy comes first. While a thread is held at the barrier, all
+        cores and the whole bandwidth of the memory are for what it copies."""
+        self._settled.wait()
         self._keep_pace()
         claimed = not self._flights.is_full and self.copy_next()
         while (flight := self._flights.first) is not None and flight.mark.is_done():
