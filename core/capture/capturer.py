@@ -68,6 +68,8 @@ class Capturer:
         CaptureError for what cannot be captured; the snapshot is given up then.
         """
         snapshot.lazy = lazy
+        if lazy:
+            self.evidence.begun(snapshot.id)
         snapshot.past_barrier = False
         self._current = snapshot
         try:
@@ -169,6 +171,8 @@ class Capturer:
                 even_if_hashed=not snapshot.past_barrier,
             )
             self._let_go(snapshot)
+            if snapshot.lazy:
+                self.evidence.failed(snapshot.id, error)
             self._queue.put(snapshot)
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             failure = as_capture_error(snapshot.id, error)
@@ -268,7 +272,7 @@ class Capturer:
                 traceback.clear_frames(error.__traceback__)
                 failure = snapshot.filling.failure or error
                 if snapshot.lazy:
-                    self.evidence.failed(failure)
+                    self.evidence.failed(snapshot.id, failure)
                 self._post(CaptureFailed(id=snapshot.id, error=failure, region=snapshot.region))
                 del error, failure
             del snapshot  # let go of the memory while this thread sleeps

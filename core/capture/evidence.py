@@ -17,7 +17,7 @@ from tierfall.core.capture.samples import is_sampled
 from tierfall.core.errors import StateChangedError
 from tierfall.core.image import StateView
 from tierfall.core.image.view import DECLARED
-from tierfall.core.values import Changes
+from tierfall.core.values import Changes, CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -29,8 +29,8 @@ _REMEDY = (
 
 
 class Evidence:
-    """Asked by the thread that saves; ``failed`` and ``held`` are called by the capture thread. ``checked`` says
-    whether images are compared with the state."""
+    """Asked by the thread that saves. The capture thread calls ``failed`` and ``held``; a thread at the barrier calls
+    ``failed`` too, so that the next save knows. ``checked`` says whether images are compared with the state."""
 
     def __init__(self, barrier: Barrier, *, checked: bool) -> None:
         self._barrier = barrier
@@ -39,6 +39,8 @@ class Evidence:
         self._changed: frozenset[str] = frozenset()
         self._frozen_change = False
         self._failures = 0
+        # Attempt and step of the last save that has begun, and of the last one that had when a failure was known.
+        self._last = self._answered = (0, -1)
         self._frozen: frozenset[str] = frozenset()
         self._chosen: tuple[object, tuple[bool, ...]] | None = None
 
@@ -108,11 +110,18 @@ class Evidence:
 
     # What became of lazy saves ---------------------------------------------------------------------
 
-    def failed(self, error: BaseException) -> None:
-        """A lazily captured save was given up."""
+    def begun(self, id: CheckpointId) -> None:
+        """A lazily captured save has begun."""
+        self._last = (id.attempt, id.step)
+
+    def failed(self, id: CheckpointId, error: BaseException) -> None:
+        """A lazily captured save was given up; it may be said more than once. One that had begun before the failure of
+        another was known is no second failure: nothing was done about the first by then."""
         if not isinstance(error, StateChangedError):
             return
-        self._failures += 1
+        if (id.attempt, id.step) > self._answered:
+            self._failures += 1
+        self._answered = self._last
         changed = frozenset(error.tensors) - self._changed
         self._changed |= changed
         if changed & self._frozen:
