@@ -6,13 +6,12 @@ thousands, need not be made on every save.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 
 from tierfall.core.image import Layout
 
-REGIONS_MAX = 8
+VIEWS_MAX = 100_000
+"""So many views are kept, of about 500 bytes each."""
 
 
 class Targets:
@@ -40,11 +39,15 @@ class Targets:
 
 
 class TargetCache:
-    """The targets of the regions that were filled last, for one layout."""
+    """The targets of the regions that are filled for one layout, of as many as VIEWS_MAX allows.
+
+    Regions are filled in turn, so that the one whose views would make room comes before the one they make room for:
+    none gives way to another.
+    """
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._by_address: OrderedDict[int, Targets] = OrderedDict()
+        self._by_address: dict[int, Targets] = {}
 
     def of(self, memory: torch.Tensor, layout: Layout) -> Targets:
         """Return the targets of a region, whose bytes ``memory`` are."""
@@ -52,10 +55,9 @@ class TargetCache:
             self.clear()
             self._layout = layout
         address = memory.data_ptr()
-        found = self._by_address.pop(address, None) or Targets(memory, layout)
-        self._by_address[address] = found
-        while len(self._by_address) > REGIONS_MAX:
-            self._by_address.popitem(last=False)
+        found = self._by_address.get(address) or Targets(memory, layout)
+        if (len(self._by_address) + 1) * len(layout.slots) <= VIEWS_MAX:
+            self._by_address[address] = found
         return found
 
     def clear(self) -> None:
