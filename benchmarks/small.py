@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import tierfall
 from benchmarks import bare
@@ -21,6 +23,10 @@ COUNT = 10_000
 ITEMS = 2_560
 """fp32: 10 KiB a tensor."""
 TARGET = 1.6
+CHECKS = ("off", "sample")
+COPIED_S = 0.5
+"""After so long an image is complete, and its barrier has come by nobody else."""
+CHECK_TARGET_US = 2.0
 
 
 def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
@@ -79,3 +85,67 @@ def measure(plan: Plan, say: Callable[[str], None], results: Results) -> None:
     )
     each = [seconds / COUNT * 1e6 for seconds in found["small.tierfall/blocked"]]
     results.findings.append(over_rounds("save() blocks for each of them", each, unit="us"))
+    _measure_checks(plan, say, results, state, optimizer)
+
+
+def _measure_checks(
+    plan: Plan,
+    say: Callable[[str], None],
+    results: Results,
+    state: dict[str, object],
+    optimizer: Optimizer,
+) -> None:
+    """Save the same tensors with the check of the image and without, and come to the barrier when all is copied."""
+    say("small: the same with capture.verify sample and off, up to the barrier")
+    direct = bare.direct_works(plan.folder, plan.file_system)
+    with ExitStack() as opened:
+        contenders = []
+        for verify in CHECKS:
+            name = f"small.{verify}"
+            place = place_of(plan, name, direct=direct)
+            config = {**keeping_one(place, TIER, "host"), "capture": {"verify": verify}}
+            ckpt = opened.enter_context(tierfall.open(config))
+            contenders.append(_until_barrier(name, ckpt, state, optimizer))
+        found = run_rounds(contenders, rounds=plan.rounds, seed=plan.seed, say=say)
+    results.samples.update(found)
+    for what, series, target in (
+        ("save() blocks for each", "blocked", None),
+        ("the barrier's check takes for each", "barrier", CHECK_TARGET_US),
+    ):
+        for verify in CHECKS:
+            each = [seconds / COUNT * 1e6 for seconds in found[f"small.{verify}/{series}"]]
+            results.findings.append(
+                over_rounds(
+                    f"{what}, verify: {verify}",
+                    each,
+                    unit="us",
+                    target=target if verify == "sample" else None,
+                )
+            )
+
+
+def _until_barrier(
+    name: str, ckpt: tierfall.Checkpointer, state: dict[str, object], optimizer: Optimizer
+) -> Contender:
+    step = 0
+
+    def make_room() -> None:
+        nonlocal step
+        if step:
+            ckpt.delete(step)
+            ckpt.drain()
+        optimizer.step()
+        step += 1
+
+    def save() -> Figures:
+        began = time.perf_counter()
+        handle = ckpt.save(step, state)
+        blocked = time.perf_counter() - began
+        time.sleep(COPIED_S)
+        began = time.perf_counter()
+        ckpt.wait_captured()
+        barrier = time.perf_counter() - began
+        handle.wait(FILE)
+        return {"blocked": blocked, "barrier": barrier}
+
+    return Contender(name=name, before=make_room, timed=save)

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tierfall.core import names
@@ -112,7 +113,7 @@ class Capturer:
         try:
             snapshot = self._current
             if snapshot is not None and snapshot.id == id:
-                self._wait_copied(snapshot, None, deadline)
+                self._wait_copied(snapshot, None, deadline, held=False)
         except CaptureError:
             logger.debug("the capture failed while its handle was waited on", exc_info=True)
         finally:
@@ -152,15 +153,17 @@ class Capturer:
         deadline: float | None,
         *,
         in_order: bool = False,
+        held: bool = True,
     ) -> None:
         """Help copying until ``deadline``; a snapshot that is not copied by then is given up, with ``give_up_after``
-        said as the reason, unless that is None."""
+        said as the reason, unless that is None. ``held``: an update waits for it, so that hashing does."""
         filling = snapshot.filling
         try:
             # Before the first byte: what was freed meanwhile must not be read.
             if snapshot.lazy and not snapshot.past_barrier and filling.failure is None:
                 filling.check_state()
-            idle = filling.pass_barrier(deadline) if in_order else filling.finish(deadline)
+            passed = filling.pass_barrier if in_order else partial(filling.finish, alone=held)
+            idle = passed(deadline)
             if idle and not snapshot.lazy and filling.failure is None:
                 filling.check_state()
         except BaseException as error:  # noqa: BLE001 - raised again below
@@ -319,7 +322,7 @@ class Capturer:
         try:
             self._unsettled = None
             if self._current is snapshot and not snapshot.past_barrier:
-                self._wait_copied(snapshot, None, None)
+                self._wait_copied(snapshot, None, None, held=False)
         except CaptureError:
             logger.debug("the state was changed before its image was sealed", exc_info=True)
         finally:

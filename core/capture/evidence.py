@@ -67,12 +67,13 @@ class Evidence:
         covered = self._barrier.covered()
         frozen: set[int] = set()
         unseen: list[str] = []
-        for number, (name, parameter) in view.parameters.items():
-            if number not in covered:
-                if parameter.requires_grad:
-                    unseen.append(name)
-                else:
-                    frozen.add(number)
+        uncovered = () if view.parameters.keys() <= covered else view.parameters.keys() - covered
+        for number in uncovered:
+            name, parameter = view.parameters[number]
+            if parameter.requires_grad:
+                unseen.append(name)
+            else:
+                frozen.add(number)
         self._frozen = frozenset(view.parameters[number][0] for number in frozen)
         if not self._checked or self._frozen_change:
             frozen.clear()

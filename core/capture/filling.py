@@ -280,11 +280,12 @@ class Filling:
         at = bisect.bisect_left(self._addresses, address)
         return at < len(self._addresses) and self._addresses[at] < address + length
 
-    def finish(self, deadline: float | None) -> bool:
-        """Copy until every source was read, on devices too, with nothing else done meanwhile; False at ``deadline`` on
-        the monotonic clock."""
+    def finish(self, deadline: float | None, *, alone: bool = True) -> bool:
+        """Copy until every source was read, on devices too; False at ``deadline`` on the monotonic clock. While it does
+        so ``alone``, the capture thread does nothing."""
         try:
-            self._settled.clear()
+            if alone:
+                self._settled.clear()
             while self.copy_next():
                 continue
             return self.wait_idle(_left_s(deadline)) and self._wait_landed(deadline)
