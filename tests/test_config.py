@@ -26,7 +26,7 @@ DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "configuration
 FULL = """\
 run: gpt-small
 interval: {every: 100}
-capture: {mode: blocking, verify: true, bandwidth: null}
+capture: {mode: blocking, verify: full, bandwidth: null}
 on_error: raise
 max_wait: 90s
 chunk: 4MiB
@@ -108,6 +108,24 @@ def test_a_whole_file_reads_as_numbers(load: Load) -> None:
         None,
         500_000_000,
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "verify"),
+    [
+        ("sample", Verify.SAMPLE),
+        ("full", Verify.FULL),
+        ("off", Verify.OFF),
+        ("'off'", Verify.OFF),
+        ("true", Verify.FULL),
+        ("false", Verify.OFF),
+    ],
+)
+def test_capture_verify_is_a_word_or_what_was_written_before(
+    load: Load, written: str, verify: Verify
+) -> None:
+    text = f"run: x\ntiers: ./checkpoints\ncapture: {{verify: {written}}}\n"
+    assert load(text).capture.verify is verify
 
 
 def test_a_path_alone_means_host_memory_and_a_folder(
@@ -351,6 +369,7 @@ def test_a_dict_has_places_and_no_lines() -> None:
             config_of(capture={"verify": 1}),
             "capture.verify: 1 does not fit; expected one of sample, full, off",
         ),
+        (config_of(capture={"verify": "ful"}), r'expected one of .*did you mean "full"\?'),
         (
             config_of(on_error="ignore"),
             'on_error: "ignore" does not fit; expected one of warn, raise',

@@ -24,7 +24,8 @@ FUNCTIONS = {
 CHECKPOINTER = {
     "save": "self, step, state, *, metrics=None, tags=(), block=False",
     "maybe_save": "self, step, state, *, metrics=None, tags=(), block=False",
-    "restore": "self, state, *, step=None, attempt=None, tier=None, only=None, strict=True, unreachable='raise'",
+    "restore": "self, state, *, step=None, attempt=None, tier=None, only=None, skip=(), rename=None, retype=(), "
+    "strict=True, unreachable='raise'",
     "wait_captured": "self, timeout=None",
     "guard": "self",
     "checkpoints": "self",
@@ -177,7 +178,11 @@ def test_the_tree_of_errors_is_the_one_that_is_drawn() -> None:
 def test_the_errors_that_are_promised_are_there() -> None:
     promised_names = {
         *("TierfallError", "ConfigError", "CaptureError", "FlushError", "RestoreError"),
-        *("IntegrityError", "CapacityError", "BackendError"),
+        *("IntegrityError", "CapacityError", "BackendError", "StateChangedError"),
     }
     assert promised_names <= set(error_classes())
     assert all(issubclass(kind, errors.TierfallError) for kind in error_classes().values())
+
+
+def test_every_error_can_be_imported_from_where_users_look() -> None:
+    assert set(tierfall.errors.__all__) == set(error_classes())
