@@ -25,7 +25,15 @@ from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.fingerprint import Fingerprint
 from tierfall.core.errors import ConfigError, StepError, TierfallError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.image import Choices, Recall, StateView, describe, plan_fill, resize_rules
+from tierfall.core.image import (
+    Choices,
+    Recall,
+    StateView,
+    describe,
+    omissions,
+    plan_fill,
+    resize_rules,
+)
 from tierfall.core.image.files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreeing import finish_together
@@ -74,6 +82,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._closed = False
         self._last: LastStep | None = None
+        self._looked = False
         ranks = ranks or Ranks.alone()
         with ExitStack() as undo:
             undo.callback(ranks.leave)
@@ -167,6 +176,10 @@ class Checkpointer:
             at_end=at_end,
         )
         self._cadence.saved(handle)
+        if not self._looked:
+            self._looked = True
+            for text in omissions(state):
+                logger.warning("%s", text)
         return handle
 
     def _save(

@@ -110,6 +110,7 @@ class Saver:
             view = describe(self._recall)
             id = CheckpointId(step, line.attempt.number)
             layout, header, share = self._layouts.of(view, id)
+        self._capturer.barrier.gradients.saving(step, view.parameters)
         return self._begin(
             line,
             step,

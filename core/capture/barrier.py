@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tierfall.core.capture.gradients import GradientWatch
 from tierfall.core.image.sharded import is_sharded
 from tierfall.core.streams import is_recording
 
@@ -51,6 +52,7 @@ class Barrier:
         self._bracketed = False
         self.updates = 0
         """How many updates of anything were seen: optimizers' steps, and those that the loop bracketed itself."""
+        self.gradients = GradientWatch()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -64,6 +66,7 @@ class Barrier:
         self.updates += 1
         try:
             self._reached()
+            self.gradients.stepping(optimizer, args, kwargs)
             self.on_step(optimizer)
         except Exception:
             logger.exception("the barrier before an optimizer step failed")

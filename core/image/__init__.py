@@ -14,6 +14,7 @@ from tierfall.core.image.header import ImageHeader, StoredTensor, read_header
 from tierfall.core.image.item import Item, OnResize, item, resize_rules
 from tierfall.core.image.layout import Layout, Slot, plan_layout
 from tierfall.core.image.load import LoadPlan, plan_load
+from tierfall.core.image.omissions import omissions
 from tierfall.core.image.recall import Recall
 from tierfall.core.image.tensors import as_bytes, copy_whole
 from tierfall.core.image.view import SourceTensor, StateView
@@ -38,6 +39,7 @@ __all__ = [
     "copy_whole",
     "describe",
     "item",
+    "omissions",
     "plan_fill",
     "plan_layout",
     "plan_load",

@@ -1,0 +1,228 @@
+"""A save between a backward pass and the step that uses its gradients is mentioned, once; no other loop hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tests.core.capture.lazy_help import MakeConfig
+
+Save = Callable[[], None]
+
+
+class Training:
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.other = nn.Linear(6, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.others = torch.optim.Adam(self.other.parameters())
+        self.state = {
+            "model": self.model,
+            "other": self.other,
+            "optimizer": self.optimizer,
+            "others": self.others,
+        }
+
+    def out(self) -> torch.Tensor:
+        return self.model(torch.randn(4, 6))  # type: ignore[no-any-return]
+
+    def backward(self) -> None:
+        self.out().pow(2).mean().backward()
+
+
+def step_save_zero(t: Training, save: Save, **zero: bool) -> None:
+    t.backward()
+    t.optimizer.step()
+    save()
+    t.optimizer.zero_grad(**zero)
+
+
+def zero_step_save(t: Training, save: Save, **zero: bool) -> None:
+    t.optimizer.zero_grad(**zero)
+    t.backward()
+    t.optimizer.step()
+    save()
+
+
+def step_zero_save(t: Training, save: Save, **zero: bool) -> None:
+    t.backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad(**zero)
+    save()
+
+
+def accumulated_and_saved_after_the_step(t: Training, save: Save, **zero: bool) -> None:
+    for _ in range(3):
+        t.backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad(**zero)
+    save()
+
+
+def two_networks(t: Training, save: Save, **zero: bool) -> None:
+    """As a GAN: the loss of one leaves gradients in the other, which its optimizer has stepped already."""
+    t.others.zero_grad(**zero)
+    t.other(t.out().detach()).mean().backward()
+    t.others.step()
+    t.optimizer.zero_grad(**zero)
+    t.other(t.out()).mean().backward()
+    t.optimizer.step()
+    save()
+
+
+def two_networks_and_zero_after_each_step(t: Training, save: Save, **zero: bool) -> None:
+    t.others.zero_grad(**zero)
+    t.other(t.out().detach()).mean().backward()
+    t.others.step()
+    t.others.zero_grad(**zero)
+    t.other(t.out()).mean().backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad(**zero)
+    save()
+
+
+def closure(t: Training, save: Save, **zero: bool) -> None:
+    def loss() -> float:
+        t.optimizer.zero_grad(**zero)
+        found = t.out().pow(2).mean()
+        found.backward()
+        return float(found.detach())
+
+    t.optimizer.step(loss)
+    save()
+
+
+def closure_by_keyword(t: Training, save: Save, **zero: bool) -> None:
+    def loss() -> float:
+        t.optimizer.zero_grad(**zero)
+        t.backward()
+        return 0.0
+
+    t.optimizer.step(closure=loss)
+    save()
+
+
+def left_out_by_the_loop(t: Training, save: Save, **zero: bool) -> None:
+    """As a loop does that leaves a batch out whose gradients are too large, or a GradScaler's step."""
+    for skipped in (False, True):
+        t.optimizer.zero_grad(**zero)
+        t.backward()
+        if not skipped:
+            t.optimizer.step()
+        save()
+
+
+def stepped_in_backward(t: Training, save: Save, **zero: bool) -> None:
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad(**zero)
+
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in t.model.parameters()}
+    hooks = [p.register_post_accumulate_grad_hook(step) for p in t.model.parameters()]
+    for _ in range(3):
+        t.backward()
+        save()
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.fixture
+def saved_steps(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> Iterator[tuple[Training, Save, Callable[[], list[str]]]]:
+    training, steps = Training(), iter(range(1, 100))
+    with tierfall.open(make_config()) as ckpt:
+        yield (
+            training,
+            lambda: ckpt.save(next(steps), training.state).wait(timeout=20),
+            lambda: [m for m in caplog.messages if "uses its gradients" in m],
+        )
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        step_save_zero,
+        zero_step_save,
+        step_zero_save,
+        accumulated_and_saved_after_the_step,
+        two_networks,
+        two_networks_and_zero_after_each_step,
+        closure,
+        closure_by_keyword,
+        left_out_by_the_loop,
+        stepped_in_backward,
+    ],
+)
+def test_a_loop_that_leaves_out_no_gradients_hears_nothing(
+    loop: Callable[..., None],
+    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
+    set_to_none: bool,
+) -> None:
+    training, save, said = saved_steps
+    for _ in range(4):
+        loop(training, save, set_to_none=set_to_none)
+    assert said() == []
+
+
+def test_a_scaler_that_skips_steps_is_no_accumulation(
+    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
+) -> None:
+    training, save, said = saved_steps
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for overflow in (False, True, False, True, True, False):
+        training.optimizer.zero_grad()
+        scaler.scale(training.out().pow(2).mean()).backward()
+        if overflow:
+            training.model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index]
+        scaler.step(training.optimizer)
+        scaler.update()
+        save()
+    assert said() == []
+
+
+def test_a_save_between_micro_steps_says_once_which_step_lacks_gradients(
+    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
+) -> None:
+    training, save, said = saved_steps
+    for step in range(1, 9):
+        training.backward()
+        if step % 2 == 0:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        save()
+    (text,) = said()
+    assert text.startswith("step 3 was saved between a backward pass and the optimizer step")
+    assert "docs/exact-resume.md" in text
+
+
+def test_a_save_between_backward_and_step_says_so(
+    saved_steps: tuple[Training, Save, Callable[[], list[str]]],
+) -> None:
+    training, save, said = saved_steps
+    for _ in range(4):
+        training.backward()
+        save()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    (text,) = said()
+    assert text.startswith("step 2 was")
+
+
+def test_gradients_of_what_is_not_in_the_state_are_not_left_out(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    state = {"other": training.other}
+    with tierfall.open(make_config()) as ckpt:
+        for step in range(4):
+            training.backward()
+            ckpt.save(step, state)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    assert not [m for m in caplog.messages if "uses its gradients" in m]

@@ -1,0 +1,141 @@
+"""What a first save says of a state from which a run does not go on as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+import tierfall
+from tests.core.capture.lazy_help import MakeConfig
+from tierfall.core.image import item, omissions
+
+
+class Counting:
+    """Any object with a state_dict."""
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
+class Loader(DataLoader[Any], Counting):
+    """As StatefulDataLoader is one."""
+
+    def __init__(self, **options: Any) -> None:
+        DataLoader.__init__(self, [1, 2, 3], **options)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2, 3])
+
+
+def texts(state: dict[str, Any]) -> list[str]:
+    return [text for text in omissions(state) if "shuffles" in text]
+
+
+def trained() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "extra": {"epoch": 1, "lists": [[1], (2.0, "x")], 5: None},
+        "scalar": torch.zeros(3),
+        "mean": Counting(shadow=[torch.zeros(2)]),
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader([1, 2, 3], shuffle=True),
+        lambda: DataLoader([1, 2, 3], shuffle=True, generator=torch.Generator()),
+        lambda: DataLoader([1, 2, 3], sampler=RandomSampler([1, 2, 3])),
+        lambda: DataLoader([1, 2, 3], batch_size=None, sampler=RandomSampler([1, 2, 3])),
+        lambda: Loader(shuffle=True),
+    ],
+)
+def test_a_loader_that_shuffles_is_missed(make: Callable[[], Any]) -> None:
+    loader = make()
+    (text,) = texts(trained())
+    assert "docs/exact-resume.md" in text
+    del loader
+    assert texts(trained()) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader([1, 2, 3]),
+        lambda: DataLoader(Stream()),
+    ],
+)
+def test_a_loader_that_does_not_shuffle_is_not_missed(make: Callable[[], Any]) -> None:
+    loader = make()
+    assert texts(trained()) == []
+    del loader
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.Generator(),
+        item(torch.Generator()),
+        {"deep": [(torch.Generator(),)]},
+        torch.Generator().get_state(),
+        Loader(shuffle=False),
+        Counting(source=torch.Generator()),
+        Counting(loader=Loader(shuffle=False)),
+        Counting(sampler=RandomSampler([1, 2])),
+    ],
+    ids=lambda held: type(held).__name__,
+)
+def test_what_may_hold_the_order_is_enough(held: object) -> None:
+    loader = DataLoader([1, 2, 3], shuffle=True)
+    assert texts(trained())
+    assert texts({**trained(), "data": held}) == []
+    del loader
+
+
+def test_a_save_says_it_once(make_config: MakeConfig, caplog: pytest.LogCaptureFixture) -> None:
+    state = trained()
+    state["optimizers"] = [state.pop("optimizer").state_dict()]
+    loader = DataLoader([1, 2, 3], shuffle=True)
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state)
+        ckpt.save(2, state)
+    del loader
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("save: ")]
+    assert len(said) == 2
+    assert 'state["optimizers"][0] is the state_dict() of an optimizer' in said[0]
+    assert "a DataLoader of this process shuffles" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("optimizer", "an optimizer"), ("scheduler", "a learning rate scheduler")]
+)
+def test_a_state_dict_in_place_of_its_object_is_named(name: str, kind: str) -> None:
+    state = trained()
+    assert list(omissions(state)) == []
+    state[name] = state[name].state_dict()
+    (text,) = omissions(state)
+    assert text.startswith(f'save: state["{name}"] is the state_dict() of {kind}')
+    assert "restore() refuses" in text
+
+
+def test_a_modules_state_dict_can_be_restored_into() -> None:
+    state = trained()
+    state["model"] = state["model"].state_dict()
+    assert list(omissions(state)) == []
