@@ -66,12 +66,12 @@ class Evidence:
         """Say of each tensor whether it may be captured lazily; the evidence begins anew with ``forget``."""
         covered = self._barrier.covered()
         frozen: set[int] = set()
-        unseen: list[str] = []
+        unseen: dict[int, str] = {}
         uncovered = () if view.parameters.keys() <= covered else view.parameters.keys() - covered
         for number in uncovered:
             name, parameter = view.parameters[number]
             if parameter.requires_grad:
-                unseen.append(name)
+                unseen[number] = name
             else:
                 frozen.add(number)
         self._frozen = frozenset(view.parameters[number][0] for number in frozen)
@@ -82,12 +82,17 @@ class Evidence:
         key = (view.structure, view.changes, view.owners, trusted, self._changed)
         if self._chosen is None or self._chosen[0] != key:
             self._chosen = (key, self._choose(view, trusted))
-        if unseen and trusted is not None:
-            self.say_once(
-                f"copied before save() returns: {_few(unseen)}; no torch optimizer was seen to step "
-                f"{'it' if len(unseen) == 1 else 'them'} since the last save"
-            )
+            if trusted is not None:
+                # Those that the user wrapped in item() have no parameter for an owner.
+                self._say_unseen([unseen[owner] for owner in {*view.owners} & unseen.keys()])
         return self._chosen[1]
+
+    def _say_unseen(self, names: Collection[str]) -> None:
+        if names:
+            self.say_once(
+                f"copied before save() returns: {_few(names)}; no torch optimizer was seen to step "
+                f"{'it' if len(names) == 1 else 'them'} since the last save"
+            )
 
     def _choose(self, view: StateView, trusted: Collection[int] | None) -> tuple[bool, ...]:
         columns = zip(view.names, view.changes, view.owners, strict=True)

@@ -326,6 +326,20 @@ def test_a_parameter_that_no_torch_optimizer_steps_is_copied_at_once_and_named(
     assert "other.bias" in reasons[0] or "other.weight" in reasons[0]
 
 
+@pytest.mark.parametrize("changes", ["anytime", "on_step"])
+def test_of_a_parameter_that_is_declared_nothing_is_said(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture, changes: Any
+) -> None:
+    """As of a moving average of the model, which has parameters of its own."""
+    trainer = Trainer()
+    average = torch.optim.swa_utils.AveragedModel(trainer.model)
+    trainer.state["average"] = tierfall.item(average, changes=changes)
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        lazy_save(ckpt, trainer, 2)
+    assert not [r for r in caplog.records if "copied before save" in r.getMessage()]
+
+
 def test_frozen_parameters_need_no_optimizer(make_config: MakeConfig) -> None:
     trainer = Trainer()
     trainer.state["frozen"] = torch.nn.Linear(10, 10).requires_grad_(False)
