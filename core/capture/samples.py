@@ -36,6 +36,7 @@ from tierfall.core.streams import CopyStream
 
 logger = logging.getLogger("tierfall")
 Integers = NDArray[np.int64]
+Order = tuple[tuple[int, ...], tuple[int, ...], int]
 
 LINES_MAX = 101
 """Lines of one tensor: their distance is a percent of it. The number is odd, so that in a matrix whose rows are a power
@@ -63,7 +64,7 @@ class Sampled:
     index: int
     start: int
     bytes: int
-    order: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    order: Order | None
 
 
 class _Group(NamedTuple):
@@ -247,9 +248,11 @@ class Samples:
 
 class Ranges:
     """The bytes of a layout's tensors in host memory, cut into ranges that are digested in rotation: for each its
-    tensor, where it begins there and in the image's data, and its length."""
+    tensor, where it begins there and in the image's data, and its length. ``orders`` are shape, strides and item size
+    of tensors whose elements do not lie in order, by number; each of these is one piece."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], orders: Mapping[int, Order]) -> None:
+        self._orders = orders
         self._ranges = [
             (piece.index, piece.source_start + at, piece.start + at, length)
             for piece in pieces
@@ -286,9 +289,15 @@ class Ranges:
     def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> list[int]:
         """Return the numbers of the tensors whose ranges differ from an image's ``data``."""
         found = set()
-        for number, digest in digests.items():
-            index, _, start, length = self._ranges[number]
-            if xxhash.xxh3_64_intdigest(data[start : start + length]) != digest:
+        rearranged: tuple[int, memoryview] | None = None
+        for number, digest in sorted(digests.items()):
+            index, offset, start, length = self._ranges[number]
+            held = data[start : start + length]
+            if index in self._orders:
+                if rearranged is None or rearranged[0] != index:
+                    rearranged = index, as_in_memory(data[start - offset :], *self._orders[index])
+                held = rearranged[1][offset : offset + length]
+            if xxhash.xxh3_64_intdigest(held) != digest:
                 found.add(index)
         return sorted(found)
 
@@ -377,6 +386,18 @@ def logical_offsets(
     return found * item_bytes + byte
 
 
+def as_in_memory(
+    data: memoryview, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int
+) -> memoryview:
+    """Return the bytes of a dense tensor as they lie in memory, given those in its elements' own order."""
+    unit = min(item_bytes, 8)
+    count = math.prod(shape) * item_bytes // unit
+    held = torch.frombuffer(data, dtype=_INTEGERS[unit], count=count)
+    dims = sorted(range(len(shape)), key=lambda d: -strides[d])
+    found = held.view(*shape, item_bytes // unit).permute(*dims, len(shape)).contiguous()
+    return memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def _spread(counts: Integers) -> tuple[Integers, Integers]:
     """Return, for ``counts[i]`` things of each i, whose each is, and the how-manieth there."""
     of = np.repeat(np.arange(len(counts)), counts)
@@ -419,7 +440,8 @@ class CheckPlan:
             ]
         )
         here = [p for p in pieces if p.place == HOST]
-        self.ranges = Ranges([p for p in here if view.plain[p.index]])
+        orders = {p.index: order for p in here if (order := _order(view, p.index)) is not None}
+        self.ranges = Ranges([p for p in here if view.plain[p.index] or p.index in orders], orders)
         self.on_devices = {
             place: [p for p in pieces if p.place == place]
             for place in {p.place for p in pieces} - {HOST}
@@ -473,7 +495,7 @@ def is_sampled(view: StateView, index: int) -> bool:
     return view.plain[index] or view.strides[index] is not None
 
 
-def _order(view: StateView, index: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+def _order(view: StateView, index: int) -> Order | None:
     strides = view.strides[index]
     if strides is None:
         return None

@@ -354,12 +354,26 @@ def test_samples_compare_bytes_and_leave_alone_what_may_change_at_any_time() -> 
     made.filling.check_state()
 
 
-def test_a_full_check_finds_one_byte() -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda: noise(300_000),
+        lambda: noise(500, 600).t(),
+        lambda: noise(1, 30, 100, 100).to(memory_format=torch.channels_last),
+        lambda: noise(300, 1, 1000).to(torch.complex128).transpose(0, 2),
+        lambda: noise(500, 601).to(torch.uint8).t(),
+    ],
+)
+def test_a_full_check_finds_one_element(shape: Callable[[], torch.Tensor]) -> None:
+    source = shape()
+    same = {"same": noise(5000), "shape": shape()}
+    still = make(lazily(w=source, **same), 1 << 20, digest_s=None)
+    still.filling.run()
+    still.filling.check_image()
     for seed in range(20):
-        source = noise(300_000)
-        made = make(lazily(w=source, same=noise(5000)), 1 << 20, digest_s=None)
-        at = int(torch.randint(300_000, (), generator=torch.Generator().manual_seed(seed)))
-        source.data[at] += 1e-3
+        made = make(lazily(w=source, **same), 1 << 20, digest_s=None)
+        at = int(torch.randint(source.numel(), (), generator=torch.Generator().manual_seed(seed)))
+        torch.as_strided(source.data, (source.numel(),), (1,))[at] += 1
         made.filling.run()
         with pytest.raises(StateChangedError) as caught:
             made.filling.check_image()
