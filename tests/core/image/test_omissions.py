@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 import tierfall
 from tests.core.capture.lazy_help import MakeConfig
 from tierfall.core.image import item, omissions
+
+
+@pytest.fixture(autouse=True)
+def no_other_loaders() -> None:
+    """Those of other tests that nobody has collected yet are loaders of this process, too."""
+    gc.collect()
 
 
 class Counting:
