@@ -55,10 +55,7 @@ def test_a_program_prints_what_the_page_shows(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if name == "stateful":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pytest.importorskip("torchdata.stateful_dataloader")
-        warnings.simplefilter("ignore")  # it calls what torch deprecates
+        warnings.simplefilter("ignore")  # torchdata calls what torch deprecates
     caplog.set_level(logging.WARNING, logger="tierfall")
     for words, shown in SESSIONS[name]:
         run(name, words, monkeypatch)
