@@ -253,5 +253,6 @@ def _again(error: BaseException | None) -> BaseException:
         return FlushError("the save was given up")
     kind = type(error) if isinstance(error, TierfallError) else CaptureError
     copy = kind(str(error))
+    copy.__dict__.update(error.__dict__)  # such as what tensors a StateChangedError names
     copy.__cause__ = error
     return copy

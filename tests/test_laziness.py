@@ -14,7 +14,7 @@ from torch import nn
 import tierfall
 from tests.steps import wait_until
 from tierfall.core.capture.filling import Filling
-from tierfall.errors import CaptureError
+from tierfall.errors import CaptureError, StateChangedError
 
 MakeConfig = Callable[..., dict[str, Any]]
 OPTIMIZERS = [
@@ -236,6 +236,33 @@ def test_verify_catches_what_version_counters_do_not(
             handle.captured(timeout=60)
         good = ckpt.save(3, loop.state)
         good.wait(timeout=60)
+
+
+def test_weights_that_were_swapped_while_they_were_copied_and_back_are_found_after_the_barrier(
+    make_config: MakeConfig, held: threading.Event
+) -> None:
+    """As for an evaluation with averaged weights: at the barrier the state is what it was at save."""
+    loop = Loop()
+    with tierfall.open(make_config(host={"capacity": "32MiB"})) as ckpt:
+        held.set()
+        begun(ckpt, loop)
+        held.clear()
+        handle = ckpt.save(2, loop.state)
+        weight, kept = loop.model.weight.data, loop.weights()
+        weight.mul_(2)
+        while ckpt._capturer._current.filling.copy_next():  # type: ignore[union-attr]
+            continue
+        weight.copy_(kept)
+        loop.update()
+        held.set()
+        with pytest.raises(StateChangedError) as caught:
+            handle.captured(timeout=60)
+        assert caught.value.tensors == ("model.weight",)
+        good = ckpt.save(3, loop.state)
+        before = loop.weights()
+        loop.update()
+        good.wait(timeout=60)
+        assert torch.equal(saved_weights(ckpt, 3), before)
 
 
 def test_a_barrier_that_waits_too_long_gives_up_the_snapshot_and_never_the_training(
