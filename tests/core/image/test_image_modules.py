@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from image_help import header_of, load, make_image, restore
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 
 from tierfall.core.errors import CaptureError, ConfigError, RestoreError
 from tierfall.core.image import describe, item, plan_fill
@@ -116,6 +121,66 @@ def test_wrappers_are_stripped_by_their_type_at_any_depth() -> None:
     assert list(load(image)["m"]) == list(compiled.state_dict())
     image, _ = make_image({"m": Tower(nn.Sequential(nn.Linear(2, 2))), "rng": None})
     restore({"m": compiled, "rng": None}, image)
+
+
+class Layer(nn.Module):
+    """A layer as large models have them, of which parts may be wrapped."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = Extra({"amax": 1.0})
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.extra(self.inner(x))
+        return found
+
+
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "bare": lambda: Layer(nn.Linear(1, 1)),
+    "checkpointed": lambda: checkpoint_wrapper(Layer(nn.Linear(1, 1))),
+    "checkpointed twice": lambda: checkpoint_wrapper(checkpoint_wrapper(Layer(nn.Linear(1, 1)))),
+    "inner": lambda: Layer(checkpoint_wrapper(nn.Linear(1, 1))),
+    "compiled": lambda: compiled_(checkpoint_wrapper(Layer(nn.Linear(1, 1)))),
+    "around compiled": lambda: checkpoint_wrapper(compiled_(Layer(nn.Linear(1, 1)))),
+    "inner compiled": lambda: checkpoint_wrapper(Layer(compiled_(nn.Linear(1, 1)))),
+    "offloaded": lambda: offload_wrapper(Layer(nn.Linear(1, 1))),
+}
+"""How activation checkpointing may be switched on, with and without compiling."""
+
+
+def in_training(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(WRAPPED[kind](), nn.Linear(1, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 1)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before", WRAPPED)
+@pytest.mark.parametrize("after", WRAPPED)
+def test_activation_checkpointing_may_be_switched_on_and_off_between_runs(
+    before: str, after: str
+) -> None:
+    """The optimizer meets the parameters by their names, and trains on as if nothing had been."""
+    model, optimizer = in_training(before, 0)
+    step(model, optimizer)
+    note = {"amax": 7.0}
+    next(m for m in model.modules() if isinstance(m, Extra)).note = note
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    assert not any("_checkpoint_wrapped" in t.name for t in header_of(image).tensors)
+    assert not any("_orig_mod" in t.name for t in header_of(image).tensors)
+    other, target = in_training(after, 1)
+    restore({"model": other, "optimizer": target, "rng": None}, image)
+    assert next(m for m in other.modules() if isinstance(m, Extra)).note == note
+    for one, two in ((model, optimizer), (other, target)):
+        step(one, two)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_distributed_data_parallel_is_stripped(tmp_path: Path) -> None:
