@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from tierfall.core.errors import CaptureError, ConfigError, RestoreError
-from tierfall.core.image import describe, item, plan_fill
+from tierfall.core.image import Recall, describe, item, plan_fill
 from tierfall.core.values import Changes
 
 
@@ -282,6 +282,119 @@ def test_what_hooks_make_up_goes_back_through_load_state_dict() -> None:
     restore({"m": target, "rng": None}, image)
     assert torch.equal(target[1].weight, source[1].weight)
     assert torch.equal(target[0].weight, source[0].weight)
+
+
+class Fused(nn.Module):
+    """One parameter that its state_dict has as three, cut from it or copied."""
+
+    def __init__(self, *, copies: bool, joins: bool = True) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(6, 2))
+        self.o = nn.Linear(2, 2)
+        self.copies = copies
+        self.register_state_dict_post_hook(self.split)
+        if joins:
+            self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def split(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
+        whole = state.pop(prefix + "qkv")
+        whole = whole.clone() if module.copies else whole
+        for name, part in zip("qkv", whole.chunk(3), strict=True):
+            state[prefix + name] = part
+
+    @staticmethod
+    def join(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *more: object) -> None:
+        state[prefix + "qkv"] = torch.cat([state.pop(prefix + name) for name in "qkv"])
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_parameter_that_is_split_into_keys_comes_back_whole(copies: bool, copied: bool) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), Fused(copies=copies))
+    target = nn.Sequential(nn.Linear(2, 2), Fused(copies=copied))
+    image, _ = make_image({"m": source, "rng": None})
+    restore({"m": target, "rng": None}, image)
+    assert all(map(torch.equal, target.parameters(), source.parameters()))
+
+
+def test_a_parameter_whose_keys_nobody_joins_again_is_an_error() -> None:
+    image, _ = make_image({"m": Fused(copies=True), "rng": None})
+    with pytest.raises(RestoreError, match=r'load_state_dict of state\["m"\] refused'):
+        restore({"m": Fused(copies=True, joins=False), "rng": None}, image)
+
+
+class Scaled(nn.Module):
+    """Its state_dict has its parameter twice as large."""
+
+    def __init__(self, *, undone: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_state_dict_post_hook(self.scale)
+        if undone:
+            self.register_load_state_dict_pre_hook(self.unscale)
+
+    @staticmethod
+    def scale(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+    @staticmethod
+    def unscale(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *more: object
+    ) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+
+def test_a_scaled_copy_comes_back_where_the_module_undoes_it_and_is_an_error_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, target = Scaled(undone=True), Scaled(undone=True)
+    image, _ = make_image({"m": source, "rng": None})
+    restore({"m": target, "rng": None}, image)
+    assert torch.equal(target.weight, source.weight)
+    image, _ = make_image({"m": Scaled(undone=False), "rng": None})
+    said = r"its state_dict\(\) is another one: 'weight'"
+    with pytest.raises(RestoreError, match=said):
+        restore({"m": Scaled(undone=False), "rng": None}, image)
+    restore({"m": Scaled(undone=False), "rng": None}, image, strict=False)
+    assert "is another one: 'weight'" in caplog.text
+
+
+class Unsteady(nn.Module):
+    """Its state_dict has other keys from call to call: every other time, or each time."""
+
+    def __init__(self, *, period: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.calls = 0
+        self.period = period
+        self.register_state_dict_post_hook(self.count)
+
+    @staticmethod
+    def count(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
+        module.calls += 1
+        if number := module.calls % module.period:
+            state[f"{prefix}call{number}"] = torch.full((2,), float(module.calls))
+
+
+@pytest.mark.parametrize("period", [2, 1000])
+def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not_restored(
+    period: int,
+) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), Unsteady(period=period))
+    recall = Recall()
+    for calls in range(1, 5):
+        with torch.no_grad():
+            source[1].weight.add_(1)
+        view = describe({"m": source, "rng": None}, recall)
+        found = {tensor.name: tensor.tensor for tensor in view.tensors}
+        wanted = {"m.0.weight", "m.0.bias", "m.1.weight"}
+        wanted |= {f"m.1.call{calls % period}"} if calls % period else set()
+        assert found.keys() == wanted
+        assert torch.equal(found["m.1.weight"], source[1].weight)
+    image, _ = make_image({"m": source, "rng": None})
+    with pytest.raises(RestoreError, match=r"other keys from call to call|in the checkpoint, not"):
+        restore({"m": nn.Sequential(nn.Linear(2, 2), Unsteady(period=period)), "rng": None}, image)
 
 
 class Renamed(nn.Module):
