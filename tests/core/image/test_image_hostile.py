@@ -36,6 +36,8 @@ def sample() -> dict[str, Any]:
 
 
 IMAGE, LAYOUT = make_image(sample())
+MATRIX = [slot.name for slot in LAYOUT.slots].index("model.weight")
+"""The place in the table of a tensor of three rows and two columns."""
 
 
 def rebuilt(change: Callable[[dict[str, Any], dict[str, Any], list[Any]], None]) -> bytes:
@@ -137,6 +139,19 @@ TREE: dict[str, Callable[[dict[str, Any]], object]] = {
     "dtype of a typed tensor": lambda s: s["dtypes"].append([1, "complex128", [1]]),
     "dtype entry short": lambda s: s["dtypes"].append([1]),
     "dtype made quantized": lambda s: s["dtypes"][0].__setitem__(slice(1, 3), ["qint8", [32]]),
+    "strides are an object": lambda s: s.update(strides={"0": [1]}),
+    "strides beyond": lambda s: s.update(strides=[[10_000, [1]]]),
+    "strides of a tensor before the first": lambda s: s.update(strides=[[-1, [1]]]),
+    "strides of true": lambda s: s.update(strides=[[True, [1]]]),
+    "strides short": lambda s: s.update(strides=[[MATRIX]]),
+    "strides of more dimensions": lambda s: s.update(strides=[[MATRIX, [1, 3, 6]]]),
+    "strides that overlap": lambda s: s.update(strides=[[MATRIX, [1, 1]]]),
+    "strides of nothing": lambda s: s.update(strides=[[MATRIX, [0, 0]]]),
+    "strides with holes": lambda s: s.update(strides=[[MATRIX, [1, 4]]]),
+    "strides backwards": lambda s: s.update(strides=[[MATRIX, [-1, 3]]]),
+    "strides of floats": lambda s: s.update(strides=[[MATRIX, [1.0, 3.0]]]),
+    "types are a list": lambda s: s.update(types=["optimizer"]),
+    "types of numbers": lambda s: s.update(types={"optimizer": 7}),
     "slot beyond": lambda s: swap(s, "c", 10_000),
     "slot negative": lambda s: swap(s, "c", -1),
     "slot is bool": lambda s: swap(s, "c", True),
