@@ -132,6 +132,29 @@ def test_tensors_inside_an_objects_state_dict_are_fixed_when_save_returns(
     assert all(map(torch.equal, found, before))
 
 
+@pytest.mark.parametrize("kind", ["gaps", "shared", "complex", "conjugated"])
+def test_what_samples_cannot_be_compared_of_is_fixed_when_save_returns(
+    make_config: MakeConfig, tmp_path: Path, held: Held, kind: str
+) -> None:
+    numbers = torch.randn(1000, dtype=torch.complex128)
+    tensor = {
+        "gaps": torch.arange(1000.0)[::2],
+        "shared": torch.zeros(1).expand(50),
+        "complex": numbers,
+        "conjugated": numbers.to(torch.complex64).conj(),
+    }[kind]
+    trainer = Trainer()
+    trainer.state["odd"] = tierfall.item(tensor, changes="on_step")
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = tensor.clone()
+        whole = tensor[:1] if kind == "shared" else tensor
+        handle = save_and_damage(ckpt, trainer, held, [whole])
+        handle.wait(timeout=PATIENCE_S)
+    assert torch.equal(tierfall.load(tmp_path / "disk", step=2)["odd"], before)
+    assert not torch.equal(tensor, before)
+
+
 def test_the_moments_of_an_optimizer_that_does_not_step_are_fixed_when_save_returns(
     make_config: MakeConfig, tmp_path: Path, held: Held
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,80 @@ def test_a_hook_that_raises_is_told_by_name_and_costs_its_own_save_alone(
     assert_same(saved(tmp_path / "disk", 2), before)
     assert_same(saved(tmp_path / "disk", 4), after)
     assert not list((tmp_path / "disk").glob("run/step-00000003-*"))
+
+
+def replace_moments(trainer: Trainer) -> None:
+    trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    for entries in trainer.optimizer.state.values():
+        entries["exp_avg"].zero_()
+
+
+def swap_weights(trainer: Trainer) -> None:
+    for layer in trainer.model:
+        torch.utils.swap_tensors(layer.weight, torch.nn.Parameter(torch.zeros_like(layer.weight)))
+
+
+def assign(trainer: Trainer) -> None:
+    for parameter in trainer.model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.optimizer.state.clear(), replace_moments, swap_weights, assign],
+    ids=["cleared", "replaced", "swapped", "assigned"],
+)
+def test_tensors_that_leave_the_state_under_capture_are_saved_as_they_were(
+    make_config: MakeConfig, tmp_path: Path, held: Held, change: Callable[[Trainer], None]
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = trainer.now()
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        change(trainer)
+        gc.collect()
+        over = [torch.full((4000,), -7.0) for _ in range(100)]  # where they were, if they are gone
+        held.free.set()
+        trainer.step()
+        handle.wait(timeout=PATIENCE_S)
+        still_saves_twice(ckpt, trainer, tmp_path / "disk")
+    assert len(over) == 100
+    assert_same(saved(tmp_path / "disk", 2), before)
+
+
+def still_saves_twice(ckpt: tierfall.Checkpointer, trainer: Trainer, disk: Path) -> None:
+    for step in (3, 4):
+        before = trainer.now()
+        handle = ckpt.save(step, trainer.state)
+        trainer.step()
+        handle.wait(timeout=PATIENCE_S)
+        assert_same(saved(disk, step), before)
+
+
+@pytest.mark.parametrize("by", ["zero_", "set_", "data"])
+def test_moments_that_are_changed_in_place_under_capture_fail_the_save_by_name(
+    make_config: MakeConfig, tmp_path: Path, held: Held, by: str
+) -> None:
+    trainer = Trainer()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        for entries in trainer.optimizer.state.values():
+            moment = entries["exp_avg"]
+            if by == "set_":
+                moment.set_(torch.zeros_like(moment))
+            else:
+                (moment.data if by == "data" else moment).zero_()
+        held.free.set()
+        trainer.step()
+        error = failed(handle)
+        assert isinstance(error, StateChangedError)
+        assert all(name.endswith(".exp_avg") for name in error.tensors)
+        assert 'state["optimizer"]["state"][' in str(error)
+        still_saves(ckpt, trainer, 3, tmp_path / "disk")
 
 
 def test_another_thread_that_waits_is_no_barrier(

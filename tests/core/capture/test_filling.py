@@ -19,7 +19,7 @@ from tierfall.core.capture import cutting as module
 from tierfall.core.capture.filling import Filling
 from tierfall.core.capture.samples import CheckPlan
 from tierfall.core.errors import CaptureError, StateChangedError
-from tierfall.core.image import describe, plan_layout
+from tierfall.core.image import as_bytes, describe, plan_layout
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -335,6 +335,53 @@ def test_a_write_to_one_percent_of_a_tensor_is_found_in_the_image(kind: str) -> 
                 made.filling.check_image()
             assert caught.value.tensors == ("on.w",), (kind, where)
             source.data.copy_(before)
+
+
+def inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return noise(3001)
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "bool": lambda: noise(3001) > 0,
+    "float8": lambda: noise(3001).to(torch.float8_e4m3fn),
+    "unsigned": lambda: torch.arange(3001).to(torch.uint16),
+    "complex": lambda: torch.complex(noise(3001), noise(3001, seed=1)),
+    "inferred": inferred,
+    "behind a header": lambda: noise(3004)[3:],
+    "behind an odd byte": lambda: torch.arange(5001).to(torch.uint8)[1:],
+    "one": lambda: noise(1),
+    "three bytes": lambda: torch.tensor([1, 2, 3], dtype=torch.uint8),
+    "one line": lambda: noise(16),
+    "one line and a byte": lambda: torch.arange(66).to(torch.uint8)[1:],
+    "nothing but NaN": lambda: torch.full((3001,), float("nan")),
+    "zeros": lambda: torch.zeros(3001),
+    "a matrix without rows": lambda: torch.empty(0, 5),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("digest_s", [0.0, None])
+def test_odd_tensors_are_compared_byte_by_byte(kind: str, digest_s: float | None) -> None:
+    """One bit of a percent of the bytes: NaN becomes another NaN, and 0.0 may become -0.0."""
+    source = ODD[kind]()
+    made = make(lazily(w=source, same=noise(5000)), digest_s=digest_s)
+    made.filling.run()
+    made.filling.check_state()
+    made.filling.check_image()
+    assert bytes(made.memory) == wanted(made.layout, made.view)
+    live = as_bytes(source.detach())
+    assert live is not None
+    if not len(live):
+        return
+    count = -(-len(live) // 100)
+    for start in (0, len(live) // 3, len(live) - count):
+        made = make(lazily(w=source, same=noise(5000)), digest_s=digest_s)
+        live.data[start : start + count] ^= 1 if kind == "bool" else 1 << 7
+        made.filling.run()
+        with pytest.raises(StateChangedError) as caught:
+            made.filling.check_image()
+        assert caught.value.tensors == ("on.w",)
 
 
 def test_an_image_of_a_state_that_lies_still_passes() -> None:

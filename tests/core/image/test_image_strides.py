@@ -16,9 +16,7 @@ from tierfall.core.image import Choices, ImageHeader, plan_fill
 Optimizers = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused AdamW": lambda p: Optimizers.AdamW(p, lr=0.1, fused=True),
-    "fused amsgrad": lambda p: Optimizers.Adam(p, lr=0.1, fused=True, amsgrad=True),
     "fused SGD": lambda p: Optimizers.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "fused Adagrad": lambda p: Optimizers.Adagrad(p, lr=0.1, fused=True),
     "foreach AdamW": lambda p: Optimizers.AdamW(p, lr=0.1, foreach=True),
     "SGD": lambda p: Optimizers.SGD(p, lr=0.1, momentum=0.9, foreach=False),
 }
