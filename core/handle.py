@@ -223,7 +223,8 @@ class SaveHandle:
     def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
         if os.getpid() != self._pid:
             raise ConfigError(
-                f"step {self.step} was saved by process {self._pid}; a forked child cannot wait for it"
+                f"step {self.step} was saved by process {self._pid}; a forked child cannot wait for it: wait in "
+                "that process; tierfall.load() reads it here once it is committed"
             )
         timeout = as_seconds(timeout, what="timeout")
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -41,7 +41,7 @@ class LastStep:
         """Say how the state differs from that step's; nothing where it is as it was."""
         if updates != self.updates:
             return "the state was changed since, by an optimizer's step"
-        name = self.fingerprint.changed()
+        name = self.fingerprint.changed(self.state)
         if name is None:
             return ""
         return f"{name} was changed since: leave the with block, or call save(), before the change"

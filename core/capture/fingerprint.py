@@ -1,14 +1,15 @@
 """A fingerprint of a live state: enough of it to tell later whether it was changed, taken in less than a millisecond.
 
-It covers up to 256 tensors, evenly chosen: their version counters, their addresses, and, in host memory, a cache line
-of each. It keeps no tensor alive.
+It covers up to 256 tensors, evenly chosen: their version counters, their addresses, and, in host memory, the first
+bytes of each. It remembers where they stand and not the tensors themselves: one that was replaced is seen, none is kept
+alive, and none has a weak reference, with which torch refuses to swap it for another.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,59 +24,83 @@ from tierfall.core.own_memory import LINE_BYTES, Memory
 
 TENSORS_MAX = 256
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter)
+Step = Callable[[Any], Any]
+"""Goes from a thing to another in it; raises LookupError, AttributeError or TypeError where that is not there."""
+_GONE = (LookupError, AttributeError, TypeError)
+
+
+class Place(NamedTuple):
+    """Where a tensor stands in a state: by ``steps`` from the state to its module, optimizer or container, and by
+    ``last`` from there."""
+
+    trail: naming.Trail
+    steps: tuple[Step, ...]
+    last: Step
 
 
 class Fingerprint:
     """The fingerprint of one state. ``take`` takes it anew, ``changed`` names a tensor that differs from it."""
 
     def __init__(self, state: Mapping[Any, object]) -> None:
-        found = [*live_tensors(state)]
-        chosen = found[:: -(-len(found) // TENSORS_MAX) or 1]
-        self._names = [name for name, _ in chosen]
-        self._refs = [weakref.ref(tensor) for _, tensor in chosen]
-        self._entries = _entries(state)
-        self._lines: _Lines | None = None
-        self._seen = self._look()
+        found = [*places_of(state)]
+        self._places = found[:: -(-len(found) // TENSORS_MAX) or 1]
+        self._keys = tuple(state)
+        self._bytes: _Bytes | None = None
+        self._seen = self._look(self._tensors(state))
 
     def take(self, state: Mapping[Any, object]) -> bool:
         """Take it anew; False where the state has other entries by now, or a tensor is gone."""
-        if self._entries != _entries(state) or any(ref() is None for ref in self._refs):
+        tensors = self._tensors(state)
+        if self._keys != tuple(state) or any(tensor is None for tensor in tensors):
             return False
-        self._seen = self._look()
+        self._seen = self._look(tensors)
         return True
 
-    def changed(self) -> str | None:
+    def changed(self, state: Mapping[Any, object]) -> str | None:
         """Name a tensor that was written to, replaced or moved since; None where none was."""
-        for name, ref in zip(self._names, self._refs, strict=True):
-            if ref() is None:
-                return name
-        versions, pointers, lines = self._look()
-        before = self._seen
-        for at, name in enumerate(self._names):
-            if (versions[at], pointers[at]) != (before.versions[at], before.pointers[at]):
-                return name
-        if before.lines is not None and lines is not None and self._lines is not None:
-            differs = (lines != before.lines).any(1).nonzero()
+        tensors = self._tensors(state)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor is None:
+                return naming.path(place.trail)
+        before, now = self._seen, self._look(tensors)
+        for at, place in enumerate(self._places):
+            if (now.versions[at], now.pointers[at]) != (before.versions[at], before.pointers[at]):
+                return naming.path(place.trail)
+        if before.bytes is not None and now.bytes is not None and self._bytes is not None:
+            differs = (now.bytes != before.bytes).nonzero()
             if len(differs):
-                return self._names[self._lines.of[int(differs[0])]]
+                return naming.path(self._places[self._bytes.of[int(differs[0])]].trail)
         return None
 
-    def _look(self) -> _Seen:
-        tensors = [tensor for ref in self._refs if (tensor := ref()) is not None]
+    def _tensors(self, state: Mapping[Any, object]) -> list[Any]:
+        """Return the tensors that stand at the places now, None where there is none."""
+        met: dict[tuple[Step, ...], Any] = {}
+        found = []
+        for _, steps, last in self._places:
+            try:
+                if steps not in met:
+                    met[steps] = _go(state, steps)
+                tensor = unwrap(last(met[steps]))
+            except _GONE:
+                tensor = None
+            found.append(tensor if isinstance(tensor, torch.Tensor) else None)
+        return found
+
+    def _look(self, tensors: Sequence[Any]) -> _Seen:
         if any_sharded(tensors):
             tensors = [*map(local_tensor, tensors)]
-        versions = [-1 if t.is_inference() else t._version for t in tensors]
-        plain = [t.layout is torch.strided and type(t) in _PLAIN_KINDS for t in tensors]
+        versions = [*map(_version, tensors)]
         pointers = [
-            t.data_ptr() if is_plain else 0 for t, is_plain in zip(tensors, plain, strict=True)
+            t.data_ptr() if type(t) in _PLAIN_KINDS and t.layout is torch.strided else 0
+            for t in tensors
         ]
-        if self._lines is None or self._lines.pointers != pointers:
-            self._lines = _Lines.of_tensors(tensors, pointers)
-        lines = None
-        if self._lines.memory is not None:
+        if self._bytes is None or self._bytes.pointers != pointers:
+            self._bytes = _Bytes.of_tensors(tensors, pointers)
+        read = None
+        if self._bytes.memory is not None:
             with torch.inference_mode(False):
-                lines = self._lines.memory.lines.index_select(0, self._lines.rows)
-        return _Seen(versions, pointers, lines)
+                read = self._bytes.memory.bytes.index_select(0, self._bytes.at)
+        return _Seen(versions, pointers, read)
 
 
 class _Seen(NamedTuple):
@@ -83,59 +108,109 @@ class _Seen(NamedTuple):
 
     versions: list[int]
     pointers: list[int]
-    lines: torch.Tensor | None
+    bytes: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
-    """Where a whole cache line is read of tensors in host memory that have one, and whose it is (``of``)."""
+class _Bytes:
+    """Where the first bytes are read of tensors in host memory, and whose each is (``of``)."""
 
     pointers: list[int]
     memory: Memory | None
-    rows: torch.Tensor
+    at: torch.Tensor
     of: list[int]
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[torch.Tensor], pointers: list[int]) -> _Lines:
-        of = [
-            at
-            for at, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
-            if pointer
-            and tensor.is_cpu
-            and tensor.is_contiguous()
-            and tensor.nbytes >= 2 * LINE_BYTES
+    def of_tensors(cls, tensors: Sequence[torch.Tensor], pointers: list[int]) -> _Bytes:
+        read = [
+            (place, pointer + byte)
+            for place, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
+            if pointer and tensor.is_cpu
+            for byte in range(_readable(tensor))
         ]
-        starts = [-(-pointers[at] // LINE_BYTES) * LINE_BYTES for at in of]
-        memory = Memory(min(starts), max(starts) + LINE_BYTES) if starts else None
+        addresses = np.array([address for _, address in read], dtype=np.int64)
+        memory = Memory(int(addresses.min()), int(addresses.max()) + 1) if read else None
         low = 0 if memory is None else memory.low
-        rows = np.array([(start - low) // LINE_BYTES for start in starts], dtype=np.int64)
-        return cls(pointers, memory, torch.from_numpy(rows), of)
+        return cls(pointers, memory, torch.from_numpy(addresses - low), [of for of, _ in read])
 
 
-def live_tensors(state: Mapping[Any, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a state with their paths: those of modules and optimizers, and in plain containers. Nothing
-    of the user's is called."""
+def _version(tensor: torch.Tensor) -> int:
+    try:
+        return tensor._version
+    except (RuntimeError, ValueError):  # of an inference tensor, and of one that has no data yet
+        return -1
+
+
+def _readable(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor that are read: of one that is not contiguous its first element."""
+    if not tensor.numel():
+        return 0
+    return min(LINE_BYTES, tensor.nbytes if tensor.is_contiguous() else tensor.element_size())
+
+
+def _go(live: Any, steps: Sequence[Step]) -> Any:
+    for step in steps:
+        live = unwrap(step(live))
+    return live
+
+
+def places_of(state: Mapping[Any, object]) -> Iterator[Place]:
+    """Yield the places of a state's tensors: those of modules and optimizers, and in plain containers. Nothing of the
+    user's is called."""
     for key, value in state.items():
-        yield from _below(value, (None, key), 0)
+        yield from _below(value, (None, key), (itemgetter(key),), 0)
 
 
-def _below(value: object, trail: naming.Trail, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _below(
+    value: object, trail: naming.Trail, steps: tuple[Step, ...], depth: int
+) -> Iterator[Place]:
     value = unwrap(value)
     if isinstance(value, nn.Module):
         for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield naming.path((trail, name)), tensor
+            yield Place((trail, name), steps, _to_tensor(value, name, tensor))
     elif isinstance(value, Optimizer):
-        for number, held in enumerate(value.state.values()):
-            yield from _below(held, ((trail, "state"), number), depth + 1)
+        yield from _below_optimizer(value, (trail, "state"), steps)
     elif isinstance(value, torch.Tensor):
-        yield naming.path(trail), value
+        yield Place(trail, steps[:-1], steps[-1])
     elif depth <= codec.DEPTH_MAX and isinstance(value, Mapping):
         for key, child in value.items():
-            yield from _below(child, (trail, key), depth + 1)
+            yield from _below(child, (trail, key), (*steps, itemgetter(key)), depth + 1)
     elif depth <= codec.DEPTH_MAX and type(value) in (list, tuple):
         for index, child in enumerate(value):  # type: ignore[arg-type]
-            yield from _below(child, (trail, index), depth + 1)
+            yield from _below(child, (trail, index), (*steps, itemgetter(index)), depth + 1)
 
 
-def _entries(state: Mapping[Any, object]) -> tuple[int, ...]:
-    return tuple(map(id, state.values()))
+def _to_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> Step:
+    *parents, leaf = name.split(".")
+
+    def step(live: Any) -> Any:
+        for parent in parents:
+            live = live._modules[parent]
+        found = live._parameters.get(leaf)
+        return live._buffers[leaf] if found is None else found
+
+    try:
+        known = step(module) is tensor
+    except _GONE:  # a scripted module
+        known = False
+    return step if known else attrgetter(name)
+
+
+def _below_optimizer(
+    live: Optimizer, trail: naming.Trail, steps: tuple[Step, ...]
+) -> Iterator[Place]:
+    number = 0
+    for at, group in enumerate(live.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            held = live.state.get(parameter)
+            for key, value in held.items() if isinstance(held, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield Place(((trail, number), key), steps, _to_state(at, index, key))
+            number += 1
+
+
+def _to_state(group: int, index: int, key: object) -> Step:
+    def step(live: Any) -> Any:
+        return live.state.get(live.param_groups[group]["params"][index])[key]
+
+    return step

@@ -1,0 +1,234 @@
+"""The last step that ``maybe_save`` was given, which close saves: as it was then, or not at all, and that is said."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tests.core.capture.lazy_help import MakeConfig, Trainer, assert_same, saved
+from tierfall.core.capture.fingerprint import Fingerprint
+from tierfall.core.errors import RestoreError
+
+LAST = 3
+
+
+def at_end(make_config: MakeConfig) -> dict[str, Any]:
+    return {**make_config(), "interval": {"every": 100, "at_end": True}}
+
+
+def train_and(
+    config: dict[str, Any], trainer: Trainer, after: Callable[[Trainer], object]
+) -> dict[str, torch.Tensor]:
+    """Train to the last step, do something to the state, and leave the run; return what the last step was."""
+    with tierfall.open(config) as ckpt:
+        for step in range(1, LAST + 1):
+            trainer.step()
+            ckpt.maybe_save(step, trainer.state)
+        before = trainer.now()
+        after(trainer)
+    return before
+
+
+def zeros_like(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in state.items()}
+
+
+def load_best_optimizer(trainer: Trainer) -> object:
+    """The tensors of the last step stay alive in the dict that was kept."""
+    last = trainer.optimizer.state_dict()
+    best = copy.deepcopy(last)
+    for entries in best["state"].values():
+        entries["exp_avg"].zero_()
+    trainer.optimizer.load_state_dict(best)
+    return last
+
+
+def assign_best(trainer: Trainer) -> object:
+    kept = list(trainer.model.parameters())
+    trainer.model.load_state_dict(zeros_like(trainer.model.state_dict()), assign=True)
+    return kept
+
+
+def swap_average_in(trainer: Trainer) -> None:
+    for parameter in trainer.model.parameters():
+        parameter.data.copy_(torch.zeros_like(parameter))
+
+
+def by_numpy(trainer: Trainer) -> None:
+    for parameter in trainer.model.parameters():
+        parameter.detach().numpy().fill(7)
+
+
+def replace_optimizer(trainer: Trainer) -> object:
+    trainer.state["optimizer"] = torch.optim.AdamW(trainer.model.parameters())
+    return trainer.optimizer
+
+
+def replace_head(trainer: Trainer) -> object:
+    head = trainer.model[1]
+    trainer.model[1] = nn.Linear(100, 40)
+    return head
+
+
+def to_half_by_swapping(trainer: Trainer) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        trainer.model.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
+    "half": (lambda t: t.model.half(), "model"),
+    "there and back": (lambda t: (t.model.double(), t.model.float()), "model"),
+    "half, by swapping": (to_half_by_swapping, "model"),
+    "best weights": (lambda t: t.model.load_state_dict(zeros_like(t.model.state_dict())), "model"),
+    "best weights, assigned": (assign_best, "model"),
+    "average by .data": (swap_average_in, "model"),
+    "by NumPy": (by_numpy, "model"),
+    "head replaced": (replace_head, "model"),
+    "best optimizer": (load_best_optimizer, "optimizer"),
+    "moments cleared": (lambda t: t.optimizer.state.clear(), "optimizer"),
+    "optimizer replaced": (replace_optimizer, "optimizer"),
+    "one more step": (Trainer.step, "by an optimizer's step"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_was_changed_after_the_loop_is_not_saved_as_its_last_step(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """What was there before may still be alive somewhere: it is not the state's any more."""
+    kept = []
+    after, named = CHANGES[change]
+    train_and(at_end(make_config), Trainer(), lambda t: kept.append(after(t)))
+    with pytest.raises(RestoreError):
+        tierfall.load(tmp_path / "disk")
+    (said,) = [r.getMessage() for r in caplog.records if "the last step" in r.getMessage()]
+    assert f"close: the last step is not saved: step {LAST}: " in said
+    assert named in said
+    assert "was changed since" in said
+
+
+def evaluate(trainer: Trainer) -> None:
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model(torch.randn(4, 40))
+
+
+UNCHANGED: dict[str, Callable[[Trainer], object]] = {
+    "nothing": lambda t: None,
+    "evaluation": evaluate,
+    "gradients": Trainer.backward,
+    "frozen": lambda t: t.model.requires_grad_(False),
+    "exported": lambda t: copy.deepcopy(t.state),
+}
+
+
+@pytest.mark.parametrize("what", UNCHANGED)
+def test_what_changes_nothing_after_the_loop_leaves_the_last_step_to_be_saved(
+    make_config: MakeConfig, tmp_path: Path, what: str
+) -> None:
+    before = train_and(at_end(make_config), Trainer(), UNCHANGED[what])
+    assert_same(saved(tmp_path / "disk", LAST), before)
+
+
+class Small(Trainer):
+    """Tensors shorter than a cache line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+
+class Normalized(Trainer):
+    """Its forward moves running statistics on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+
+@pytest.mark.parametrize(
+    ("make", "after", "named"),
+    [
+        (Small, lambda t: t.model[1].bias.data.zero_(), "bias"),
+        (Normalized, lambda t: t.model(torch.randn(4, 40)), "num_batches_tracked"),
+        (Normalized, evaluate, None),
+    ],
+    ids=["three elements", "statistics moved", "statistics read"],
+)
+def test_what_few_bytes_hold_and_what_forward_moves_is_seen(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], Trainer],
+    after: Callable[[Trainer], object],
+    named: str | None,
+) -> None:
+    before = train_and(at_end(make_config), make(), after)
+    if named is None:
+        assert_same(saved(tmp_path / "disk", LAST), before)
+    else:
+        assert f'state["model"]["1.{named}"] was changed since' in caplog.text
+        with pytest.raises(RestoreError):
+            tierfall.load(tmp_path / "disk")
+
+
+def test_parameters_can_be_swapped_while_the_run_is_open(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """torch refuses to where a weak reference to one is alive anywhere."""
+    trainer = Trainer()
+    with tierfall.open(at_end(make_config)) as ckpt:
+        for step in range(1, LAST + 1):
+            trainer.step()
+            fresh = nn.Parameter(torch.randn(100, 40))
+            torch.utils.swap_tensors(trainer.model[0].weight, fresh)  # type: ignore[arg-type]
+            ckpt.maybe_save(step, trainer.state)
+        before = trainer.now()
+    assert_same(saved(tmp_path / "disk", LAST), before)
+
+
+def test_a_module_that_was_replaced_in_the_loop_is_the_states_own(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer, kept = Trainer(), []
+    with tierfall.open(at_end(make_config)) as ckpt:
+        for step in range(1, LAST + 1):
+            trainer.step()
+            if step == 2:
+                kept.append(replace_head(trainer))
+            # a new dict each time, as many loops make it
+            ckpt.maybe_save(step, {"model": trainer.model, "more": {"kept": 1}})
+        before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    assert_same(dict(tierfall.load(tmp_path / "disk", step=LAST)["model"]), before)
+
+
+def test_a_fingerprint_keeps_no_tensor_alive_and_refers_to_none() -> None:
+    trainer = Trainer()
+    trainer.step()
+    taken = Fingerprint(trainer.state)
+    weight = trainer.model[0].weight
+    assert not weakref.getweakrefs(weight)
+    alive = weakref.ref(weight)
+    trainer.optimizer.state.clear()
+    trainer.optimizer.param_groups.clear()
+    trainer.model[0] = nn.Identity()
+    del weight
+    gc.collect()
+    assert alive() is None
+    assert not taken.take(trainer.state)
