@@ -563,6 +563,8 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if os.getpid() != self._pid:  # a forked child leaves the block: the run is its parent's
+            return
         try:
             self._close("" if error is None else f"it ended by {type(error).__name__}")
         except Exception as failure:

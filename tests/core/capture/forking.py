@@ -1,0 +1,306 @@
+"""A program that forks while a state is captured, once for each deed of a child; it says what became of both.
+
+Children are forked from a process of its own, which starts no test's threads. Each deed is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import tierfall
+from tests.core.capture.lazy_help import Trainer, saved, warmed_up
+from tierfall.core.handle import SaveHandle
+
+PATIENCE_S = 20
+FIRST = 2
+Deed = Callable[["Run"], object]
+BY_CHILD: dict[str, Deed] = {}
+"""What a child that was forked by hand does; what it returns is told."""
+BY_PARENT: dict[str, Deed] = {}
+"""What the parent does, which forks children by itself."""
+
+
+def by_child(deed: Deed) -> Deed:
+    BY_CHILD[deed.__name__] = deed
+    return deed
+
+
+def by_parent(deed: Deed) -> Deed:
+    BY_PARENT[deed.__name__] = deed
+    return deed
+
+
+class Run:
+    """The run of the parent, with a lazy save under way."""
+
+    def __init__(self, ckpt: tierfall.Checkpointer, folder: Path) -> None:
+        self.ckpt = ckpt
+        self.folder = folder
+        self.trainer = Trainer()
+        self.handle: SaveHandle | None = None
+
+    @property
+    def saved(self) -> SaveHandle:
+        assert self.handle is not None
+        return self.handle
+
+
+# What children do -------------------------------------------------------------------------------------
+
+
+def train_a_probe(_: object = None) -> float:
+    """An optimizer of the child's own, of a model of its own."""
+    torch.set_num_threads(1)  # torch's threads do not come over a fork
+    probe = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
+    for _ in range(3):
+        probe(torch.ones(4)).sum().backward()
+        optimizer.step()
+    return float(probe.bias.detach())
+
+
+@by_child
+def steps_its_own_optimizer(run: Run) -> object:
+    return train_a_probe()
+
+
+@by_child
+def steps_the_same_optimizer(run: Run) -> object:
+    for _ in range(3):
+        run.trainer.step()
+    return None
+
+
+@by_child
+def writes_over_the_state(run: Run) -> object:
+    for parameter in run.trainer.model.parameters():
+        parameter.data.fill_(-1)
+    return None
+
+
+@by_child
+def reads_where_the_image_is(run: Run) -> object:
+    snapshot = run.ckpt._capturer._current
+    assert snapshot is not None
+    return int(snapshot.region.tensor().sum())
+
+
+@by_child
+def writes_over_the_image(run: Run) -> object:
+    snapshot = run.ckpt._capturer._current
+    assert snapshot is not None
+    snapshot.region.tensor().fill_(-1)
+    return None
+
+
+@by_child
+def frees_storages(run: Run) -> object:
+    for parameter in run.trainer.model.parameters():
+        parameter.untyped_storage().resize_(0)
+    for entries in run.trainer.optimizer.state.values():
+        entries["exp_avg"].share_memory_()
+    return None
+
+
+@by_child
+def ends_as_programs_do(run: Run) -> object:
+    """By way of everything that called it, and of all that Python does at the end."""
+    sys.exit(3)
+
+
+@by_child
+def raises_in_the_with_block(run: Run) -> object:
+    with run.ckpt:
+        raise ZeroDivisionError("the child's own")
+
+
+@by_child
+def leaves_the_with_block(run: Run) -> object:
+    with run.ckpt:
+        return "left"
+
+
+@by_child
+def exits_at_once(run: Run) -> object:
+    os._exit(4)
+
+
+@by_child
+def looks_at_the_handle(run: Run) -> object:
+    return [run.saved.done(), run.saved.outcome, run.saved.exception()]
+
+
+@by_child
+def waits_on_the_handle(run: Run) -> object:
+    run.saved.wait()
+    return None
+
+
+@by_child
+def waits_for_the_image(run: Run) -> object:
+    run.saved.captured()
+    return None
+
+
+@by_child
+def waits_captured(run: Run) -> object:
+    run.ckpt.wait_captured()
+    return None
+
+
+@by_child
+def saves(run: Run) -> object:
+    run.ckpt.save(1000, run.trainer.state)
+    return None
+
+
+@by_child
+def asks_the_cadence(run: Run) -> object:
+    run.ckpt.maybe_save(1000, run.trainer.state)
+    return None
+
+
+@by_child
+def restores(run: Run) -> object:
+    run.ckpt.restore(run.trainer.state)
+    return None
+
+
+@by_child
+def closes(run: Run) -> object:
+    run.ckpt.close()
+    return None
+
+
+@by_child
+def has_a_run_of_its_own(run: Run) -> object:
+    trainer = Trainer()
+    folder = run.folder / f"child-{os.getpid()}"
+    with tierfall.open(config(folder, run.folder / "memory", "child")) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = trainer.now()
+        handle = ckpt.save(2, trainer.state)
+        trainer.step()
+        handle.wait(timeout=PATIENCE_S)
+    return [handle.stats.lazy, same(before, saved(folder / "disk", 2))]
+
+
+@by_child
+def has_a_child_of_its_own(run: Run) -> object:
+    child = os.fork()
+    if not child:
+        train_a_probe()
+        os._exit(0)
+    run.trainer.step()
+    return os.waitpid(child, 0)[1]
+
+
+# What parents do --------------------------------------------------------------------------------------
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Trains a model for each of its samples, in whatever process that is."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.tensor(train_a_probe())
+
+
+@by_parent
+def maps_over_a_pool(run: Run) -> object:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return len(pool.map(train_a_probe, range(4)))
+
+
+@by_parent
+def reads_by_workers(run: Run) -> object:
+    loader = DataLoader(Augmented(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    return sum(len(batch) for batch in loader)
+
+
+# The program ------------------------------------------------------------------------------------------
+
+
+def config(folder: Path, memory: Path, name: str) -> dict[str, Any]:
+    return {
+        "run": name,
+        "chunk": "16KiB",
+        "capture": {"bandwidth": "300KB/s"},  # the parent's thread is far from done when it forks
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(memory), "capacity": "4MiB"},
+            {"name": "disk", "kind": "file", "path": str(folder / "disk")},
+        ],
+    }
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def forked(deed: Deed, run: Run) -> dict[str, Any]:
+    """Fork a child that does a deed; return how it ended, and what it told."""
+    ear, mouth = os.pipe()
+    began = time.monotonic()
+    child = os.fork()
+    if not child:
+        signal.alarm(PATIENCE_S)  # which ends it
+        torch.set_num_threads(1)
+        try:
+            os.write(mouth, json.dumps({"told": deed(run)}).encode())
+        except Exception as error:  # noqa: BLE001 - told to the parent
+            text = "".join(traceback.format_exception_only(error))
+            os.write(mouth, json.dumps({"error": text}).encode())
+        os._exit(0)
+    os.close(mouth)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    told = os.read(ear, 1 << 16)
+    os.close(ear)
+    return {"code": code, "seconds": time.monotonic() - began, **json.loads(told or b"{}")}
+
+
+def live(name: str, step: int, run: Run) -> dict[str, Any]:
+    """Save, let the deed be done meanwhile, train on, and hold the checkpoint against the state at the save."""
+    trainer = run.trainer
+    before = trainer.now()
+    run.handle = run.ckpt.save(step, trainer.state)
+    assert run.handle.stats.lazy
+    under_way = not run.handle.done("host")
+    by_child = BY_CHILD.get(name)
+    answer = {"told": BY_PARENT[name](run)} if by_child is None else forked(by_child, run)
+    trainer.step()
+    run.handle.wait(timeout=PATIENCE_S)
+    fresh = Trainer()
+    run.ckpt.restore(fresh.state, step=step, tier="host", only=["model", "optimizer"])
+    return {
+        **answer,
+        "under_way": under_way,
+        "in_memory": same(before, fresh.now()),
+        "on_disk": same(before, saved(run.folder / "disk", step)),
+    }
+
+
+def main(folder: Path, memory: Path) -> None:
+    with tierfall.open(config(folder, memory, "run")) as ckpt:
+        run = Run(ckpt, folder)
+        warmed_up(ckpt, run.trainer)
+        for step, name in enumerate((*BY_CHILD, *BY_PARENT), FIRST):
+            print(json.dumps({"deed": name, **live(name, step, run)}), flush=True)
+            run.trainer.step()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,106 @@
+"""A child that is forked while a state is captured: it changes no checkpoint, waits for nothing, and is told what to do
+instead."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.core.capture.forking import BY_CHILD, BY_PARENT
+
+ROOT = Path(__file__).parents[3]
+HARMLESS = [
+    "steps_its_own_optimizer",
+    "steps_the_same_optimizer",
+    "writes_over_the_state",
+    "frees_storages",
+    "leaves_the_with_block",
+    "looks_at_the_handle",
+]
+CODES = {
+    "writes_over_the_image": -signal.SIGSEGV,
+    "ends_as_programs_do": 3,
+    "exits_at_once": 4,
+}
+REFUSED = {
+    "waits_on_the_handle": "wait in that process",
+    "waits_for_the_image": "wait in that process",
+    "waits_captured": "open another run in the child",
+    "saves": "open another run in the child",
+    "asks_the_cadence": "open another run in the child",
+    "restores": "open another run in the child",
+    "closes": "open another run in the child",
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What became of each deed: one program does them all."""
+    folder = tmp_path_factory.mktemp("forks")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.capture.forking", str(folder), str(folder / "memory")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    # What leaves through the interpreter's own end may repeat what its parent had not written yet.
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {answer["deed"]: {**answer, "log": done.stderr} for answer in found}
+
+
+@pytest.mark.parametrize("deed", [*BY_CHILD, *BY_PARENT])
+def test_the_checkpoint_of_the_parent_is_whole_whatever_its_child_does(
+    answers: dict[str, dict[str, Any]], deed: str
+) -> None:
+    answer = answers[deed]
+    assert answer["under_way"], "nothing was left to be captured when the child was forked"
+    assert answer["in_memory"]
+    assert answer["on_disk"]
+
+
+@pytest.mark.parametrize("deed", HARMLESS)
+def test_a_child_goes_on_with_its_own(answers: dict[str, dict[str, Any]], deed: str) -> None:
+    assert "error" not in answers[deed]
+    assert answers[deed]["code"] == 0
+
+
+@pytest.mark.parametrize("deed", CODES)
+def test_a_child_ends_as_it_means_to(answers: dict[str, dict[str, Any]], deed: str) -> None:
+    """Or by the signal of who writes over what is not there."""
+    assert answers[deed]["code"] == CODES[deed]
+
+
+@pytest.mark.parametrize("deed", REFUSED)
+def test_a_child_that_uses_the_run_of_its_parent_is_told_what_to_do(
+    answers: dict[str, dict[str, Any]], deed: str
+) -> None:
+    answer = answers[deed]
+    assert "ConfigError" in answer["error"]
+    assert "forked child cannot" in answer["error"]
+    assert REFUSED[deed] in answer["error"]
+
+
+def test_a_childs_own_exception_is_its_own(answers: dict[str, dict[str, Any]]) -> None:
+    answer = answers["raises_in_the_with_block"]
+    assert answer["error"] == "ZeroDivisionError: the child's own\n"
+    assert "closing failed" not in answer["log"]
+
+
+def test_the_image_of_the_parent_is_nothing_in_a_child(answers: dict[str, dict[str, Any]]) -> None:
+    assert answers["reads_where_the_image_is"]["told"] == 0
+
+
+def test_a_child_may_have_a_run_and_children_of_its_own(answers: dict[str, dict[str, Any]]) -> None:
+    assert answers["has_a_run_of_its_own"]["told"] == [True, True], "lazy, and right"
+    assert answers["has_a_child_of_its_own"]["told"] == 0
+    assert answers["maps_over_a_pool"]["told"] == 4
+    assert answers["reads_by_workers"]["told"] == 8
