@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,11 @@ def test_a_state_that_is_no_mapping(state: Any, make_config: MakeConfig) -> None
         ({"loss": torch.ones(3)}, r"metrics\['loss'\].*0-dim"),
         ({"loss": torch.ones(1)}, r"metrics\['loss'\].*0-dim"),
         ({"loss": 1 + 2j}, r"metrics\['loss'\]"),
+        ({"loss": torch.tensor(1 + 2j)}, r"metrics\['loss'\] cannot be read"),
+        ({"loss": torch.empty((), device="meta")}, r"metrics\['loss'\] cannot be read"),
+        ({"loss": 10**400}, r"metrics\['loss'\] cannot be read"),
+        ({"loss": np.ones(1)}, r"metrics\['loss'\].*0-dim"),
+        ({"loss": np.str_("0.5")}, r"metrics\['loss'\]"),
         ({3: 0.5}, "a name is 3"),
         ([("loss", 0.5)], "metrics is a list, expected"),
         (7, "metrics is an int, expected"),

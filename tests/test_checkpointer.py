@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,6 +150,37 @@ def test_metrics_may_be_tensors_with_a_graph_and_any_float(
         assert told["count"] == 7
         assert math.isnan(told["bad"])
         assert told["worse"] == math.inf
+
+
+def test_a_metric_is_read_when_it_is_given(make_config: MakeConfig) -> None:
+    """A running loss is set to 0 right after the save; a lazy capture, and the save of the last step, come later."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {**make_config(), "interval": {"every": 2, "at_end": True}}
+    with tierfall.open(config) as ckpt:
+        for step in range(1, 6):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                inferred = torch.tensor(2.5)
+            given = {
+                "tensor": torch.tensor(2.5),
+                "parameter": torch.nn.Parameter(torch.tensor(2.5)),
+                "inferred": inferred,
+                "array": np.array(2.5),
+            }
+            fixed = {"scalar": np.float32(2.5), "flag": np.bool_(True), "truth": True}
+            ckpt.maybe_save(
+                step, {"model": model, "optimizer": optimizer}, metrics={**given, **fixed}
+            )
+            with torch.inference_mode():
+                for value in given.values():
+                    value *= 0
+        assert ckpt.statistics().lazy_saves == 1
+    wanted = dict.fromkeys((*given, "scalar"), 2.5) | {"flag": 1.0, "truth": 1.0}
+    with tierfall.open(config) as ckpt:
+        told = {info.step: dict(info.metrics) for info in ckpt.checkpoints()}
+    assert told == {2: wanted, 4: wanted, 5: wanted}
 
 
 def test_tags_and_metrics_stand_in_every_commit_record(

@@ -81,11 +81,11 @@ def _read_metric(name: str, value: Any) -> Any:
     """Read a metric now: the loop may change it right after save."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        if not value.is_cpu:
+        if not (value.is_cpu or value.is_meta or value.is_complex()):
             return value
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CaptureError(
             f"save: metrics[{name!r}] cannot be read as a number: {error}"
         ) from error

@@ -82,12 +82,13 @@ class Barrier:
         return self._bracketed
 
     def covered(self) -> frozenset[int]:
-        """Return the ids of the parameters of the optimizers that were seen to step since ``forget``."""
+        """Return the ids of the parameters of the optimizers that were seen to step since ``forget``, but for frozen
+        ones, which no step changes."""
         covered: set[int] = set()
         for optimizer in self._stepped:
             if optimizer not in self._in_graphs:
                 for group in optimizer.param_groups:
-                    covered.update(map(id, group["params"]))
+                    covered.update(id(each) for each in group["params"] if each.requires_grad)
         return frozenset(covered)
 
     def memory(self) -> frozenset[tuple[int, int]]:

@@ -135,7 +135,7 @@ class Evidence:
         if changed and self._failures < FAILURES_MAX:
             frozen = " and every other frozen parameter" if changed & self._frozen else ""
             logger.warning(
-                "from now on %s%s are copied before save() returns, since the training loop changed them between "
+                "from now on save() copies %s%s before it returns, since the training loop made changes there between "
                 "save() and the next optimizer step. %s",
                 _few(changed),
                 frozen,

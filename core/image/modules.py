@@ -23,6 +23,7 @@ from tierfall.core.image.sharded import local_tensor
 from tierfall.core.image.view import NO_OWNER
 
 EXTRA_STATE = "_extra_state"
+_CHECKPOINTED = "_checkpoint_wrapped_module."
 _TREE_MODULES_MAX = 1 << 20
 """A module tree of more is one that contains itself."""
 
@@ -96,7 +97,9 @@ class ModuleScan:
 
     def _strip(self, key: str) -> str:
         if self._bare is None:
-            self._bare = {raw: bare for raw, bare, _ in self.places}
+            # Activation checkpointing takes its prefix off the keys, and leaves those of other wrappers within.
+            self._bare = {raw.replace(_CHECKPOINTED, ""): bare for raw, bare, _ in self.places}
+            self._bare.update({raw: bare for raw, bare, _ in self.places})
         prefix, dot, leaf = key.rpartition(".")
         while dot and prefix + "." not in self._bare:
             # A key that a hook made up: strip what is known of it.
@@ -186,7 +189,7 @@ def _wrapped_child(kind: type[nn.Module]) -> str | None:
         return "module"
     wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if wrapper is not None and issubclass(kind, wrapper.ActivationWrapper):
-        return "_checkpoint_wrapped_module"
+        return _CHECKPOINTED[:-1]
     # A compiled module exists only where dynamo is loaded already; loading it costs seconds.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and issubclass(kind, dynamo.OptimizedModule):

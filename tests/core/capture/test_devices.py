@@ -23,7 +23,7 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
-from tests.core.fake_device import FakePlaces, FakeStream
+from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
 from tierfall import saving
 from tierfall.core.capture import barrier, flights
@@ -201,9 +201,11 @@ def test_a_blocking_capture_and_wait_captured_return_when_all_is_read(
         stream.free.clear()
         before = trainer.now()
         lazy_save(ckpt, trainer, 2)
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
         threading.Timer(0.2, stream.free.set).start()
         ckpt.wait_captured()
-        assert all(mark.is_done() for mark in stream.enqueued)
+        assert snapshot.filling.is_read
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.zero_()
@@ -613,6 +615,23 @@ def test_blocks_of_a_slab_do_not_overlap_and_come_back() -> None:
 
 
 # Where things are ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_number_on_a_device_is_the_one_that_was_given(
+    make_config: MakeConfig, places: FakePlaces, at_end: bool
+) -> None:
+    """It is copied there, in the order of the caller's work, and read later."""
+    trainer, loss = Trainer(), torch.tensor(2.5).as_subclass(OnDevice)
+    config = {**make_config(), "interval": {"every": 100 if at_end else 1, "at_end": at_end}}
+    with tierfall.open(config) as ckpt:
+        places.stream.free.clear()
+        threading.Timer(0.2, places.stream.free.set).start()
+        trainer.step()
+        ckpt.maybe_save(1, trainer.state, metrics={"loss": loss})
+        loss.zero_()
+    with tierfall.open(config) as ckpt:
+        assert [info.metrics for info in ckpt.checkpoints()] == [{"loss": 2.5}]
 
 
 def test_a_number_is_read_at_once_only_where_nothing_captured_comes_after_it() -> None:

@@ -237,6 +237,43 @@ def test_a_check_agrees_with_what_was_not_changed(
     assert_same(saved(tmp_path / "disk", 3), third)
 
 
+@pytest.mark.parametrize("hook", ["state_dict", "state_dict_pre", "optimizer"])
+def test_a_hook_that_raises_is_told_by_name_and_costs_its_own_save_alone(
+    make_config: MakeConfig, tmp_path: Path, held: Held, hook: str
+) -> None:
+    """While the save before is still captured."""
+    trainer, broken = Trainer(), []
+
+    def raises(*words: Any) -> None:
+        if broken:
+            raise ValueError("the hook's own")
+
+    if hook == "state_dict":
+        trainer.model[1].register_state_dict_post_hook(raises)
+    elif hook == "state_dict_pre":
+        trainer.model[1].register_state_dict_pre_hook(raises)
+    else:
+        trainer.optimizer.register_state_dict_pre_hook(raises)
+    named = "optimizer" if hook == "optimizer" else "model"
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        before = trainer.now()
+        handle = lazy_save(ckpt, trainer, 2)
+        broken.append(True)
+        with pytest.raises(CaptureError, match=rf'\["{named}"\] cannot be saved: .* ValueError'):
+            ckpt.save(3, trainer.state)
+        broken.clear()
+        held.free.set()
+        trainer.step()
+        handle.wait(timeout=PATIENCE_S)
+        after = trainer.now()
+        lazy_save(ckpt, trainer, 4).wait(timeout=PATIENCE_S)
+    assert_same(saved(tmp_path / "disk", 2), before)
+    assert_same(saved(tmp_path / "disk", 4), after)
+    assert not list((tmp_path / "disk").glob("run/step-00000003-*"))
+
+
 def test_another_thread_that_waits_is_no_barrier(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

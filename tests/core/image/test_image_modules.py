@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from image_help import header_of, load, make_image, restore
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 
 from tierfall.core.errors import CaptureError, ConfigError, RestoreError
-from tierfall.core.image import describe, item, plan_fill
+from tierfall.core.image import Recall, describe, item, plan_fill
 from tierfall.core.values import Changes
 
 
@@ -118,6 +123,66 @@ def test_wrappers_are_stripped_by_their_type_at_any_depth() -> None:
     restore({"m": compiled, "rng": None}, image)
 
 
+class Layer(nn.Module):
+    """A layer as large models have them, of which parts may be wrapped."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = Extra({"amax": 1.0})
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.extra(self.inner(x))
+        return found
+
+
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "bare": lambda: Layer(nn.Linear(1, 1)),
+    "checkpointed": lambda: checkpoint_wrapper(Layer(nn.Linear(1, 1))),
+    "checkpointed twice": lambda: checkpoint_wrapper(checkpoint_wrapper(Layer(nn.Linear(1, 1)))),
+    "inner": lambda: Layer(checkpoint_wrapper(nn.Linear(1, 1))),
+    "compiled": lambda: compiled_(checkpoint_wrapper(Layer(nn.Linear(1, 1)))),
+    "around compiled": lambda: checkpoint_wrapper(compiled_(Layer(nn.Linear(1, 1)))),
+    "inner compiled": lambda: checkpoint_wrapper(Layer(compiled_(nn.Linear(1, 1)))),
+    "offloaded": lambda: offload_wrapper(Layer(nn.Linear(1, 1))),
+}
+"""How activation checkpointing may be switched on, with and without compiling."""
+
+
+def in_training(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(WRAPPED[kind](), nn.Linear(1, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 1)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before", WRAPPED)
+@pytest.mark.parametrize("after", WRAPPED)
+def test_activation_checkpointing_may_be_switched_on_and_off_between_runs(
+    before: str, after: str
+) -> None:
+    """The optimizer meets the parameters by their names, and trains on as if nothing had been."""
+    model, optimizer = in_training(before, 0)
+    step(model, optimizer)
+    note = {"amax": 7.0}
+    next(m for m in model.modules() if isinstance(m, Extra)).note = note
+    image, _ = make_image({"model": model, "optimizer": optimizer, "rng": None})
+    assert not any("_checkpoint_wrapped" in t.name for t in header_of(image).tensors)
+    assert not any("_orig_mod" in t.name for t in header_of(image).tensors)
+    other, target = in_training(after, 1)
+    restore({"model": other, "optimizer": target, "rng": None}, image)
+    assert next(m for m in other.modules() if isinstance(m, Extra)).note == note
+    for one, two in ((model, optimizer), (other, target)):
+        step(one, two)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 def test_distributed_data_parallel_is_stripped(tmp_path: Path) -> None:
     import torch.distributed as dist
 
@@ -217,6 +282,119 @@ def test_what_hooks_make_up_goes_back_through_load_state_dict() -> None:
     restore({"m": target, "rng": None}, image)
     assert torch.equal(target[1].weight, source[1].weight)
     assert torch.equal(target[0].weight, source[0].weight)
+
+
+class Fused(nn.Module):
+    """One parameter that its state_dict has as three, cut from it or copied."""
+
+    def __init__(self, *, copies: bool, joins: bool = True) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(6, 2))
+        self.o = nn.Linear(2, 2)
+        self.copies = copies
+        self.register_state_dict_post_hook(self.split)
+        if joins:
+            self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def split(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
+        whole = state.pop(prefix + "qkv")
+        whole = whole.clone() if module.copies else whole
+        for name, part in zip("qkv", whole.chunk(3), strict=True):
+            state[prefix + name] = part
+
+    @staticmethod
+    def join(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *more: object) -> None:
+        state[prefix + "qkv"] = torch.cat([state.pop(prefix + name) for name in "qkv"])
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_parameter_that_is_split_into_keys_comes_back_whole(copies: bool, copied: bool) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), Fused(copies=copies))
+    target = nn.Sequential(nn.Linear(2, 2), Fused(copies=copied))
+    image, _ = make_image({"m": source, "rng": None})
+    restore({"m": target, "rng": None}, image)
+    assert all(map(torch.equal, target.parameters(), source.parameters()))
+
+
+def test_a_parameter_whose_keys_nobody_joins_again_is_an_error() -> None:
+    image, _ = make_image({"m": Fused(copies=True), "rng": None})
+    with pytest.raises(RestoreError, match=r'load_state_dict of state\["m"\] refused'):
+        restore({"m": Fused(copies=True, joins=False), "rng": None}, image)
+
+
+class Scaled(nn.Module):
+    """Its state_dict has its parameter twice as large."""
+
+    def __init__(self, *, undone: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_state_dict_post_hook(self.scale)
+        if undone:
+            self.register_load_state_dict_pre_hook(self.unscale)
+
+    @staticmethod
+    def scale(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+    @staticmethod
+    def unscale(
+        module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *more: object
+    ) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
+
+
+def test_a_scaled_copy_comes_back_where_the_module_undoes_it_and_is_an_error_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, target = Scaled(undone=True), Scaled(undone=True)
+    image, _ = make_image({"m": source, "rng": None})
+    restore({"m": target, "rng": None}, image)
+    assert torch.equal(target.weight, source.weight)
+    image, _ = make_image({"m": Scaled(undone=False), "rng": None})
+    said = r"its state_dict\(\) is another one: 'weight'"
+    with pytest.raises(RestoreError, match=said):
+        restore({"m": Scaled(undone=False), "rng": None}, image)
+    restore({"m": Scaled(undone=False), "rng": None}, image, strict=False)
+    assert "is another one: 'weight'" in caplog.text
+
+
+class Unsteady(nn.Module):
+    """Its state_dict has other keys from call to call: every other time, or each time."""
+
+    def __init__(self, *, period: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.calls = 0
+        self.period = period
+        self.register_state_dict_post_hook(self.count)
+
+    @staticmethod
+    def count(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, more: object) -> None:
+        module.calls += 1
+        if number := module.calls % module.period:
+            state[f"{prefix}call{number}"] = torch.full((2,), float(module.calls))
+
+
+@pytest.mark.parametrize("period", [2, 1000])
+def test_a_module_whose_keys_change_from_call_to_call_is_saved_each_time_and_not_restored(
+    period: int,
+) -> None:
+    source = nn.Sequential(nn.Linear(2, 2), Unsteady(period=period))
+    recall = Recall()
+    for calls in range(1, 5):
+        with torch.no_grad():
+            source[1].weight.add_(1)
+        view = describe({"m": source, "rng": None}, recall)
+        found = {tensor.name: tensor.tensor for tensor in view.tensors}
+        wanted = {"m.0.weight", "m.0.bias", "m.1.weight"}
+        wanted |= {f"m.1.call{calls % period}"} if calls % period else set()
+        assert found.keys() == wanted
+        assert torch.equal(found["m.1.weight"], source[1].weight)
+    image, _ = make_image({"m": source, "rng": None})
+    with pytest.raises(RestoreError, match=r"other keys from call to call|in the checkpoint, not"):
+        restore({"m": nn.Sequential(nn.Linear(2, 2), Unsteady(period=period)), "rng": None}, image)
 
 
 class Renamed(nn.Module):

@@ -1,0 +1,191 @@
+"""What is captured lazily, by what was seen of the loop; the rest is fixed when save() returns, whoever changes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierfall
+from tests.core.capture.lazy_help import (
+    PATIENCE_S,
+    Held,
+    MakeConfig,
+    Trainer,
+    assert_same,
+    lazy_save,
+    saved,
+    warmed_up,
+)
+from tests.steps import wait_until
+from tierfall.core.errors import StateChangedError
+from tierfall.core.handle import SaveHandle
+from tierfall.core.values import SaveOutcome
+
+pytestmark = pytest.mark.usefixtures("small_segments")
+
+
+def damage(tensors: list[torch.Tensor]) -> None:
+    """Write to them as torch does not count."""
+    for tensor in tensors:
+        tensor.data.add_(1)
+
+
+def save_and_damage(
+    ckpt: tierfall.Checkpointer, trainer: Trainer, held: Held, tensors: list[torch.Tensor]
+) -> SaveHandle:
+    """Save lazily, write to tensors before anything is copied, and train on."""
+    held.hold()
+    handle = lazy_save(ckpt, trainer, 2)
+    snapshot = ckpt._capturer._current
+    assert snapshot is not None
+    assert not snapshot.filling.copied, "the rest is left to the capture"
+    damage(tensors)
+    held.free.set()
+    trainer.step()
+    return handle
+
+
+def failed(handle: SaveHandle) -> BaseException:
+    wait_until(lambda: handle.outcome is not SaveOutcome.PENDING, "the handle tells")
+    error = handle.exception()
+    assert error is not None
+    return error
+
+
+def test_an_average_that_may_change_at_any_time_leaves_the_rest_lazy_and_nothing_is_said(
+    make_config: MakeConfig, tmp_path: Path, held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer()
+    average = torch.optim.swa_utils.AveragedModel(trainer.model)
+    trainer.state["average"] = tierfall.item(average, changes="anytime")
+    caplog.set_level(logging.WARNING, logger="tierfall")
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        before, model = {k: v.clone() for k, v in average.state_dict().items()}, trainer.now()
+        handle = save_and_damage(ckpt, trainer, held, [*average.parameters()])
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["average"]), before)
+    assert_same(saved(tmp_path / "disk", 2), model)
+    assert not caplog.records
+
+
+def test_what_is_said_to_change_on_steps_alone_is_captured_lazily_and_checked(
+    make_config: MakeConfig, tmp_path: Path, held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer()
+    average = torch.optim.swa_utils.AveragedModel(trainer.model)
+    trainer.state["average"] = tierfall.item(average, changes="on_step")
+    caplog.set_level(logging.WARNING, logger="tierfall")
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        assert not caplog.records
+        error = failed(save_and_damage(ckpt, trainer, held, [*average.module[0].parameters()]))
+        assert isinstance(error, StateChangedError)
+        assert set(error.tensors) == {"average.module.0.weight", "average.module.0.bias"}
+        before = {k: v.clone() for k, v in average.state_dict().items()}
+        handle = lazy_save(ckpt, trainer, 3)
+        damage([*average.module[0].parameters()])
+        trainer.step()
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(dict(tierfall.load(tmp_path / "disk", step=3)["average"]), before)
+
+
+class Shadow:
+    """A moving average of the user's own, which hands out tensors that no optimizer steps."""
+
+    def __init__(self, model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.tensors = [make(parameter.detach().clone()) for parameter in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.tensors, "decay": 0.9}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = state["shadow"]
+
+
+SHADOWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda t: t,
+    "parameters": nn.Parameter,
+    "frozen parameters": lambda t: nn.Parameter(t, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("kind", SHADOWS)
+def test_tensors_inside_an_objects_state_dict_are_fixed_when_save_returns(
+    make_config: MakeConfig, tmp_path: Path, held: Held, kind: str
+) -> None:
+    trainer = Trainer()
+    shadow = Shadow(trainer.model, SHADOWS[kind])
+    trainer.state["shadow"] = shadow
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = [tensor.detach().clone() for tensor in shadow.tensors]
+        handle = save_and_damage(ckpt, trainer, held, shadow.tensors)
+        handle.wait(timeout=PATIENCE_S)
+    found = tierfall.load(tmp_path / "disk", step=2)["shadow"]["shadow"]
+    assert all(map(torch.equal, found, before))
+
+
+def test_the_moments_of_an_optimizer_that_does_not_step_are_fixed_when_save_returns(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    trainer, other = Trainer(), Trainer()
+    trainer.state["other"] = other.state
+    with tierfall.open(make_config()) as ckpt:
+        other.step()
+        warmed_up(ckpt, trainer)
+        moments = other.optimizer.state[other.model[0].weight]
+        before = {name: value.clone() for name, value in moments.items()}
+        handle = save_and_damage(ckpt, trainer, held, [*moments.values()])
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(
+        dict(tierfall.load(tmp_path / "disk", step=2)["other"]["optimizer"]["state"][0]), before
+    )
+
+
+class WithFrozen(Trainer):
+    """The optimizer was given all parameters, frozen ones too, as many programs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(30, 30) for _ in range(4)]).requires_grad_(False)
+        self.optimizer.add_param_group({"params": [*self.encoder.parameters()]})
+        self.state["encoder"] = self.encoder
+
+
+def test_without_verify_a_frozen_parameter_of_the_optimizer_is_fixed_when_save_returns(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    trainer = WithFrozen()
+    with tierfall.open({**make_config(), "capture": {"verify": "off"}}) as ckpt:
+        warmed_up(ckpt, trainer)
+        before = {k: v.clone() for k, v in trainer.encoder.state_dict().items()}
+        handle = save_and_damage(ckpt, trainer, held, [*trainer.encoder.parameters()])
+        handle.wait(timeout=PATIENCE_S)
+    assert_same(dict(tierfall.load(tmp_path / "disk", step=2)["encoder"]), before)
+
+
+def test_a_frozen_parameter_of_the_optimizer_that_changes_takes_the_trust_from_all(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = WithFrozen()
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        handles, wanted = [], {}
+        for step in range(2, 6):
+            wanted[step] = {k: v.clone() for k, v in trainer.encoder.state_dict().items()}
+            handles.append(lazy_save(ckpt, trainer, step))
+            damage([trainer.encoder[step % 4].weight])  # type: ignore[list-item]
+            trainer.step()
+        assert isinstance(failed(handles[0]), StateChangedError)
+        for handle in handles[1:]:
+            handle.wait(timeout=PATIENCE_S)
+    for step in range(3, 6):
+        found = dict(tierfall.load(tmp_path / "disk", step=step)["encoder"])
+        assert_same(found, wanted[step])
