@@ -583,8 +583,8 @@ class Checkpointer:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConfigError(
-                f"this Checkpointer belongs to process {self._pid}, which opened it; a forked child cannot use it: save, "
-                "restore and close there, and open another run in the child if it is to save"
+                f"this Checkpointer belongs to process {self._pid}, which opened it; a forked child cannot use it: "
+                "save, restore and close there, and open another run in the child if it is to save"
             )
 
     def _check_alive(self) -> None:
