@@ -12,10 +12,10 @@ LINE_BYTES = 64
 
 class Memory:
     """Memory from the first to the last of some tensors, as arrays whatever lies between; only what is known to be
-    there may be read. It owns nothing."""
+    there may be read. It owns nothing. ``lines`` begin where an address has this ``remainder`` by their length."""
 
-    def __init__(self, low: int, high: int) -> None:
-        self.low = low // LINE_BYTES * LINE_BYTES
+    def __init__(self, low: int, high: int, *, remainder: int = 0) -> None:
+        self.low = low - (low - remainder) % LINE_BYTES
         length = -(-(high - self.low) // LINE_BYTES) * LINE_BYTES
         self.view = memoryview((ctypes.c_char * length).from_address(self.low)).cast("B")
         with torch.inference_mode(False):

@@ -13,8 +13,11 @@ from tierfall.core.values import CheckpointId, Shard
 
 if TYPE_CHECKING:
     from tierfall.core.capture.filling import Filling
+    from tierfall.core.capture.replicas import ReplicaPlan, ReplicaReading, StreamsOf
     from tierfall.core.documents import Spliced
     from tierfall.core.handle import SaveHandle
+    from tierfall.core.image import StateView
+    from tierfall.core.image.dividing import Digests
 
 
 class HostRegion(Protocol):
@@ -97,22 +100,31 @@ def geometry(manifest: Manifest) -> Geometry:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Share:
     """How one rank's image was made: the ``structure`` of its state, the ``division`` by which it leaves tensors out
-    (none: it has all), and, the first time, the ``digests`` of what it holds and others hold too."""
+    (none: it has all), and the ``digests`` of what it holds and others hold too, which are compared before the image is
+    sealed (none: nothing is). ``replicas`` says what is read for them at save."""
 
     structure: str
     division: str | None = None
-    digests: str | None = None
+    replicas: ReplicaPlan | None = None
+    digests: Digests | None = None
+    reading: ReplicaReading | None = None
+
+    def read(self, view: StateView, ordinal: int, streams: StreamsOf) -> None:
+        """Read what is compared, unless all of it was digested: on the thread that saves."""
+        if self.replicas is not None and self.digests is None:
+            self.reading = self.replicas.read(view, ordinal, streams)
+
+    def finish(self) -> None:
+        """Digest what was read; this waits for devices."""
+        if self.reading is not None:
+            self.digests, self.reading = self.reading.digests(), None
 
     def to_json(self) -> list[Any]:
-        return [self.structure, self.division, self.digests]
-
-    @classmethod
-    def from_json(cls, data: Any) -> Share:
-        structure, division, digests = data
-        return cls(structure=structure, division=division, digests=digests)
+        digests = None if self.digests is None else [*self.digests.by_group().items()]
+        return [self.structure, self.division, digests]
 
 
 @dataclass(slots=True, kw_only=True)

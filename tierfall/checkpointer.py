@@ -147,9 +147,9 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save ``state`` as ``step`` without asking the cadence; returns once nothing large is left to copy here.
 
-        ``metrics`` are numbers or 0-dim tensors, as they are at this call; ``block`` waits until the last tier of this step
-        has it, and raises what keeps it from it, as the handle's ``wait`` does. Raises CaptureError for a state that
-        cannot be saved, StepError for a step that does not follow, CapacityError where a tier cannot hold one
+        ``metrics`` are numbers or 0-dim tensors, as they are at this call; ``block`` waits until the last tier of this
+        step has it, and raises what keeps it from it, as the handle's ``wait`` does. Raises CaptureError for a state
+        that cannot be saved, StepError for a step that does not follow, CapacityError where a tier cannot hold one
         checkpoint, FencedError where a newer attempt of the run exists, and under ``on_error: raise`` what failed since
         the last call.
         """
@@ -583,8 +583,8 @@ class Checkpointer:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ConfigError(
-                f"this Checkpointer belongs to process {self._pid}, which opened it; a forked child cannot use it: save, "
-                "restore and close there, and open another run in the child if it is to save"
+                f"this Checkpointer belongs to process {self._pid}, which opened it; a forked child cannot use it: "
+                "save, restore and close there, and open another run in the child if it is to save"
             )
 
     def _check_alive(self) -> None:

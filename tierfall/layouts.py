@@ -1,18 +1,20 @@
 """The layouts of what is saved: planned once per structure, and, with other ranks, divided with them.
 
 With other ranks, the first save of a structure waits for all of them to bring what they save (``scheduler.dividing``),
-and digests what several hold. After that a layout is found again with nobody asked.
+and digests what several hold. After that a layout is found again with nobody asked, and a part of what several hold
+is read at each save, to be compared (``capture.replicas``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tierfall.core.bell import Bell
+from tierfall.core.capture.replicas import ReplicaPlan
 from tierfall.core.image import Layout, OnResize, StateView, plan_layout
-from tierfall.core.image.dividing import Division, Shareable, pack
+from tierfall.core.image.dividing import Division, Shareable
 from tierfall.core.scheduler.dividing import Divider
 from tierfall.core.scheduler.tasks import DivisionAsked
 from tierfall.core.snapshot import Share
@@ -29,13 +31,15 @@ ANSWER_S = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
     """A layout, of the state that ``structure`` names, and the division that it leaves tensors out by, which depends on
-    ``changes`` and ``rules`` of the state, too; ``divided``: there is nothing that could be left out."""
+    ``changes`` and ``rules`` of the state, too; what of its tensors is compared with other ranks (``replicas``);
+    ``divided``: there is nothing that could be left out."""
 
     layout: Layout
     structure: str
     changes: tuple[Changes, ...]
     rules: Mapping[str, OnResize]
     division: Division | None
+    replicas: ReplicaPlan | None
     divided: bool
 
     def serves(self, view: StateView) -> bool:
@@ -44,14 +48,19 @@ class _Planned:
 
     @property
     def share(self) -> Share:
-        return _share(self.structure, self.division)
+        name = None if self.division is None else self.division.id
+        return Share(structure=self.structure, division=name, replicas=self.replicas)
 
 
 class Layouts:
     """The layouts of the last few structures. Used by the thread that saves."""
 
-    def __init__(self, session: Session, *, max_wait_s: float) -> None:
+    def __init__(
+        self, session: Session, *, max_wait_s: float, step_s: Callable[[], float | None]
+    ) -> None:
+        """``step_s`` says how long a training step takes."""
         self._session = session
+        self._step_s = step_s
         self._max_wait_s = max_wait_s
         self._planned: list[_Planned] = []
         self._stands: str | None = None
@@ -97,24 +106,30 @@ class Layouts:
         whole = plan_layout(view)
         if divider is None:
             return self._keep(_planned(view, whole, whole.structure)), None
-        shareable = Shareable(view, whole.structure)
+        shareable = Shareable(view, whole.structure, step_s=self._step_s() or 0.0)
         structure = shareable.table.structure
         asked = DivisionAsked(id=id, shareable=shareable, answer=_nobody)
         self._stands = None if shareable.numbers else structure
         if not shareable.numbers:
             self._session.coordinator.post(asked)
-            return self._keep(_planned(view, whole, structure, divided=True)), _share(structure)
+            planned = self._keep(_planned(view, whole, structure, divided=True))
+            return planned, planned.share
         division = divider.divisions.get(structure)
         digests = None
         if division is None:
             division = self._ask(asked)
-            if division is not None:
-                digests = pack(shareable.digests(division))
+            if division is not None and len(division.keys):
+                digests = shareable.digests(division)
         rank = self._session.ranks.shard.rank
         left_out = {} if division is None else shareable.left_out(division, rank)
         layout = plan_layout(view, left_out) if left_out else whole
-        planned = self._keep(_planned(view, layout, structure, division))
-        return planned, _share(structure, division, digests)
+        replicas = None
+        if division is not None and len(division.keys):
+            replicas = ReplicaPlan(shareable, division)
+        planned = self._keep(_planned(view, layout, structure, division, replicas))
+        return planned, planned.share if digests is None else replace(
+            planned.share, digests=digests
+        )
 
     def _ask(self, asked: DivisionAsked) -> Division | None:
         """Have what the ranks hold divided; None where they do not all come to be asked."""
@@ -146,6 +161,7 @@ def _planned(
     layout: Layout,
     structure: str,
     division: Division | None = None,
+    replicas: ReplicaPlan | None = None,
     *,
     divided: bool = False,
 ) -> _Planned:
@@ -155,13 +171,9 @@ def _planned(
         changes=view.changes,
         rules=view.rules,
         division=division,
+        replicas=replicas,
         divided=divided,
     )
-
-
-def _share(structure: str, division: Division | None = None, digests: str | None = None) -> Share:
-    name = None if division is None else division.id
-    return Share(structure=structure, division=name, digests=digests)
 
 
 def _nobody(division: Division | None) -> None:

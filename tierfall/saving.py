@@ -77,12 +77,13 @@ class Saver:
         self._config = config
         self._session = session
         self._capturer = capturer
-        self._layouts = Layouts(session, max_wait_s=config.max_wait_s)
+        self._layouts = Layouts(session, max_wait_s=config.max_wait_s, step_s=step_s)
         self._recall = Recall()
         self._step_s = step_s
         self._cuttings: deque[tuple[Cutting, CheckPlan]] = deque(maxlen=CUTTINGS_REMEMBERED)
         self._targets = TargetCache()
-        self._places = Places(Streams(), _open_slab(config))
+        self._streams = Streams()
+        self._places = Places(self._streams, _open_slab(config))
         self._pace = Pace(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _Mode(config.capture.mode)
         self.counts = telling.SaveCounts(steps=session.steps_seen)
@@ -165,6 +166,8 @@ class Saver:
         try:
             with collector_paused():
                 places = self._places.of(view.sources)
+                if share is not None:  # before any copy, which follows on the device
+                    share.read(view, place.ordinal, self._streams)
                 lazy = None
                 if not settled:
                     lazy = self._choose_lazy(view, step, began, may_be_lazy=may_be_lazy)

@@ -300,6 +300,8 @@ class Capturer:
                 return  # the barrier sends it back here
         self._unsettled = None
         filling.release_sources()
+        if snapshot.share is not None:
+            snapshot.share.finish()
         manifest, commit = describe(snapshot)
         if snapshot.share is None or snapshot.share.digests is None:  # else once it is compared
             snapshot.region.seal(manifest=manifest, commit=commit)

@@ -171,14 +171,14 @@ class SamplePlan:
         head = np.minimum(-remainders % LINE_BYTES, self._sizes)
         whole = (self._sizes - head) // LINE_BYTES
         counts = np.minimum(whole, self._lines)
-        lines_of, nth = _spread(counts)
+        lines_of, nth = spread(counts)
         phase = int.from_bytes(os.urandom(4), "little") / 2**32
         distance = whole[lines_of] / np.maximum(1, counts)[lines_of]
         lines_at = head[lines_of] + ((nth + phase) * distance).astype(np.int64) * LINE_BYTES
         short = self._sizes < EDGES_BELOW_BYTES
         tails_at = head + whole * LINE_BYTES
-        head_of, head_at = _spread(np.where(short, head, 0))
-        tail_of, tail_nth = _spread(np.where(short, self._sizes - tails_at, 0))
+        head_of, head_at = spread(np.where(short, head, 0))
+        tail_of, tail_nth = spread(np.where(short, self._sizes - tails_at, 0))
         bytes_of = np.concatenate([head_of, tail_of])
         bytes_at = np.concatenate([head_at, tails_at[tail_of] + tail_nth])
         in_order = int(counts[: self._ordered].sum())
@@ -321,8 +321,8 @@ class DeviceSums:
                 length = piece.end - piece.start
                 if flat is None:
                     item = tensor.element_size()
-                    if item in _INTEGERS:
-                        sums.append(tensor.detach().view(_INTEGERS[item]).sum(dtype=torch.int64))
+                    if item in INTEGERS:
+                        sums.append(tensor.detach().view(INTEGERS[item]).sum(dtype=torch.int64))
                         self._at.append((piece.index, piece.start, length, item))
                     continue
                 part = flat[piece.source_start : piece.source_start + length]
@@ -353,14 +353,14 @@ class DeviceSums:
         self._stream.enqueue(lambda: read.append(sums.cpu().tolist())).wait()
         found = set()
         for (index, start, length, item), expected in zip(self._at, read[0], strict=True):
-            kind = _INTEGERS[item]
+            kind = INTEGERS[item]
             held = torch.frombuffer(data, dtype=kind, offset=start, count=length // item)
             if int(held.sum(dtype=torch.int64)) != expected:
                 found.add(index)
         return sorted(found)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _addresses(pointers: array[int], numbers: Integers) -> Integers:
@@ -392,13 +392,13 @@ def as_in_memory(
     """Return the bytes of a dense tensor as they lie in memory, given those in its elements' own order."""
     unit = min(item_bytes, 8)
     count = math.prod(shape) * item_bytes // unit
-    held = torch.frombuffer(data, dtype=_INTEGERS[unit], count=count)
+    held = torch.frombuffer(data, dtype=INTEGERS[unit], count=count)
     dims = sorted(range(len(shape)), key=lambda d: -strides[d])
     found = held.view(*shape, item_bytes // unit).permute(*dims, len(shape)).contiguous()
     return memoryview(found.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _spread(counts: Integers) -> tuple[Integers, Integers]:
+def spread(counts: Integers) -> tuple[Integers, Integers]:
     """Return, for ``counts[i]`` things of each i, whose each is, and the how-manieth there."""
     of = np.repeat(np.arange(len(counts)), counts)
     return of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: how the copies of all come to be one checkpoint on a tier, or none.
 
     every rank            rank 0                     leaders of nodes (rank 0 alone, where all see the tier)
+    complete          ->  all have, and what several hold is alike: seal it (where nothing is compared, it is already)
     sealed in memory  ->  all have: it is whole
                           next on this tier      ->
     landed on a tier  ->  all have: commit it    ->  commit record
@@ -25,7 +26,7 @@ from tierfall.core.ranks.council import Bodies, Council, Topic
 from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
 from tierfall.core.records import Commit, NamedFile
 from tierfall.core.scheduler.committing import Committing
-from tierfall.core.scheduler.dividing import Divider
+from tierfall.core.scheduler.dividing import Divider, Refusal
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.flushing import Flusher
 from tierfall.core.scheduler.ledger import Entry, Ledger
@@ -44,8 +45,10 @@ REMEMBERED = 64
 
 @dataclass(slots=True)
 class _Wait:
-    """This rank's image is sealed, and others' are not yet; ``hurried``: nobody below holds back who is."""
+    """This rank's image is complete (``sealed``), or compared and sealed (``kept``), and others' are not yet;
+    ``hurried``: nobody below holds back who is."""
 
+    what: str = "sealed"
     since_s: float | None = None
     hurried: bool = False
 
@@ -85,7 +88,7 @@ class Commits(Alone):
             dispatch=dispatch, is_stuck=self._commit_is_stuck, max_wait_s=max_wait_s
         )
         self._max_wait_s = max_wait_s
-        self.divider = Divider(council, max_wait_s=max_wait_s)
+        self.divider = Divider(council, max_wait_s=max_wait_s, refuse=self._refuse)
         self._admitted: dict[str, dict[CheckpointId, None]] = {tier: {} for tier in shared}
         self._here: dict[tuple[str, CheckpointId], Bodies] = {}
         self._brought: dict[tuple[str, CheckpointId], list[Any]] = {}
@@ -149,6 +152,8 @@ class Commits(Alone):
     def sealed(self, entry: Entry) -> None:
         entry.awaits_others = True
         self._waits[entry.id] = _Wait()
+        if entry.share is not None:
+            self.divider.sealed(entry.id, entry.share)
         share = entry.share and entry.share.to_json()
         self._council.contribute(_topic("sealed", entry.id), [entry.ordinal, share])
 
@@ -209,7 +214,7 @@ class Commits(Alone):
 
     def _hear(self, news: News) -> None:
         match news:
-            case Gathered(topic=("sealed", *_), passed=False):
+            case Gathered(topic=("sealed" | "kept", *_), passed=False):
                 self._all_sealed(_read(news.topic)[0], news.bodies)
             case Gathered(topic=("landed", *_)):
                 self._all_landed(*_read(news.topic), news.bodies, here_only=news.passed)
@@ -231,6 +236,8 @@ class Commits(Alone):
 
     def _told(self, what: str, id: CheckpointId, tier: str, body: Any, rank: int) -> None:
         """Rank 0 hears what one rank cannot do: that decides for all, once."""
+        if what in ("late", "lost") and self.divider.end_naming(id):
+            return
         if self._has_ended(tier, id):
             return
         if what == "stuck":
@@ -243,7 +250,7 @@ class Commits(Alone):
             return
         _remember(self._ended, (tier, id), None)
         if what == "late":
-            missing = self._council.missing(_topic("sealed", id))
+            missing = [r for w in ("sealed", "kept") for r in self._council.missing(_topic(w, id))]
             late = ranks_named(missing) if missing else "another rank"
             text = (
                 f"{late} did not save step {id.step} within max_wait ({self._max_wait_s:g} s) of rank {rank}: every "
@@ -272,6 +279,13 @@ class Commits(Alone):
                 self._given_up(id, entry, tier, body[0], complete=body[1], by_rule=body[2])
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", what, id)
+            case _:
+                self._decided_of(entry, what, tier, body)
+
+    def _decided_of(self, entry: Entry, what: str, tier: str, body: Any) -> None:
+        match what:
+            case "alike":
+                self._seal(entry)
             case "whole":
                 self._whole(entry)
             case "commit":
@@ -289,13 +303,14 @@ class Commits(Alone):
         ordinals = {rank: ordinal for rank, (ordinal, _) in bodies.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
         if not others:
-            why = self.divider.why_not(id, {rank: share for rank, (_, share) in bodies.items()})
-            if why is None:
+            shares = {rank: share for rank, (_, share) in bodies.items()}
+            if not self.divider.are_alike(id, shares):
+                _remember(self._ended, ("", id), None)
+            elif any(share is not None and share[2] is not None for share in shares.values()):
+                self._council.announce(_topic("alike", id), None)
+            else:
                 _remember(self._whole_ones, id, None)
                 self._council.announce(_topic("whole", id), None)
-                return
-            _remember(self._ended, ("", id), None)
-            self._council.announce(_topic("gone", id), [why[0], str(SaveOutcome.FAILED), why[1]])
             return
         # their parts would not fit together at a restore
         _remember(self._ended, ("", id), None)
@@ -306,24 +321,34 @@ class Commits(Alone):
         self._council.announce(_LEVEL, max(ordinals.values()))
         self._council.announce(_topic("gone", id), [text, str(SaveOutcome.FAILED)])
 
+    def _refuse(self, id: CheckpointId, why: Refusal) -> None:
+        """The images of all ranks are no checkpoint; for rank 0."""
+        _remember(self._ended, ("", id), None)
+        self._council.announce(_topic("gone", id), [why[0], str(SaveOutcome.FAILED), why[1]])
+
+    def _seal(self, entry: Entry) -> None:
+        """Seal an image that was not to outlive this process before it was compared with those of others: no later
+        start could do that any more. It is whole once all have: else a kill might leave a newer one to some ranks, and
+        an older one to others."""
+        if entry.lost:
+            return
+        self.divider.ended(entry.id)
+        if entry.share is not None and entry.share.digests is not None:
+            assert entry.region is not None
+            assert entry.manifest is not None
+            assert entry.commit is not None
+            entry.region.seal(manifest=entry.manifest.encode(), commit=entry.commit.encode())
+            entry.share.digests = None
+            if entry.handle is not None:
+                entry.handle.tell_captured()
+        self._waits[entry.id] = _Wait("kept")
+        self._council.contribute(_topic("kept", entry.id), [entry.ordinal, None])
+
     def _whole(self, entry: Entry) -> None:
         self._waits.pop(entry.id, None)
         entry.awaits_others = False
         if entry.state(self._ledger.host) is CopyState.ARRIVING:
-            self._seal(entry)
             entry.set_state(self._ledger.host, CopyState.SEALED)
-
-    def _seal(self, entry: Entry) -> None:
-        """Seal an image that was not to outlive this process before it was compared with those of others: no later
-        start could do that any more."""
-        if entry.share is None or entry.share.digests is None:
-            return
-        assert entry.region is not None
-        assert entry.manifest is not None
-        assert entry.commit is not None
-        entry.region.seal(manifest=entry.manifest.encode(), commit=entry.commit.encode())
-        if entry.handle is not None:
-            entry.handle.tell_captured()
 
     def _gone(
         self, id: CheckpointId, entry: Entry | None, outcome: SaveOutcome, reason: str
@@ -333,6 +358,7 @@ class Commits(Alone):
         self._waits.pop(id, None)
         self.divider.gone(id)
         self._council.forget(_topic("sealed", id))
+        self._council.forget(_topic("kept", id))
         _remember(self._lost, id, (error, outcome))
         for tier in self._shared:
             self._admitted[tier].pop(id, None)
@@ -453,7 +479,7 @@ class Commits(Alone):
                 self._council.tell(_topic("late", id), ordinal)
             elif now_s >= wait.since_s + self._max_wait_s / 2 and not wait.hurried:
                 wait.hurried = True  # so that rank 0 can name who is late
-                self._council.hand_on_what_there_is(_topic("sealed", id))
+                self._council.hand_on_what_there_is(_topic(wait.what, id))
 
     def next_s(self, now_s: float) -> float | None:
         waits = self._committing.due_s()

@@ -36,6 +36,7 @@ from tierfall.core.restore.describing import describe, merge_ranks
 from tierfall.core.scheduler.tasks import (
     Task,
 )
+from tierfall.core.snapshot import Share
 from tierfall.core.values import (
     CheckpointId,
     Codec,
@@ -65,14 +66,17 @@ class Many:
         max_wait_s: float = 60.0,
         when_full: WhenFull = WhenFull.WAIT,
         codecs: Mapping[str, Codec] | None = None,
+        share: Callable[[CheckpointId, int], Share | None] = lambda id, rank: None,
     ) -> None:
-        """``rules`` are those of the tiers ``nvme``, which each node has for itself, and ``pfs``, which all see."""
+        """``rules`` are those of the tiers ``nvme``, which each node has for itself, and ``pfs``, which all see;
+        ``share`` says what a rank digested of a checkpoint that all ranks compare."""
         self.node_of = tuple(node_of)
         self.rules = (host_rules(when_full), *rules)
         self.stored = tuple(tier.name for tier in self.rules[1:])
         self.shared = {tier: tier == SHARED_TIER for tier in self.stored}
         self.seed, self.fan_out = seed, fan_out
         self.codecs = codecs or {}
+        self.share = share
         self.max_wait_s, self.when_full = max_wait_s, when_full
         self.random = random.Random(f"many {seed}")
         self.now_s = 0.0

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
 from tests.simulation.rank import CUT, Rank, image_of
@@ -25,19 +27,22 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
+from tierfall.core.image.dividing import Digests
 from tierfall.core.index.index import read_index
 from tierfall.core.index.reading import checked_index
 from tierfall.core.packing.files import image_file, without_index
 from tierfall.core.ranks.council import Topic
 from tierfall.core.records import Commit
 from tierfall.core.scheduler.tasks import CommitCopy, Task
-from tierfall.core.snapshot import Snapshot
+from tierfall.core.snapshot import Share, Snapshot
 from tierfall.core.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0
 KEYS = "run/step-*"
 COMMITS = "run/step-*/commit.json"
+UNLIKE = 0.05
+"""So often ranks that compare what they hold find that it is not alike."""
 ENTRY_BYTES = IMAGE + 2000
 """About what one rank's part takes on a tier, records included."""
 
@@ -97,7 +102,10 @@ class ManyHistory:
             max_wait_s=MAX_WAIT_S,
             when_full=draw.choice(tuple(WhenFull)),
             codecs={NODE_TIER: draw.choice((*Codec, Codec.NONE)), SHARED_TIER: Codec.NONE},
+            share=self._share,
         )
+        self.unlike: set[CheckpointId] = set()
+        self.compares = random.Random(f"compares {seed}").random() < 0.5
         self.careless = draw.random() < 0.2
         self.lead = draw.choice((1, 1, 2, 100))
         self.tidy = draw.random() < 0.4
@@ -111,6 +119,7 @@ class ManyHistory:
         self.lasting: set[str] = set()
         self.durable: dict[str, CheckpointId] = {}
         self.counts = {"whole": 0, "there": 0, "given_up": 0, "gone": 0, "crash": 0, "drop": 0}
+        self.counts |= {"alike": 0, "unlike": 0}
         self.person = Person(self.world, draw)
         self.world.said, self.world.ran = self._said, self._ran
         self._begin_loops()
@@ -124,6 +133,23 @@ class ManyHistory:
         }
         self.whole = []
 
+    def _share(self, id: CheckpointId, rank: int) -> Share | None:
+        """What a rank digested of a checkpoint: now and then one of them has not what the others have."""
+        if not self.compares:
+            return None
+        draw = random.Random(f"unlike {self.world.seed} {id}")
+        odd = draw.randrange(len(self.world.ranks)) if draw.random() < UNLIKE else None
+        if odd == rank:
+            self.unlike.add(id)
+        return Share(
+            structure="s",
+            digests=Digests(
+                keys=np.array([4, 8], dtype=np.uint64),
+                values=np.array([id.step, int(odd == rank)], dtype=np.uint64),
+                groups=np.array([0, 0]),
+            ),
+        )
+
     # What is seen as it happens ------------------------------------------------------------------
 
     def _said(self, topic: Topic, body: Any) -> None:
@@ -134,6 +160,7 @@ class ManyHistory:
             self.counts[str(what)] += 1
         if what == "whole":
             self.whole.append(CheckpointId(int(step), int(attempt)))
+            assert self.whole[-1] not in self.unlike, f"{self.whole[-1]} is a mixture"
         if what == "given_up":
             self.given_up.add((str(tier), CheckpointId(int(step), int(attempt))))
         if what == "gone":
@@ -430,6 +457,7 @@ class ManyHistory:
     def _check_record(self, tier: str, node: int, id: CheckpointId, commit: Commit) -> None:
         ranks = [r for r in self.world.ranks if tier == SHARED_TIER or r.node == node]
         where = f"{tier} of node {node}: {id}"
+        assert id not in self.unlike, f"{where} is a mixture"
         assert commit.line.checkpoint == id
         assert commit.world_size == len(self.world.ranks)
         named = {names.parse_shard(file.name) for file in without_index(commit).files}

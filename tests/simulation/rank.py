@@ -275,6 +275,7 @@ class Rank:
             filling=None,  # type: ignore[arg-type]
             wall_time_s=self.world.now_s,
             node=str(self.node),
+            share=self.world.share(line.checkpoint, self.number),
         )
         region.image[:] = b"\x55" * IMAGE  # above the watermark nothing is what it will be
         self.coordinator.post(CaptureBegun(snapshot=snapshot, tiers=tiers))
@@ -318,8 +319,9 @@ class Rank:
             metrics=metrics_of(own),
             tags=tags_of(own),
         )
-        snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
-        snapshot.handle.tell_captured()
+        if snapshot.share is None:
+            snapshot.region.seal(manifest=data, commit=snapshot.commit.encode())
+            snapshot.handle.tell_captured()
         self.coordinator.post(CaptureSealed(id=snapshot.id))
 
     def fail_capture(self, snapshot: Snapshot, error: BaseException) -> None:

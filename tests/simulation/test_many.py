@@ -30,6 +30,8 @@ def test_no_history_of_several_ranks_breaks_a_promise(block: int) -> None:
         "gone",
         "drop",
         "crash",
+        "alike",
+        "unlike",
         "pin",
         "unpin",
         "delete",

@@ -26,13 +26,14 @@ from tests.core.capture.lazy_help import (
 )
 from tests.steps import wait_until
 from tierfall.core.capture import capturer
+from tierfall.core.capture.barrier import Barrier
 from tierfall.core.capture.capturer import Capturer
 from tierfall.core.capture.evidence import Evidence
 from tierfall.core.capture.filling import Filling
 from tierfall.core.errors import CaptureError, StateChangedError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import SaveOutcome
+from tierfall.core.values import CheckpointId, SaveOutcome
 from tierfall.session import Session
 
 pytestmark = pytest.mark.usefixtures("small_segments")
@@ -667,3 +668,25 @@ def test_what_cannot_be_copied_at_once_fails_the_save_and_gives_its_memory_back(
                 ckpt.save(2, trainer.state)
         memory_is_free(ckpt)
         still_saves(ckpt, trainer, 3, tmp_path / "disk")
+
+
+def test_a_save_that_had_begun_before_a_failure_was_known_is_no_second_failure() -> None:
+    """The two of a row are counted from what was done about the first."""
+    barrier = Barrier(lambda: None, recorded=lambda: None)
+    evidence = Evidence(barrier, checked=True)
+    barrier.bracketed_by_hand()
+
+    def fails(step: int) -> str | None:
+        evidence.failed(CheckpointId(step, 1), StateChangedError("changed", ("w",)))
+        return evidence.why_blocking(elsewhere=(), first=False)
+
+    try:
+        for step in (1, 2):
+            evidence.begun(CheckpointId(step, 1))
+        assert fails(1) is None
+        assert fails(2) is None
+        assert fails(2) is None  # the thread at the barrier says it, and the capture thread too
+        evidence.begun(CheckpointId(3, 1))
+        assert "2 saves in a row" in str(fails(3))
+    finally:
+        barrier.close()

@@ -20,6 +20,7 @@ from tierfall.core.image.dividing import (
     Division,
     Shareable,
     Table,
+    are_alike,
     divide,
     find_difference,
 )
@@ -66,6 +67,7 @@ def test_each_entry_of_several_ranks_is_written_by_one_that_has_it(
 ) -> None:
     for one in tables:
         one.sizes[:] = (one.keys + 1) * factor
+        one.keys[:] *= 4  # the last two bits say what was digested
     division = divide(tables)
     holders = Counter(int(key) for one in tables for key in one.keys)
     assert set(map(int, division.keys)) == {key for key, count in holders.items() if count > 1}
@@ -123,26 +125,51 @@ def test_what_is_not_alike_is_named_with_its_ranks() -> None:
     shares = [shareable(state) for state in states]
     tables = [share.table for share in shares]
     division = divide(tables)
-    found = find_difference(division, tables, [share.digests(division) for share in shares])
+    digests = {rank: share.digests(division) for rank, share in enumerate(shares)}
+    assert not are_alike({rank: one.by_group() for rank, one in digests.items()})
+    found = find_difference({rank: one.to_json() for rank, one in digests.items()})
     assert found is not None
-    assert (found.ranks, found.others) == ((0, 2), (1,))
+    assert (found.ranks, found.others, found.more) == ((0, 2), (1,), 0)
     assert shares[0].names()[found.key] == "model.2.weight"
-    alike = [share.digests(division) for share in shares]
-    alike[1] = alike[0]
-    assert find_difference(division, tables, alike) is None
-    with pytest.raises(ValueError, match="digests"):
-        find_difference(division, tables, [*alike[:2], alike[2][:-1]])
+    alike = digests | {1: digests[0]}
+    assert are_alike({rank: one.by_group() for rank, one in alike.items()})
+    assert find_difference({rank: one.to_json() for rank, one in alike.items()}) is None
 
 
-def test_digests_are_of_the_values_whatever_the_memory_looks_like() -> None:
+def test_what_lies_otherwise_in_memory_is_not_shared() -> None:
     weight = torch.randn(3, 4)
-    plain = {"w": nn.Parameter(weight.clone())}
-    turned = {"w": nn.Parameter(weight.t().contiguous().t())}
+    plain = {"w": nn.Parameter(weight.clone()), "v": nn.Parameter(torch.ones(2))}
+    turned = plain | {"w": nn.Parameter(weight.t().contiguous().t())}
     assert not turned["w"].is_contiguous()
     shares = [shareable(plain), shareable(turned)]
     division = divide([share.table for share in shares])
-    digests = [list(share.digests(division)) for share in shares]
-    assert digests[0] == digests[1] != []
+    assert [shares[0].names()[int(key)] for key in division.keys] == ["v"]
+
+
+def test_tensors_that_the_same_ranks_hold_have_one_digest_together() -> None:
+    def rank(stage: int) -> dict[str, Any]:
+        return {"all": nn.Linear(4, 4), f"stage{stage}": nn.Linear(4, 4)}
+
+    torch.manual_seed(0)
+    states = [rank(0), rank(0), rank(1), rank(1)]
+    for state in states[1:]:
+        state["all"].load_state_dict(states[0]["all"].state_dict())
+    for one, other in ((0, 1), (2, 3)):
+        name = f"stage{one // 2}"
+        states[other][name].load_state_dict(states[one][name].state_dict())
+    shares = [shareable(state) for state in states]
+    division = Division.from_json(divide([share.table for share in shares]).to_json())
+    by_group = {r: share.digests(division).by_group() for r, share in enumerate(shares)}
+    assert [len(groups) for groups in by_group.values()] == [2, 2, 2, 2]
+    assert len(set().union(*by_group.values())) == 3
+    assert are_alike(by_group)
+    with torch.no_grad():
+        states[3]["stage1"].bias.add_(1)
+    digests = {r: share.digests(division) for r, share in enumerate(shares)}
+    assert not are_alike({r: one.by_group() for r, one in digests.items()})
+    found = find_difference({r: one.to_json() for r, one in digests.items()})
+    assert found is not None
+    assert (shares[3].names()[found.key], found.ranks, found.others) == ("stage1.bias", (2,), (3,))
 
 
 def image_of(state: dict[str, Any], left_out: dict[int, int]) -> Any:

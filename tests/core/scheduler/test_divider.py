@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.core.ranks.network import Network
 from tierfall.core.image import describe, plan_layout
-from tierfall.core.image.dividing import Division, Shareable, pack
+from tierfall.core.image.dividing import Division, Shareable
 from tierfall.core.ranks.ranks import Announced, Gathered, Told
 from tierfall.core.scheduler.dividing import ASK_AGAIN_S, Divider
 from tierfall.core.scheduler.tasks import DivisionAsked
@@ -35,7 +35,11 @@ class Job:
 
     def __init__(self, nodes: list[str], seed: int = 0) -> None:
         self.network = Network(nodes, seed=seed)
-        self.dividers = [Divider(c, max_wait_s=MAX_WAIT_S) for c in self.network.councils]
+        self.refused: dict[CheckpointId, tuple[str, int | None]] = {}
+        self.dividers = [
+            Divider(c, max_wait_s=MAX_WAIT_S, refuse=self.refused.__setitem__)
+            for c in self.network.councils
+        ]
         self.answers: list[Any] = [UNANSWERED for _ in nodes]
         for divider, council in zip(self.dividers, self.network.councils, strict=True):
             hear = divider.hear
@@ -153,16 +157,34 @@ def test_whatever_ranks_do_each_that_asks_is_answered_soon_and_alike(seed: int) 
             job.begin(rank, step)
 
 
-def shares_of(job: Job, shares: list[Shareable], *, digests: bool) -> dict[int, Any]:
+def shares_of(job: Job, shares: list[Shareable], *, digests: bool) -> dict[int, Share]:
     (division,) = {answer.id: answer for answer in job.answers}.values()
     return {
         rank: Share(
             structure=share.table.structure,
             division=division.id,
-            digests=pack(share.digests(division)) if digests else None,
-        ).to_json()
+            digests=share.digests(division) if digests else None,
+        )
         for rank, share in enumerate(shares)
     }
+
+
+def why_not(
+    job: Job, step: int, shares: dict[int, Share | None], *, deaf: int | None = None
+) -> str | None:
+    """Let all ranks seal an image of a step; return why they are no checkpoint, as the last rank reads it."""
+    id = CheckpointId(step, 1)
+    job.refused.clear()
+    for rank, share in shares.items():
+        if share is not None and rank != deaf:
+            job.dividers[rank].sealed(id, share)
+    said = {rank: share and share.to_json() for rank, share in shares.items()}
+    if job.dividers[0].are_alike(id, said):
+        assert id not in job.refused
+        return None
+    job.network.deliver()
+    assert id in job.refused
+    return job.dividers[-1].named(*job.refused[id])
 
 
 def test_images_count_only_where_each_rank_wrote_what_others_left_to_it() -> None:
@@ -171,42 +193,109 @@ def test_images_count_only_where_each_rank_wrote_what_others_left_to_it() -> Non
     for rank in range(2):
         job.ask(rank, 1, shares[rank])
     job.network.deliver()
-    root, id = job.dividers[0], CheckpointId(1, 1)
-    unseen = shares_of(job, shares, digests=False)
-    assert "never compared" in root.why_not(id, unseen)[0]  # type: ignore[index]
-    job.network.deliver()
+    unread = shares_of(job, shares, digests=False)
+    assert "not compared" in str(why_not(job, 2, unread)), "the first save must be compared whole"
     assert not any(divider.divisions for divider in job.dividers)
-    assert root.why_not(id, shares_of(job, shares, digests=True)) is None
-    assert root.why_not(CheckpointId(2, 1), unseen) is None  # compared once
-    other = {
-        **unseen,
-        0: ["another structure", None, None],
-    }  # rank 0 writes the one tensor for both
-    assert "rank 0 saved other tensors" in root.why_not(CheckpointId(3, 1), other)[0]  # type: ignore[index]
-    left_to_it = {**unseen, 1: ["another structure", None, None]}
-    assert root.why_not(CheckpointId(3, 1), left_to_it) is None
-    unknown = {rank: [share[0], "unknown", None] for rank, share in unseen.items()}
+    assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
+    assert why_not(job, 2, unread) is None
+    other = Share(structure="another structure")
+    # rank 0 writes the one tensor for both
+    assert "rank 0 saved other tensors" in str(why_not(job, 3, {**unread, 0: other}))
+    assert why_not(job, 4, {**unread, 1: other}) is None
+    undivided = Share(structure=shares[0].table.structure)
+    assert "not compared" in str(why_not(job, 5, {**unread, 0: undivided}))
+    unknown = {rank: Share(structure=s.structure, division="unknown") for rank, s in unread.items()}
     for rank in range(2):
-        job.ask(rank, 4, shares[rank])
+        job.ask(rank, 6, shares[rank])
     job.network.deliver()
     assert all(divider.divisions for divider in job.dividers)
-    assert "not known" in root.why_not(CheckpointId(4, 1), unknown)[0]  # type: ignore[index]
-    job.network.deliver()
+    assert "not known" in str(why_not(job, 6, unknown))
     assert not any(divider.divisions for divider in job.dividers), "all divide anew"
-    assert root.why_not(CheckpointId(5, 1), {0: None, 1: None}) is None
+    assert why_not(job, 7, {0: None, 1: None}) is None
 
 
-def test_a_difference_ends_every_save_by_that_division() -> None:
+def test_a_rank_that_was_not_divided_with_the_others_is_not_compared_with_them() -> None:
+    job = Job(["a", "b", "c"])
+    shares = [shareable(4) for _ in range(3)]
+    for rank in range(3):
+        job.ask(rank, 1, shares[rank])
+    job.network.deliver()
+    divided = shares_of(job, shares, digests=True)
+    (owner,) = {int(owner) for owner in job.answers[0].owners}
+    other = (owner + 1) % 3
+    late = {**divided, other: Share(structure=divided[other].structure)}  # it waited too long
+    assert "not compared" in str(why_not(job, 1, late))
+
+
+def unlike() -> tuple[Job, list[Shareable]]:
     job = Job(["a", "b"])
     shares = [shareable(4), shareable(4)]
-    shares[1]._view.sources[0].data.add_(1)
     for rank in range(2):
         job.ask(rank, 1, shares[rank])
     job.network.deliver()
-    root = job.dividers[0]
-    first = root.why_not(CheckpointId(1, 1), shares_of(job, shares, digests=True))
-    later = root.why_not(CheckpointId(2, 1), shares_of(job, shares, digests=False))
-    assert first == later
+    assert why_not(job, 1, shares_of(job, shares, digests=True)) is None
+    shares[1].view.sources[0].data.add_(1)
+    return job, shares
+
+
+def test_a_difference_ends_every_save_by_that_division_and_then_all_write_all() -> None:
+    job, shares = unlike()
+    first = why_not(job, 2, shares_of(job, shares, digests=True))
     assert first is not None
-    text = job.dividers[1].named(*first)
-    assert text.startswith("model.weight is on rank 0 not what it is on rank 1")
+    assert first.startswith("model.weight is on rank 0 not what it is on rank 1: ")
+    assert why_not(job, 3, shares_of(job, shares, digests=False)) == first, "it was under way"
+    assert not any(divider.divisions for divider in job.dividers)
+    for rank in range(2):
+        job.ask(rank, 4, shares[rank])
+    job.network.deliver()
+    for rank, share in enumerate(shares):
+        assert share.left_out(job.answers[rank], rank) == {}
+    apart = shares_of(job, shares, digests=False)
+    assert why_not(job, 4, apart) is None
+    assert why_not(job, 5, apart) is None
+
+
+def test_a_difference_of_the_first_save_ends_that_and_then_all_write_all() -> None:
+    job = Job(["a", "b"])
+    shares = [shareable(4), shareable(4)]
+    shares[1].view.sources[0].data.add_(1)
+    for rank in range(2):
+        job.ask(rank, 1, shares[rank])
+    job.network.deliver()
+    assert "model.weight is on rank 0" in str(why_not(job, 1, shares_of(job, shares, digests=True)))
+    for rank in range(2):
+        job.ask(rank, 2, shares[rank])
+    job.network.deliver()
+    assert shares[0].left_out(job.answers[0], 0) == shares[1].left_out(job.answers[1], 1) == {}
+    assert why_not(job, 2, shares_of(job, shares, digests=False)) is None
+
+
+def test_a_rank_that_cannot_say_what_it_digested_leaves_the_difference_unnamed() -> None:
+    job, shares = unlike()
+    said = why_not(job, 2, shares_of(job, shares, digests=True), deaf=1)
+    assert said is not None
+    assert said.startswith("ranks have tensors of one name and shape that are not replicas")
+
+
+def test_a_rank_that_does_not_answer_holds_the_refusal_up_no_longer_than_others_wait() -> None:
+    job, shares = unlike()
+    root, id = job.dividers[0], CheckpointId(2, 1)
+    assert not root.end_naming(id), "nothing is asked for yet"
+    both = shares_of(job, shares, digests=True)
+    assert not root.are_alike(id, {rank: share.to_json() for rank, share in both.items()})
+    assert id not in job.refused
+    assert root.end_naming(id)
+    assert "not replicas" in job.refused[id][0]
+    job.network.deliver()  # the answers come after all
+    assert len(job.refused) == 1
+
+
+def test_other_structures_are_shared_as_before() -> None:
+    job, shares = unlike()
+    why_not(job, 2, shares_of(job, shares, digests=True))
+    wide = [shareable(5), shareable(5)]
+    for rank in range(2):
+        job.ask(rank, 3, wide[rank])
+    job.network.deliver()
+    left = [share.left_out(job.answers[rank], rank) for rank, share in enumerate(wide)]
+    assert sorted(map(len, left)) == [0, 1]

@@ -1,0 +1,367 @@
+"""Ranks that were alike when they divided what they write, and differ later: no checkpoint is a mixture of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import tierfall
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import close_all, kill_all, restore_all, wait_sealed
+from tests.replica_ranks import (
+    MAX_WAIT_S,
+    assert_same,
+    open_all,
+    replica,
+    restarted,
+    save_all,
+    save_whole,
+)
+from tierfall.core.capture import capturer, replicas
+from tierfall.core.capture.capturer import Capturer
+from tierfall.core.errors import CaptureError, TierfallError
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.values import SaveOutcome
+
+State = dict[str, Any]
+UNLIKE = "not replicas of one"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of a test is a barrier: what is captured lazily is sealed sooner."""
+    monkeypatch.setattr(capturer, "SETTLED_S", 0.05)
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Ranks]]:
+    with network(["a", "a", "a"]) as all_ranks:
+        yield all_ranks
+
+
+def train(state: State, seed: int) -> None:
+    """One step on a batch of its own seed."""
+    batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+    state["model"](batch).pow(2).mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def refused(handles: list[Any], match: str = UNLIKE) -> None:
+    for handle in handles:
+        with pytest.raises(CaptureError, match=match):
+            handle.wait(timeout=MAX_WAIT_S)
+        assert handle.outcome is SaveOutcome.FAILED
+        assert not handle.done("host")
+
+
+def written(folder: Path, step: int, name: str = "model.0.weight") -> int:
+    """Say how many ranks wrote a tensor."""
+    count = 0
+    for path in (folder / "disk" / "run" / f"step-{step:08d}-a0001").glob("*.safetensors"):
+        with safe_open(path, "pt") as image:
+            count += name in image.keys()  # noqa: SIM118 - it is no mapping
+    return count
+
+
+def test_what_differs_from_the_third_save_on_fails_that_by_name_and_then_each_has_its_own(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    for step in (1, 2):
+        for state in states:
+            train(state, step)
+        save_whole(opened, step, states)
+    for rank, state in enumerate(states):
+        train(state, 100 + rank)
+    handles = save_all(opened, 3, states)
+    refused(
+        handles, r"(model|optimizer\.state\.model)\.[02]\.(weight|bias).* is on rank 0 not what"
+    )
+    held = zip(*map(_tensors, states), strict=True)
+    unlike = sum(not all(torch.equal(one, other) for other in others) for one, *others in held)
+    assert f"({unlike - 1} more tensors likewise)" in str(handles[2].exception())
+    for step in (4, 5):
+        for rank, state in enumerate(states):
+            train(state, 10 * step + rank)
+        save_whole(opened, step, states)
+    assert [written(tmp_path, step) for step in (1, 2, 4, 5)] == [1, 1, 3, 3]
+    assert [info.step for info in opened[0].checkpoints()] == [1, 2, 4, 5]
+    close_all(opened)
+    with restarted(tmp_path) as (_, fresh, reports):
+        assert [report.step for report in reports] == [5, 5, 5]
+        assert_same(fresh, states)
+
+
+def test_one_element_of_one_tensor_is_found_within_the_rotation(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "RANGE_BYTES", 4096)
+    monkeypatch.setattr(replicas, "RANGES_BYTES", (24 << 10, 1 << 20))
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    with torch.no_grad():
+        states[1]["model"][2].weight[33, 7] += 1
+    shared = sum(t.nbytes for s in (states[0],) for t in _tensors(s))
+    turns = -(-shared // (24 << 10))
+    assert turns > 2
+    for step in range(2, 2 + turns):
+        handles = save_all(opened, step, states)
+        try:
+            for handle in handles:
+                handle.wait(timeout=MAX_WAIT_S)
+        except CaptureError:
+            refused(handles, r"model\.2\.weight is on ranks 0, 2 not what it is on rank 1: ")
+            break
+    else:
+        pytest.fail("it was never found")
+    close_all(opened)
+
+
+def _tensors(state: State) -> list[torch.Tensor]:
+    held = [t for s in state["optimizer"].state.values() for t in s.values()]
+    return [*state["model"].parameters(), *held]
+
+
+class LocalSGD:
+    """Replicas that train apart, and exchange their parameters every three steps; what the inner optimizer has stays
+    with each."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], wrap: str) -> None:
+        self.states = []
+        for rank in range(3):
+            torch.manual_seed(rank + 10)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            self.states.append({"model": model, "optimizer": make(model.parameters())})
+        self.wrap = wrap
+        self.exchange()
+
+    def exchange(self) -> None:
+        with torch.no_grad():
+            for same in zip(*(s["model"].parameters() for s in self.states), strict=True):
+                mean = torch.stack(same).mean(0)
+                for one in same:
+                    one.copy_(mean)
+
+    def step(self, number: int) -> None:
+        for rank, state in enumerate(self.states):
+            train(state, 10 * number + rank)
+        if number % 3 == 0:
+            self.exchange()
+
+    def given(self) -> list[State]:
+        own = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "model")}[self.wrap]
+        return [
+            {k: tierfall.item(v, on_resize="per_rank") if k in own else v for k, v in s.items()}
+            for s in self.states
+        ]
+
+    def now(self) -> list[list[torch.Tensor]]:
+        return [[t.detach().clone() for t in _tensors(state)] for state in self.states]
+
+
+def assert_comes_back(
+    opened: list[Any], step: int, fresh: LocalSGD, had: list[list[torch.Tensor]]
+) -> None:
+    """Restore a step on all ranks, and compare what each gets with what it had."""
+    calls = zip(opened, fresh.given(), strict=True)
+    reports = on_all([lambda c=c, s=s: c.restore(s, step=step) for c, s in calls])  # type: ignore[misc]
+    assert [report.step for report in reports] == [step] * len(opened)
+    for expected, found in zip(had, fresh.now(), strict=True):
+        assert all(map(torch.equal, expected, found)), f"step {step}"
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrap", "first", "failed", "copies"),
+    [
+        (sgd, "none", 1, [1], 3),
+        (sgd, "none", 2, [2], 3),
+        (sgd, "none", 3, [], 1),
+        (adam, "none", 3, [3], 3),
+        (adam, "optimizer", 1, [1], 3),
+        (adam, "optimizer", 3, [], 1),
+        (adam, "all", 2, [], 3),
+    ],
+)
+def test_a_local_sgd_loop_gets_back_what_each_rank_had_at_each_step_that_was_saved(
+    make: Any,
+    wrap: str,
+    first: int,
+    failed: list[int],
+    copies: int,
+    tmp_path: Path,
+    ranks: list[Ranks],
+) -> None:
+    loop = LocalSGD(make, wrap)
+    opened = open_all(tmp_path, ranks)
+    had: dict[int, list[list[torch.Tensor]]] = {}
+    for number in range(1, 12):
+        loop.step(number)
+        if number % 3 == first % 3:
+            handles = save_all(opened, number, loop.given())
+            if number in failed:
+                refused(handles)
+                continue
+            for handle in handles:
+                handle.wait(timeout=MAX_WAIT_S)
+            had[number] = loop.now()
+    last = max(had)
+    assert written(tmp_path, last) == copies
+    assert len(had) + len(failed) == len(range(first, 12, 3))
+    fresh = LocalSGD(make, wrap)
+    for step, tensors in had.items():
+        assert_comes_back(opened, step, fresh, tensors)
+    close_all(opened)
+
+
+def test_a_difference_at_the_first_step_after_a_shared_one_is_found_whenever_that_is(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    """Saves follow each other without a wait: those under way meanwhile are no mixture either."""
+    opened = open_all(tmp_path, ranks)
+    loop = LocalSGD(sgd, "none")
+    had, handles = {}, {}
+    for number in range(3, 12):
+        loop.step(number)
+        had[number] = loop.now()
+        handles[number] = save_all(opened, number, loop.given())
+    outcomes = {}
+    for number, all_of in handles.items():
+        ends = on_all([lambda h=h: h.wait(timeout=2 * MAX_WAIT_S) for h in all_of])
+        assert len(set(map(type, ends))) == 1, "all ranks end alike"
+        outcomes[number] = ends[0] is None
+    assert outcomes[3]
+    assert not outcomes[4]
+    assert outcomes[11]
+    fresh = LocalSGD(sgd, "none")
+    for step in (number for number, saved in outcomes.items() if saved):
+        assert_comes_back(opened, step, fresh, had[step])
+    close_all(opened)
+
+
+def test_replicas_share_for_ever_whatever_else_differs_between_them(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    """Not a number is like itself, buffers and random states are each rank's own, and what is frozen stays."""
+    states = [replica(rank) for rank in range(3)]
+    for rank, state in enumerate(states):
+        state["model"][0].weight.requires_grad_(False)
+        state["model"][2].bias.data[3:] = float("nan")
+        state["noise"] = torch.full((100,), float(rank))
+        state["generator"] = torch.Generator().manual_seed(rank)
+    opened = open_all(tmp_path, ranks)
+    for step in range(1, 16):
+        for rank, state in enumerate(states):
+            torch.manual_seed(100 * step + rank)
+            train(state, step)
+            state["model"][1].running_mean.fill_(step + rank)
+            state["noise"] += rank
+        save_whole(opened, step, states)
+        assert written(tmp_path, step) == 1
+    close_all(opened)
+
+
+def test_replicas_share_on_after_a_save_that_one_rank_failed(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    real = Capturer._capture
+
+    def fail(self: Capturer, snapshot: Any) -> None:
+        if self is opened[1]._capturer and snapshot.id.step == 2:
+            raise CaptureError("on purpose")
+        real(self, snapshot)
+
+    monkeypatch.setattr(Capturer, "_capture", fail)
+    first, failed, third = save_all(opened, 2, states)
+    assert isinstance(failed, CaptureError)
+    refused([first, third], "rank 1: on purpose")
+    for step in (3, 4):
+        save_whole(opened, step, states)
+        assert written(tmp_path, step) == 1
+    with torch.no_grad():
+        states[2]["model"][0].weight.mul_(2)
+    refused(save_all(opened, 5, states), r"model\.0\.weight is on ranks 0, 1 not what")
+    close_all(opened)
+
+
+def test_after_a_start_all_is_compared_again(tmp_path: Path, ranks: list[Ranks]) -> None:
+    states = [replica(rank) for rank in range(3)]
+    opened = open_all(tmp_path, ranks)
+    save_whole(opened, 1, states)
+    for rank, state in enumerate(states):
+        train(state, rank)
+    refused(save_all(opened, 2, states))
+    save_whole(opened, 3, states)
+    kill_all(opened)
+    with restarted(tmp_path) as (opened, fresh, reports):
+        assert [report.step for report in reports] == [3, 3, 3]
+        assert_same(fresh, states)
+        refused(save_all(opened, 4, fresh))
+        save_whole(opened, 5, fresh)
+        opened_at = [info.step for info in opened[0].checkpoints()]
+        assert opened_at == [1, 3, 5]
+
+
+def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_start(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are killed before the tensor is named: the images were never sealed."""
+    from tierfall.core.scheduler.dividing import Divider
+
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    wait_sealed(opened)
+    asked: list[Any] = []
+    monkeypatch.setattr(Divider, "_all_digests", lambda self, id, bodies: asked.append(id))
+    for rank, state in enumerate(states):
+        train(state, rank)
+    handles = save_all(opened, 2, states)
+    deadline = MAX_WAIT_S / 2
+    with pytest.raises(TimeoutError):
+        handles[0].wait(timeout=deadline)
+    assert asked
+    assert not any(handle.done("host") for handle in handles)
+    kill_all(opened)
+    monkeypatch.undo()
+    with restarted(tmp_path) as (_, _, reports):
+        assert [report.step for report in reports] == [1, 1, 1]
+
+
+def test_state_of_each_rank_that_others_hold_otherwise_is_named_when_their_number_changes(
+    tmp_path: Path, ranks: list[Ranks]
+) -> None:
+    opened = open_all(tmp_path, ranks)
+    states = [replica(rank) for rank in range(3)]
+    save_whole(opened, 1, states)
+    for rank, state in enumerate(states):
+        train(state, rank)
+    refused(save_all(opened, 2, states))
+    save_whole(opened, 3, states)
+    close_all(opened)
+    with network(["a", "a"]) as two:
+        fewer = open_all(tmp_path, two)
+        fresh = [{"model": replica(9, seed=2)["model"]} for _ in range(2)]
+        outcomes = restore_all(fewer, fresh)
+        assert all(isinstance(one, TierfallError) for one in outcomes), outcomes
+        assert "model." in str(outcomes[0])
+        close_all(fewer)
