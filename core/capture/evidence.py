@@ -16,7 +16,7 @@ from tierfall.core.capture.barrier import Barrier
 from tierfall.core.capture.samples import is_sampled
 from tierfall.core.errors import StateChangedError
 from tierfall.core.image import StateView
-from tierfall.core.image.view import DECLARED
+from tierfall.core.image.view import DECLARED, UNSHARED
 from tierfall.core.values import Changes, CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -78,7 +78,7 @@ class Evidence:
         if not self._checked or self._frozen_change:
             frozen.clear()
         # Where the loop itself waits for the capture before each change, it does so whatever it changes.
-        trusted = None if self._barrier.bracketed else covered | frozen | {DECLARED}
+        trusted = None if self._barrier.bracketed else covered | frozen | {DECLARED, UNSHARED}
         key = (view.structure, view.changes, view.owners, trusted, self._changed)
         if self._chosen is None or self._chosen[0] != key:
             self._chosen = (key, self._choose(view, trusted))

@@ -7,17 +7,19 @@ keeps its name.
 
 from __future__ import annotations
 
+import bisect
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from tierfall.core.image import codec, naming
+from tierfall.core.image import codec, naming, tensors
 from tierfall.core.image.item import Item
 from tierfall.core.image.sharded import local_tensor
 from tierfall.core.image.view import NO_OWNER
@@ -46,6 +48,7 @@ class ModuleScan:
     _bare: dict[str, str] | None = None
     _raw: dict[str, str] | None = None
     _owners: dict[str, nn.Module] | None = None
+    _extents: list[tuple[int, int, str]] | None = None
     _kinds: dict[type[nn.Module], str | None] = field(default_factory=dict)
 
     def visit(self, module: nn.Module, raw: str, bare: str) -> None:
@@ -116,13 +119,33 @@ class ModuleScan:
         found_key = self._by_pointer(tensor)
         return None if found_key is None else self.parameters.get(found_key)
 
-    def owners_of(self, keys: Sequence[str], values: Sequence[object]) -> list[int]:
-        """Return for each entry of the state_dict the id of the parameter whose memory it is, or NO_OWNER."""
+    def owners_of(self, state: Mapping[str, object]) -> list[int]:
+        """Return for each entry of the state_dict the id of the parameter that its memory is, or is a part of, or
+        NO_OWNER."""
         owners = []
-        for key, value in zip(keys, values, strict=True):
-            found = self.parameter_of(key, value) if isinstance(value, torch.Tensor) else None
+        for key, value in state.items():
+            found = None
+            if isinstance(value, torch.Tensor):
+                found = self.parameter_of(key, value)
+                found = self._whole_of(value) if found is None else found
             owners.append(NO_OWNER if found is None else id(found))
         return owners
+
+    def _whole_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
+        """Return the parameter of which a tensor, as a hook makes it, is a view in part."""
+        if not _address(tensor):
+            return None
+        if self._extents is None:
+            self._extents = sorted(
+                (*tensors.span(local), key)
+                for key, each in self.parameters.items()
+                if _address(each) and (local := local_tensor(each)).is_contiguous()
+            )
+        start, end = tensors.span(local_tensor(tensor))
+        at = bisect.bisect_right(self._extents, start, key=itemgetter(0)) - 1
+        if at < 0 or end > self._extents[at][1]:
+            return None
+        return self.parameters[self._extents[at][2]]
 
     def owner_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the parameter or buffer whose memory a tensor of the state_dict is; None where it is a copy."""

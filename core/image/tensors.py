@@ -5,7 +5,10 @@ It knows torch's kinds of tensor and nothing of states, names or layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -222,10 +225,55 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether the spans of memory of two tensors, each from its first to its last element, have bytes in common."""
     if one.device != other.device or not one.numel() or not other.numel():
         return False
-    (start, end), (other_start, other_end) = _span(one), _span(other)
+    (start, end), (other_start, other_end) = span(one), span(other)
     return start < other_end and other_start < end
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where the memory of a tensor that is not empty begins and ends."""
     start = tensor.data_ptr()
     return start, start + _reach(tensor) * tensor.element_size()
+
+
+def unshared(made: Mapping[str, Any], keys: Sequence[str]) -> frozenset[str]:
+    """Of the tensors at some keys of a dict, return the keys of those that the dict alone holds, and their memory
+    alone: once nobody but the caller has the dict, nobody can change them. Where that is not sure, a key is left out.
+    """
+    if type(made) not in (dict, OrderedDict) or sys.getrefcount(made) > _HELD_DICT:
+        return frozenset()
+    found = set()
+    for key in keys:
+        tensor = made[key]
+        if not isinstance(tensor, torch.Tensor) or sys.getrefcount(tensor) > _HELD_TENSOR:
+            continue
+        if _holds_memory_alone(getattr(tensor, "_local_tensor", tensor)):
+            found.add(key)
+    return frozenset(found)
+
+
+_HELD_DICT = 3
+"""References to a dict that its maker's caller holds in a variable: that one, the parameter, and the one of the
+question."""
+_HELD_TENSOR = 3
+"""References to a tensor that one dict holds: that one, the loop's variable, and the one of the question."""
+
+
+def _holds_memory_alone(tensor: torch.Tensor) -> bool:
+    """Say whether no other tensor, in Python or below, reads this memory, nor what lent it to torch, nor another
+    process."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    if getattr(tensor, "_use_count", _unknown)() != 1:
+        return False
+    storage = tensor.untyped_storage()
+    alone: bool = torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
+    return alone and storage.resizable() and not (tensor.is_cpu and storage.is_shared())
+
+
+_STORAGE_USES = 2
+"""Uses of a storage that one tensor reads: its own, and the Python object through which is asked."""
+
+
+def _unknown() -> int:
+    """How often a tensor is used, where this version of torch does not tell."""
+    return sys.maxsize

@@ -40,6 +40,8 @@ NO_OWNER = -1
 """The owner of a tensor that no optimizer's step is known to change."""
 DECLARED = 0
 """The owner of a tensor that the user wrapped in ``item(..., changes="on_step")``."""
+UNSHARED = -2
+"""The owner of a tensor that a state_dict hook made, and that nothing but the view holds: nobody can change it."""
 
 
 class SourceTensor(NamedTuple):
@@ -60,14 +62,14 @@ class SourceTensor(NamedTuple):
 class StateView:
     """A state at one moment: its tensors (aliases resolved), and its values written down.
 
-    Of each tensor, in columns: itself, detached (``sources``), its address in bytes (``pointers``), when it may change,
-    whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state; DECLARED;
-    NO_OWNER), its place, whether its elements can be copied as they lie (``plain``), the strides of one that is dense
-    and not contiguous (``strides``), and where it lies in a tensor of several ranks (``pieces``). ``parameters`` are
-    those of all modules in the state, and bare ones: by id, the name and itself. ``rules`` say by name what becomes of
-    entries when the number of ranks changes, where it is not the default. ``types`` are the classes of optimizers and
-    of other objects with a state_dict, by name. ``structure`` holds all that a layout depends on: equal structures have
-    equal layouts.
+    Of each tensor, in columns: itself, detached (``sources``), its address in bytes (``pointers``), when it may
+    change, whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state;
+    DECLARED; UNSHARED; NO_OWNER), its place, whether its elements can be copied as they lie (``plain``), the strides
+    of one that is dense and not contiguous (``strides``), and where it lies in a tensor of several ranks (``pieces``).
+    ``parameters`` are those of all modules in the state, and bare ones: by id, the name and itself. ``rules`` say by
+    name what becomes of entries when the number of ranks changes, where it is not the default. ``types`` are the
+    classes of optimizers and of other objects with a state_dict, by name. ``structure`` holds all that a layout
+    depends on: equal structures have equal layouts.
     """
 
     names: tuple[str, ...]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierfall.core.errors import CaptureError
-from tierfall.core.image import arrays, codec, modules, naming, optimizers, random_state
+from tierfall.core.image import arrays, codec, modules, naming, optimizers, random_state, tensors
 from tierfall.core.image.codec import Coded
 from tierfall.core.image.item import Item, OnResize
 from tierfall.core.image.modules import Scans
@@ -30,7 +30,7 @@ from tierfall.core.image.sharded import (
     is_sharded,
 )
 from tierfall.core.image.taking import Taking
-from tierfall.core.image.view import NO_OWNER, Node, StateView
+from tierfall.core.image.view import NO_OWNER, UNSHARED, Node, StateView
 from tierfall.core.words import with_article
 
 T = TypeVar("T")
@@ -302,8 +302,11 @@ class _Walk:
             )
         keys = tuple(state)
         about = ("module", keys, scan.signature(), self.taking.ruled, self.taking.owner)
+        owners = scan.owners_of(state)
+        made = [key for key, owner in zip(keys, owners, strict=True) if owner == NO_OWNER]
+        if alone := tensors.unshared(state, made):
+            owners = [UNSHARED if key in alone else o for key, o in zip(keys, owners, strict=True)]
         met = list(state.values())
-        owners = scan.owners_of(keys, met)
         if any_sharded(met):
             met, about = self.taking.local_parts(met, about, trail)
         node = self._recalled_or(
