@@ -19,6 +19,7 @@ import pytest
 import typer
 import yaml
 
+from tests.steps import wait_until
 from tierfall.demo import command, s3_server
 from tierfall.demo.process import DemoError
 
@@ -114,7 +115,7 @@ def test_server_stops_when_the_demo_is_interrupted(tmp_path: Path) -> None:
         assert demo.wait() not in (0, -signal.SIGKILL), "".join(said)
         watchdog.cancel()
     assert not answers(object_tier(folder)["options"]["endpoint_url"])
-    assert processes_in(folder) == 0
+    wait_until(lambda: processes_in(folder) == 0, "its trainer ends, too")
     host = yaml.safe_load((folder / "tiers.yaml").read_text())["tiers"][0]
     assert not Path(host["folder"]).exists()
 

@@ -22,6 +22,7 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
+from tierfall.core.capture import storage_watch
 from tierfall.core.capture.storage_watch import METHODS
 
 pytestmark = pytest.mark.usefixtures("small_segments")
@@ -32,8 +33,15 @@ def methods() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def untouched() -> Iterator[None]:
-    """Whatever a test does, torch is as it was afterwards."""
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does, torch is as it was afterwards. A run that a test elsewhere left open is put aside."""
+    for name, (original, _) in storage_watch._wrapped.items():
+        if original is None:
+            monkeypatch.delattr(torch.UntypedStorage, name)
+        else:
+            monkeypatch.setattr(torch.UntypedStorage, name, original)
+    monkeypatch.setattr(storage_watch, "_watches", [])
+    monkeypatch.setattr(storage_watch, "_wrapped", {})
     before = methods()
     yield
     assert methods() == before
