@@ -13,17 +13,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect nothing inside, in no thread; afterwards as before. Not for anything that may wait.
-
-    What was made inside counts as old afterwards: to look at each of it would take as long again.
-    """
+    """Collect nothing inside, in no thread; afterwards as before. Not for anything that may wait."""
     was_on = gc.isenabled()
     try:
         gc.disable()
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # what somebody froze is to stay so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()

@@ -296,7 +296,7 @@ class Saver:
         found = next(known, None)
         if found is None:
             cutting = Cutting(layout, view, self._config.chunk_bytes, places, lazy)
-            found = cutting, CheckPlan(cutting, layout, view)
+            found = cutting, CheckPlan(cutting, view)
             self._cuttings.appendleft(found)
         return found[0], None if self._config.capture.verify is Verify.OFF else found[1]
 

@@ -240,6 +240,8 @@ class Arena:
             if self._shared.closed:
                 return
             self._shared.closed = True
+            for region in self._shared.living.values():
+                region.let_go()
             self._shared.living.clear()
             try:
                 if not keep and self._shared.file.writable:

@@ -205,6 +205,10 @@ class Region:
                 self._view = memoryview(b"")
                 del self._shared.living[self._slot]
 
+    def let_go(self) -> None:
+        """The arena is closed: hold its memory no longer. Whoever holds this region may do so for long."""
+        self._view = memoryview(b"")
+
     @contextlib.contextmanager
     def _changing(self, doing: str) -> Iterator[ControlBlock]:
         """Guard a change of this living region's control block."""

@@ -2,13 +2,16 @@
 
 A lazy capture copies the state while the training goes on. Whether the image holds the state as it was at save, only
 bytes read at save can tell: a write that came before the copy is in the image and in the live tensor alike. So save()
-reads about a hundred cache lines of each tensor in host memory, evenly spread, and short tensors whole; on a device it
-enqueues a sum over each tensor; and it digests as many whole ranges, in rotation, as the time allowed for that takes.
-The capture thread compares them with the image before that is sealed.
+reads about a hundred cache lines of each piece that is copied in one go, in host memory: the first, the last, and
+others evenly spread; short pieces it reads whole. On a device it enqueues a sum over each tensor. And it digests as
+many whole ranges, in rotation, as the time allowed for that takes. The capture thread compares them with the image
+before that is sealed.
 
-An even spread finds each write to one contiguous percent of a tensor, and each write to a percent of its elements at
-random with a probability of 1 - 1e-7. Addresses are read through one array over the range of memory from the first
-tensor to the last, so that one call reads all lines: a call for each tensor would take longer than the reads.
+An even spread finds each write to one contiguous percent of a piece, and each write to a percent of its elements at
+random with a probability of 1 - 1e-7. A piece that is copied while all of it is written to holds some of the write at
+its beginning, or at its end, however little that is. Addresses are read through one array over the range of memory
+from the first tensor to the last, so that one call reads all lines: a call for each tensor would take longer than the
+reads.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from numpy.typing import NDArray
 
 from tierfall.core.capture.cutting import HOST, Cutting, Piece
 from tierfall.core.capture.sources import Sources
-from tierfall.core.image import Layout, StateView, as_bytes
+from tierfall.core.image import StateView, as_bytes
 from tierfall.core.own_memory import LINE_BYTES, Memory
 from tierfall.core.streams import CopyStream
 
@@ -38,18 +41,18 @@ logger = logging.getLogger("tierfall")
 Integers = NDArray[np.int64]
 Order = tuple[tuple[int, ...], tuple[int, ...], int]
 
-LINES_MAX = 101
-"""Lines of one tensor: their distance is a percent of it. The number is odd, so that in a matrix whose rows are a power
-of two long they do not lie in one column."""
-LINES_MIN = 9
+LINES_MAX = 103
+"""Lines of one piece: the first, the last, and 101 whose distance is a percent of it. That number is odd, so that in a
+matrix whose rows are a power of two long they do not lie in one column."""
+LINES_MIN = 11
 LINES_ALL = 1 << 18
-"""Lines of all tensors: 16 MiB of samples."""
-TENSOR_S = 1.7e-6
-"""What the samples may take at save, for each tensor: fewer lines are read where they take longer."""
+"""Lines of all pieces: 16 MiB of samples."""
+PIECE_S = 1.7e-6
+"""What the samples may take at save, for each piece: fewer lines are read where they take longer."""
 EDGES_BELOW_BYTES = 16 << 10
-"""A shorter tensor is sampled up to its very ends, which are no whole lines."""
+"""A shorter piece is sampled up to its very ends, which are no whole lines."""
 NOW_LINES = 2
-"""So many lines of a tensor are read again at the barrier."""
+"""So many lines of a piece are read again at the barrier."""
 DRAW_SERVES = 8
 """So many images are compared in the same places."""
 RANGE_BYTES = 1 << 20
@@ -58,10 +61,12 @@ RANGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A tensor in host memory as it is sampled: its number in the state, where its bytes begin in the image (in the
-    data), their number, and, where its elements do not lie in order, shape, strides and item size."""
+    """A piece of a tensor in host memory as it is sampled: the tensor's number in the state, where the piece begins in
+    the tensor and in the image (in the data), its length in bytes, and, of a tensor whose elements do not lie in order,
+    which is one piece, shape, strides and item size."""
 
     index: int
+    offset: int
     start: int
     bytes: int
     order: Order | None
@@ -79,8 +84,8 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """The places of one draw: for each line its tensor and its offset there, in bytes; the same for single bytes;
-    where both lie in the image's data; and which lines are read at the barrier. It holds for tensors whose addresses
+    """The places of one draw: for each line its piece and its offset there, in bytes; the same for single bytes;
+    where both lie in the image's data; and which lines are read at the barrier. It holds for pieces whose addresses
     have these ``remainders`` by the length of a line."""
 
     remainders: Integers
@@ -97,7 +102,7 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A draw for tensors at certain ``addresses``: the numbers of the lines, and of the bytes, in ``memory``."""
+    """A draw for pieces at certain ``addresses``: the numbers of the lines, and of the bytes, in ``memory``."""
 
     addresses: Integers
     memory: Memory
@@ -108,26 +113,27 @@ class _Placed:
 
 
 class SamplePlan:
-    """Where the tensors of one layout are sampled. ``used`` may be called by any thread."""
+    """Where the tensors of one layout are sampled, piece by piece. ``used`` may be called by any thread."""
 
-    def __init__(self, tensors: Sequence[Sampled]) -> None:
+    def __init__(self, pieces: Sequence[Sampled]) -> None:
         # Those in order first, those of one alignment in the image together: each group is compared by one call.
-        self._tensors = sorted(tensors, key=lambda t: (t.order is not None, t.start % LINE_BYTES))
-        self.numbers = np.array([t.index for t in self._tensors], dtype=np.int64)
-        self._starts = np.array([t.start for t in self._tensors], dtype=np.int64)
-        self._sizes = np.array([t.bytes for t in self._tensors], dtype=np.int64)
-        self._ordered = sum(t.order is None for t in self._tensors)
-        self._lines = _lines_at_most(len(tensors))
+        self._pieces = sorted(pieces, key=lambda p: (p.order is not None, p.start % LINE_BYTES))
+        self.numbers = np.array([p.index for p in self._pieces], dtype=np.int64)
+        self._offsets = np.array([p.offset for p in self._pieces], dtype=np.int64)
+        self._starts = np.array([p.start for p in self._pieces], dtype=np.int64)
+        self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
+        self._ordered = sum(p.order is None for p in self._pieces)
+        self._lines = _lines_at_most(len(pieces))
         self._line_s = math.inf
         self._uses = 0
         self._placed: _Placed | None = None
 
     def take(self, pointers: array[int]) -> Samples | None:
         """Read the samples of tensors at these addresses, given by their numbers; None where there are none."""
-        if not self._tensors:
+        if not self._pieces:
             return None
         placed = self._placed
-        addresses = _addresses(pointers, self.numbers)
+        addresses = _addresses(pointers, self.numbers) + self._offsets
         if placed is None or not np.array_equal(placed.addresses, addresses):
             placed = self._placed = self._place(addresses, None if placed is None else placed.draw)
         began = time.perf_counter()
@@ -140,14 +146,14 @@ class SamplePlan:
 
     def used(self) -> None:
         """An image was compared. From time to time other places are chosen, so that what changes in a pattern is not
-        missed each time, and as many as keep to TENSOR_S."""
+        missed each time, and as many as keep to PIECE_S."""
         placed = self._placed
         self._uses += 1
         if placed is None or self._uses % DRAW_SERVES != 1:
             return
-        allowed_s = TENSOR_S * len(self._tensors)
+        allowed_s = PIECE_S * len(self._pieces)
         wanted = self._lines * allowed_s / max(1e-9, self._line_s * len(placed.lines))
-        most = _lines_at_most(len(self._tensors))
+        most = _lines_at_most(len(self._pieces))
         self._lines = int(max(LINES_MIN, min(most, wanted))) | 1
         self._placed = self._place(placed.addresses, None)
 
@@ -173,8 +179,7 @@ class SamplePlan:
         counts = np.minimum(whole, self._lines)
         lines_of, nth = spread(counts)
         phase = int.from_bytes(os.urandom(4), "little") / 2**32
-        distance = whole[lines_of] / np.maximum(1, counts)[lines_of]
-        lines_at = head[lines_of] + ((nth + phase) * distance).astype(np.int64) * LINE_BYTES
+        lines_at = head[lines_of] + _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
         short = self._sizes < EDGES_BELOW_BYTES
         tails_at = head + whole * LINE_BYTES
         head_of, head_at = spread(np.where(short, head, 0))
@@ -194,13 +199,13 @@ class SamplePlan:
             now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
         )
 
-    def in_image(self, tensors: Integers, offsets: Integers) -> Integers:
-        """Say where in the image's data bytes of tensors lie, given by their offsets in memory."""
-        found = self._starts[tensors] + offsets
-        for number in np.unique(tensors[tensors >= self._ordered]):
-            order = self._tensors[number].order
+    def in_image(self, pieces: Integers, offsets: Integers) -> Integers:
+        """Say where in the image's data bytes of pieces lie, given by their offsets in memory."""
+        found = self._starts[pieces] + offsets
+        for number in np.unique(pieces[pieces >= self._ordered]):
+            order = self._pieces[number].order
             assert order is not None
-            here = tensors == number
+            here = pieces == number
             found[here] = self._starts[number] + logical_offsets(offsets[here], *order)
         return found
 
@@ -225,10 +230,10 @@ class Samples:
             if not torch.equal(held, lines[first:last]):
                 found |= _where(draw.lines_of[first:last], (held != lines[first:last]).any(1))
         if draw.in_order < len(lines):
-            tensors = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
+            pieces = np.repeat(draw.lines_of[draw.in_order :], LINE_BYTES)
             offsets = draw.lines_at[draw.in_order :, None] + np.arange(LINE_BYTES)
-            at = torch.from_numpy(self._plan.in_image(tensors, offsets.ravel()))
-            found |= _where(tensors, data[at] != lines[draw.in_order :].flatten())
+            at = torch.from_numpy(self._plan.in_image(pieces, offsets.ravel()))
+            found |= _where(pieces, data[at] != lines[draw.in_order :].flatten())
         return self._numbers(found)
 
     def changed_now(self) -> list[int]:
@@ -239,11 +244,11 @@ class Samples:
             held = self._lines.index_select(0, torch.from_numpy(placed.draw.now))
             if torch.equal(lines, held):
                 return []
-            tensors = placed.draw.lines_of[placed.draw.now]
-            return self._numbers(_where(tensors, (lines != held).any(1)))
+            pieces = placed.draw.lines_of[placed.draw.now]
+            return self._numbers(_where(pieces, (lines != held).any(1)))
 
     def _numbers(self, found: set[int]) -> list[int]:
-        return sorted(int(self._plan.numbers[tensor]) for tensor in found)
+        return sorted({int(self._plan.numbers[piece]) for piece in found})
 
 
 class Ranges:
@@ -368,8 +373,17 @@ def _addresses(pointers: array[int], numbers: Integers) -> Integers:
     return np.frombuffer(pointers, dtype=np.uint64).astype(np.int64)[numbers]
 
 
-def _lines_at_most(tensors: int) -> int:
-    return max(LINES_MIN, min(LINES_MAX, LINES_ALL // max(1, tensors))) | 1
+def _lines_at_most(pieces: int) -> int:
+    return max(LINES_MIN, min(LINES_MAX, LINES_ALL // max(1, pieces))) | 1
+
+
+def _spread_lines(nth: Integers, counts: Integers, whole: Integers, phase: float) -> Integers:
+    """Return the offset, in bytes, of the ``nth`` of so many lines of a piece that has ``whole`` lines: the first, the
+    last, and the others evenly between."""
+    distance = whole / np.maximum(1, counts - 2)
+    lines = ((nth - 1 + phase) * distance).astype(np.int64)
+    lines = np.where(nth == 0, 0, np.where(nth == counts - 1, whole - 1, lines))
+    return np.where(counts == whole, nth, lines) * LINE_BYTES
 
 
 def logical_offsets(
@@ -429,17 +443,16 @@ def _where(tensors: Integers, differs: torch.Tensor) -> set[int]:
 class CheckPlan:
     """How the images of one cutting are checked against the state at save."""
 
-    def __init__(self, cutting: Cutting, layout: Layout, view: StateView) -> None:
-        lazy = set(cutting.lazy)
+    def __init__(self, cutting: Cutting, view: StateView) -> None:
         pieces = [piece for segment in cutting.segments for piece in segment]
+        here = [piece for piece in pieces if piece.place == HOST]
         self.samples = SamplePlan(
             [
-                Sampled(slot.index, slot.start, slot.end - slot.start, _order(view, slot.index))
-                for slot in layout.slots
-                if slot.index in lazy and is_sampled(view, slot.index)
+                Sampled(p.index, p.source_start, p.start, p.end - p.start, _order(view, p.index))
+                for p in here
+                if is_sampled(view, p.index)
             ]
         )
-        here = [p for p in pieces if p.place == HOST]
         orders = {p.index: order for p in here if (order := _order(view, p.index)) is not None}
         self.ranges = Ranges([p for p in here if view.plain[p.index] or p.index in orders], orders)
         self.on_devices = {

@@ -33,6 +33,7 @@ class Sources:
         self._trails = view.trails
         self.pointers = view.pointers
         self._lazy = lazy
+        self._replaced: set[int] = set()
         self._watched = [self._tensors[index] for index in lazy]
         self._versions = _versions(self._watched)
 
@@ -42,6 +43,7 @@ class Sources:
     def replace(self, piece: Piece, copy: torch.Tensor) -> None:
         """Read a copy from now on, which nobody else knows."""
         self._tensors[piece.index] = copy
+        self._replaced.add(piece.index)
 
     def release(self) -> None:
         self._tensors, self._watched = [], []
@@ -53,7 +55,7 @@ class Sources:
         to, of = [], []
         with torch.inference_mode(False), torch.no_grad():
             for piece in segment:
-                source = self._tensors[piece.index]
+                source = self._held(piece.index)
                 if not self._plain[piece.index]:
                     place = targets.flat(piece.start, piece.end)
                     copy_whole(place, source, non_blocking=non_blocking)
@@ -76,8 +78,16 @@ class Sources:
             for piece, target in pieces_in(memory, segment):
                 self._read(piece, target)
 
+    def _held(self, index: int) -> torch.Tensor:
+        """Return an alias of a tensor, which keeps the memory until it was read: ``.data`` of what an optimizer keeps
+        may be replaced at any moment, and what it was is freed then. Raises StateChangedError where it was already."""
+        alias = self._tensors[index].detach()
+        if index not in self._replaced and alias.data_ptr() != self.pointers[index]:
+            self.refuse([index])
+        return alias
+
     def _read(self, piece: Piece, target: torch.Tensor) -> None:
-        source = self._tensors[piece.index]
+        source = self._held(piece.index)
         if self._plain[piece.index]:
             target.copy_(_part(source, piece))
         else:

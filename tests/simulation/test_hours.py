@@ -13,8 +13,8 @@ from tests.simulation.hour import run_hour
 from tierfall.core.values import LossClass
 from tierfall.policies.cadence import Bound
 
-HOURS = 800
-BLOCKS = 80
+HOURS = 320
+BLOCKS = 32
 
 
 @cache

@@ -10,8 +10,8 @@ import pytest
 from tests.simulation.many_hour import run_many_hour
 from tierfall.policies.cadence import Bound
 
-HOURS = 200
-BLOCKS = 50
+HOURS = 80
+BLOCKS = 20
 
 
 @cache

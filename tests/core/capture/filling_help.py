@@ -74,7 +74,7 @@ def make(
         cutting=cutting,
         view=view,
         on_progress=progress,
-        check=CheckPlan(cutting, layout, view),
+        check=CheckPlan(cutting, view),
         check_s=digest_s,
     )
     made.append(Made(filling, layout, view, memory, chunk_bytes))

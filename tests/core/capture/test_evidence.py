@@ -23,6 +23,7 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.steps import wait_until
+from tierfall import saving
 from tierfall.core.errors import StateChangedError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.values import SaveOutcome
@@ -56,6 +57,41 @@ def failed(handle: SaveHandle) -> BaseException:
     error = handle.exception()
     assert error is not None
     return error
+
+
+@pytest.mark.parametrize("at", ["beginning", "end"])
+@pytest.mark.parametrize("chunk", [0, 9, 16])
+def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
+    make_config: MakeConfig,
+    held: Held,
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    at: str,
+) -> None:
+    """As a swap of all weights leaves it that runs beside the copy, and is undone before the step."""
+    monkeypatch.setattr(saving, "DIGEST_UNKNOWN_S", 0.0)
+    monkeypatch.setattr(saving, "DIGEST_SHARE", 0.0)
+    trainer = Trainer()
+    trainer.model = nn.Sequential(nn.Linear(40, 40), nn.Linear(512, 520, bias=False))
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.state = {"wide": trainer.model[1], "optimizer": trainer.optimizer}
+    trainer.backward = lambda: trainer.model[0](torch.ones(40)).sum().backward()  # type: ignore[method-assign]
+    weight: Any = trainer.model[1].weight
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        elements = weight.data.view(-1)[chunk * 16384 :][:16384]
+        edge = elements[:48] if at == "beginning" else elements[-48:]
+        kept = edge.clone()
+        edge.zero_()
+        held.free.set()
+        snapshot = ckpt._capturer._current
+        assert snapshot is not None
+        wait_until(lambda: snapshot.filling.copied, "all is copied")
+        edge.copy_(kept)
+        trainer.step()
+        assert isinstance(failed(handle), StateChangedError)
 
 
 def test_an_average_that_may_change_at_any_time_leaves_the_rest_lazy_and_nothing_is_said(

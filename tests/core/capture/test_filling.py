@@ -432,7 +432,7 @@ def test_digests_come_round_to_every_byte() -> None:
     view = describe(lazily(w=(source := noise(3 << 20))))
     layout = plan_layout(view)
     cut = cutting.Cutting(layout, view, 4 * KIB)
-    ranges = CheckPlan(cut, layout, view).ranges
+    ranges = CheckPlan(cut, view).ranges
     data = memoryview(bytearray(layout.data_bytes))
     for slot in layout.slots:
         data[slot.start : slot.end] = raw(view.sources[slot.index])

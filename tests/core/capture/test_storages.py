@@ -22,8 +22,11 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
+from tests.steps import wait_until
 from tierfall.core.capture import storage_watch
 from tierfall.core.capture.storage_watch import METHODS
+from tierfall.core.errors import StateChangedError
+from tierfall.core.values import SaveOutcome
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -133,6 +136,34 @@ def test_what_is_freed_under_capture_is_copied_first(
         lazy_save(ckpt, trainer, 3)
     assert_same(saved(tmp_path / "disk", 2), before)
     assert_same(saved(tmp_path / "disk", 3), after)
+
+
+def test_memory_whose_tensor_gets_another_one_is_read_to_its_end(
+    make_config: MakeConfig, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``.data`` of moments is replaced, which frees what they had, in the middle of the call that copies them."""
+    trainer = Trainer()
+    copy, read = torch._foreach_copy_, []
+
+    def replace_meanwhile(to: Any, of: list[torch.Tensor], **words: Any) -> None:
+        before = [source.data_ptr() for source in of]
+        for moments in trainer.optimizer.state.values():
+            moments["exp_avg"].data = torch.zeros(1)
+        assert [source.data_ptr() for source in of] == before, "the copy would read freed memory"
+        read.append(len(of))
+        copy(to, of, **words)
+
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.hold()
+        handle = lazy_save(ckpt, trainer, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_copy_", replace_meanwhile)
+            held.free.set()
+            wait_until(lambda: handle.outcome is not SaveOutcome.PENDING, "the save ends")
+        assert read
+        with pytest.raises(StateChangedError, match="exp_avg"):
+            handle.captured(timeout=PATIENCE_S)
 
 
 def test_storages_that_are_not_captured_wait_for_nothing(
