@@ -6,6 +6,7 @@ It knows torch's kinds of tensor and nothing of states, names or layouts.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -266,12 +267,16 @@ def _holds_memory_alone(tensor: torch.Tensor) -> bool:
     if getattr(tensor, "_use_count", _unknown)() != 1:
         return False
     storage = tensor.untyped_storage()
+    if sys.getrefcount(storage) > _HELD_STORAGE or weakref.getweakrefcount(tensor):
+        return False
     alone: bool = torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
     return alone and storage.resizable() and not (tensor.is_cpu and storage.is_shared())
 
 
 _STORAGE_USES = 2
 """Uses of a storage that one tensor reads: its own, and the Python object through which is asked."""
+_HELD_STORAGE = 3
+"""References to that object: the storage's own, the variable, and the one of the question."""
 
 
 def _unknown() -> int:

@@ -3,6 +3,7 @@ fixed when save() returns."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,27 @@ def kept_views_of_copies(weight: torch.Tensor, kept: list[Any]) -> dict[str, Any
     return made
 
 
+def kept_storages(weight: torch.Tensor, kept: list[Any]) -> dict[str, Any]:
+    made = copies(weight, kept)
+    kept[:] = [part.untyped_storage() for part in made.values()]
+    return made
+
+
+def kept_typed_storages(weight: torch.Tensor, kept: list[Any]) -> dict[str, Any]:
+    made = copies(weight, kept)
+    kept[:] = [
+        torch.TypedStorage(wrap_storage=part.untyped_storage(), dtype=part.dtype, _internal=True)
+        for part in made.values()
+    ]
+    return made
+
+
+def weakly_kept(weight: torch.Tensor, kept: list[Any]) -> dict[str, Any]:
+    made = copies(weight, kept)
+    kept[:] = map(weakref.ref, made.values())
+    return made
+
+
 def kept_arrays(weight: torch.Tensor, kept: list[Any]) -> dict[str, Any]:
     kept[:] = [part.numpy().copy() for part in weight.chunk(3, 0)]
     return dict(zip(KEYS, map(torch.from_numpy, kept), strict=True))
@@ -125,6 +147,16 @@ class FusedTrainer(Trainer):
         return {key: part.clone() for key, part in zip(KEYS, weight.chunk(3, 0), strict=True)}
 
 
+def zero(held: Any) -> None:
+    if isinstance(held, torch.TypedStorage):
+        held = held._untyped_storage
+    if isinstance(held, torch.UntypedStorage):
+        held = torch.empty(0).set_(held)  # type: ignore[call-overload]
+    if isinstance(held, weakref.ref):
+        held = held()
+    torch.as_tensor(held).data.zero_()
+
+
 @pytest.mark.parametrize("split", [views, copies])
 def test_what_a_hook_makes_is_captured_lazily_and_is_as_it_was_at_save(
     make_config: MakeConfig,
@@ -148,7 +180,17 @@ def test_what_a_hook_makes_is_captured_lazily_and_is_as_it_was_at_save(
 
 @pytest.mark.parametrize(
     "split",
-    [kept_copies, kept_views_of_copies, kept_arrays, kept_dict, in_shared_memory, lent_by_dlpack],
+    [
+        kept_copies,
+        kept_views_of_copies,
+        kept_storages,
+        kept_typed_storages,
+        weakly_kept,
+        kept_arrays,
+        kept_dict,
+        in_shared_memory,
+        lent_by_dlpack,
+    ],
 )
 def test_what_a_hook_made_and_something_else_holds_is_fixed_when_save_returns(
     make_config: MakeConfig,
@@ -166,9 +208,8 @@ def test_what_a_hook_made_and_something_else_holds_is_fixed_when_save_returns(
         assert [lazily[f"fused.{key}"] for key in KEYS] == [False] * 3
         assert lazily["model.0.weight"]
         for each in fused.kept:
-            parts = [*each.values()] if isinstance(each, dict) else [each]
-            for part in parts:
-                torch.as_tensor(part).data.zero_()
+            for part in each.values() if isinstance(each, dict) else [each]:
+                zero(part)
         held.free.set()
         trainer.step()
         handle.wait(timeout=PATIENCE_S)
