@@ -25,8 +25,9 @@ help:
 demo: .venv/.installed
 	$(BIN)/tierfall demo
 
+# Hundreds of tests start a Python of their own: without bytecode on disk, each would compile the package anew.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -44,7 +45,7 @@ simulate: .venv/.installed-dev
 	$(BIN)/python -m tests.simulation --first $(FIRST) --seeds $(SEEDS)
 
 torture: .venv/.installed-dev
-	$(BIN)/python -m pytest -m torture tests/crash tests/distributed
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m torture
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist tierfall.egg-info

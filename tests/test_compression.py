@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import zstandard
 
 import tierfall
+from tests.cli.cli_kit import run
 from tierfall.core.errors import RestoreError
 from tierfall.core.values import CopyState
 from tierfall.tiers.image_writer import PackedImageWriter
@@ -178,8 +178,8 @@ def test_verify_finds_damage_in_what_is_packed(
         ckpt.save(1, weights(), block=True)
     path = tmp_path / "config.yaml"
     path.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "tierfall", "verify", "--config", str(path), "--json"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    command = ["verify", "--config", str(path), "--json"]
+    assert run(command).code == 0
     image = image_on(tmp_path / "small")
     (record,) = image.parent.glob("*.stored.json")
     target = record if file == "record" else image
@@ -189,9 +189,9 @@ def test_verify_finds_damage_in_what_is_packed(
     else:
         data[-3 if file == "tail" else len(data) // 3] ^= 1
     target.write_bytes(data)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout
-    assert target.name in done.stdout
+    answer = run(command)
+    assert answer.code == 1, answer.out
+    assert target.name in answer.out
 
 
 def test_a_record_that_vouches_for_frames_elsewhere_is_refused(

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import tierfall
+from tests.cli.cli_kit import run
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tests.steps import blank, open_elsewhere, state_of, step_in, wait_until
 from tests.throttling_proxy import ThrottlingProxy
@@ -101,8 +102,9 @@ def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
 # What it is for ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("driver", "codec"), [("obstore", "none"), ("fsspec", "zstd"), ("obstore", "planes")]
+)
 def test_a_run_whose_node_is_gone_restores_from_the_store_alone_in_a_fresh_process(
     with_store: Make, tmp_path: Path, memory: Path, driver: str, codec: str
 ) -> None:
@@ -238,8 +240,7 @@ def sent_bytes(ckpt: tierfall.Checkpointer) -> int:
     return sum(n for edge, n in ckpt.statistics().edge_bytes.items() if edge.endswith("->store"))
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize(("driver", "codec"), [("obstore", "zstd"), ("fsspec", "none")])
 def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_more(
     make_config: Make,
     own_server: SeaweedFS,
@@ -408,6 +409,7 @@ def test_credentials_stand_nowhere(
     tmp_path: Path,
     memory: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
     config = with_store(disk={})
@@ -430,25 +432,12 @@ def test_credentials_stand_nowhere(
     options = {**options, "key": "${env:TEST_KEY}", "secret": "${env:TEST_SECRET}"}
     config["tiers"][-1]["options"] = options
     path.write_text(json.dumps(config))
+    monkeypatch.setenv("TEST_KEY", KEY)
     for environment in (SECRET, "wrong" + SECRET):
+        monkeypatch.setenv("TEST_SECRET", environment)
         for command in ("ls", "show 1", "verify", "check", "prune --dry-run"):
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "tierfall",
-                    *command.split(),
-                    "--config",
-                    str(path),
-                    "--json",
-                ],
-                capture_output=True,
-                text=True,
-                env={**os.environ, "TEST_KEY": KEY, "TEST_SECRET": environment},
-                check=False,
-                timeout=PATIENCE_S,
-            )
-            told += [done.stdout, done.stderr]
+            answer = run([*command.split(), "--config", str(path), "--json"])
+            told += [answer.out, answer.err]
     told += [record.getMessage() for record in caplog.records]
     for text in told:
         assert SECRET not in text
@@ -577,12 +566,12 @@ MEMORY = """
 
 @pytest.mark.parametrize(
     ("driver", "codec", "mib"),
-    [("obstore", "none", 1536), ("obstore", "planes", 512), ("fsspec", "none", 512)],
+    [("obstore", "none", 512), ("obstore", "planes", 512), ("fsspec", "none", 512)],
 )
 def test_a_flush_takes_no_more_memory_than_parts_times_parallel_calls(
     with_store: Make, tmp_path: Path, driver: str, codec: str, mib: int
 ) -> None:
-    """Chunks of 16 MiB, four of which are on their way at once; a 1.5 GiB image.
+    """Chunks of 16 MiB, four of which are on their way at once; a 512 MiB image.
 
     obstore's side sends them from where they lie, s3fs copies each, and whoever packs holds for each thread the planes,
     a frame and a part of 8 MiB, and one frame more.

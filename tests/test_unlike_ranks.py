@@ -292,7 +292,8 @@ def test_replicas_share_on_after_a_save_that_one_rank_failed(
 
     monkeypatch.setattr(Capturer, "_capture", fail)
     first, failed, third = save_all(opened, 2, states)
-    assert isinstance(failed, CaptureError)
+    if not isinstance(failed, CaptureError):  # save() has copied all before the other thread failed
+        refused([failed], "on purpose")
     refused([first, third], "rank 1: on purpose")
     for step in (3, 4):
         save_whole(opened, step, states)

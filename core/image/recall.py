@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tierfall.core.image.modules import KnownTree
-from tierfall.core.image.naming import Trail
-from tierfall.core.image.sharded import Piece
-from tierfall.core.values import Changes
 
 BLOCK = 256
 """So many tensors are looked at in one go: what is known of them stays in a core's cache from question to question."""
@@ -58,28 +55,35 @@ def look(tensors: Sequence[torch.Tensor]) -> Looks | None:
     return looks
 
 
+class Columns(NamedTuple):
+    """What a table knows of its tensors, beside themselves, their addresses and owners. Lists in a walk that is under
+    way, tuples thereafter."""
+
+    names: Any
+    dtypes: Any
+    shapes: Any
+    changes: Any
+    trails: Any
+    plain: Any
+    strides: Any
+    pieces: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A run of tensors in a walk's table, beginning at number ``first``, and the node that stands for them.
 
     ``about`` is what else has to be equal for the same tensors to mean the same; ``picked`` says which of those that
-    were met are stored, where some were aliases of others; ``first_at`` maps addresses to numbers.
+    were met are stored, in their order, where it is not each in turn; ``first_at`` maps addresses to numbers.
     """
 
     first: int
     about: tuple[Any, ...]
     looks: Looks
     node: Any
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    columns: Columns
     pointers: array[int]
-    changes: tuple[Changes, ...]
-    trails: tuple[Trail, ...]
-    plain: tuple[bool, ...]
-    strides: tuple[tuple[int, ...] | None, ...]
-    pieces: tuple[Piece | None, ...]
-    picked: tuple[int, ...]
+    picked: tuple[int, ...] | None
     first_at: dict[int, int]
 
     def is_again(self, first: int, about: tuple[Any, ...], looks: Looks) -> bool:
@@ -88,11 +92,14 @@ class Part:
 
 
 class Recall:
-    """The parts of the walk before, by the name that each stands at, and the module trees that it met."""
+    """The parts of the walk before, by the name that each stands at, and the module trees that it met; the columns of
+    its table, where there were no aliases but in parts, and the parts by their first numbers there."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
         self.trees: dict[str, KnownTree] = {}
+        self.columns: Columns | None = None
+        self.parts_at: dict[int, Part] = {}
 
     def part(self, name: str) -> Part | None:
         return self._parts.get(name)

@@ -14,7 +14,7 @@ import torch
 
 from tierfall.core.image import tensors
 from tierfall.core.image.naming import Trail
-from tierfall.core.image.recall import Part, look
+from tierfall.core.image.recall import Columns, Part, Recall, look
 from tierfall.core.image.sharded import Piece
 from tierfall.core.image.view import NO_OWNER
 from tierfall.core.values import Changes
@@ -23,23 +23,24 @@ T = TypeVar("T")
 
 
 class TensorTable:
-    """Numbers tensors in the order in which they are met. Plain lists: this is the inner loop of every save."""
+    """Numbers tensors in the order in which they are met. Plain lists: this is the inner loop of every save.
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.dtypes: list[torch.dtype] = []
-        self.shapes: list[tuple[int, ...]] = []
+    As long as a walk meets what the one before met, row for row, the columns are that one's, and none is written.
+    """
+
+    def __init__(self, recall: Recall) -> None:
         self.tensors: list[torch.Tensor] = []
         self.pointers = array("Q")
-        self.changes: list[Changes] = []
         self.owners: list[int] = []
-        self.trails: list[Trail] = []
-        self.plain: list[bool] = []
-        self.strides: list[tuple[int, ...] | None] = []
-        self.pieces: list[Piece | None] = []
+        self._recall = recall
+        self._repeated = recall.columns
+        """The columns of the walk before, as long as this one repeats it."""
+        self._columns = Columns([], [], [], [], [], [], [], [])
+        self._parts: dict[int, Part] = {}
         self._taken: set[str] = set()
         self._first_at: dict[int, int] = {}
         self._more_at: dict[int, list[int]] = {}
+        self._has_aliases = False
 
     def add(
         self,
@@ -58,32 +59,32 @@ class TensorTable:
         ``alone``. ``piece`` says where it lies in a tensor that several ranks hold together, ``owner`` whose step
         changes it (``StateView.owners``)."""
         pointer = tensor.data_ptr()
-        number = len(self.names)
-        if pointer and tensor.numel() and not alone:
-            first = self._first_at.setdefault(pointer, number)
-            if first != number:
-                alias = self._alias(pointer, first, tensor, dtype, shape)
-                if alias is not None and self.pieces[alias] == piece:
-                    if changes is Changes.ANYTIME:
-                        self.changes[alias], self.owners[alias] = changes, NO_OWNER
-                    return alias
-                self._more_at.setdefault(pointer, []).append(number)
-        if name in self._taken:
-            # Only keys that a state_dict made up can meet. No key has a bare %, so this name is free.
-            name = f"{name}%d{number}"
-        self._taken.add(name)
-        self.names.append(name)
-        self.dtypes.append(dtype)
-        self.shapes.append(shape)
+        number = len(self.tensors)
+        address = pointer if tensor.numel() and not alone else 0
+        plain = tensors.is_plain(tensor, dtype)
+        strides = None if plain else tensors.dense_strides(tensor)
+        row = (name, dtype, shape, changes, trail, plain, strides, piece)
+        if self._repeats(number, row, address):
+            if address:
+                self._first_at[address] = number
+        else:
+            self._depart()
+            alias = self._alias(address, number, tensor, row) if address else None
+            if alias is not None:
+                self._has_aliases = True
+                if changes is Changes.ANYTIME:
+                    self._columns.changes[alias] = changes
+                    self.owners[alias] = NO_OWNER
+                return alias
+            if name in self._taken:
+                # Only keys that a state_dict made up can meet. No key has a bare %, so this name is free.
+                row = (f"{name}%d{number}", *row[1:])
+            self._taken.add(row[0])
+            for column, value in zip(self._columns, row, strict=True):
+                column.append(value)
         self.tensors.append(tensor)
         self.pointers.append(pointer)
-        self.changes.append(changes)
         self.owners.append(owner)
-        self.trails.append(trail)
-        plain = tensors.is_plain(tensor, dtype)
-        self.plain.append(plain)
-        self.strides.append(None if plain else tensors.dense_strides(tensor))
-        self.pieces.append(piece)
         return number
 
     def part(
@@ -93,8 +94,9 @@ class TensorTable:
 
         None where ``met`` are not what was stored, or one was stored before.
         """
+        self._depart()
         looks = look(met)
-        if looks is None or any(dtype.is_complex for dtype in self.dtypes[first:]):
+        if looks is None or any(dtype.is_complex for dtype in self._columns.dtypes[first:]):
             return None  # whether a complex one is conjugated, looks do not tell
         places = {id(tensor): place for place, tensor in enumerate(met)}
         picked = [places.get(id(tensor)) for tensor in self.tensors[first:]]
@@ -103,62 +105,104 @@ class TensorTable:
             return None
         if not self._more_at.keys().isdisjoint(first_at):  # several begin at one address
             return None
-        return Part(
+        part = self._parts[first] = Part(
             first=first,
             about=about,
             looks=looks._replace(shapes=_once(looks.shapes), strides=_once(looks.strides)),
             node=node,
-            names=tuple(self.names[first:]),
-            dtypes=tuple(self.dtypes[first:]),
-            shapes=tuple(self.shapes[first:]),
+            columns=Columns(*(tuple(column[first:]) for column in self._columns)),
             pointers=self.pointers[first:],
-            changes=tuple(self.changes[first:]),
-            trails=tuple(self.trails[first:]),
-            plain=tuple(self.plain[first:]),
-            strides=tuple(self.strides[first:]),
-            pieces=tuple(self.pieces[first:]),
-            picked=tuple(picked),  # type: ignore[arg-type]
+            picked=None if picked == [*range(len(met))] else tuple(picked),  # type: ignore[arg-type]
             first_at=first_at,
         )
+        return part
 
     def take(self, part: Part, met: Sequence[torch.Tensor], owners: Sequence[int]) -> bool:
         """Take the tensors of a part in again, with the ``owners`` of all that were ``met``; False where one of them,
         or of their names, stands here already."""
-        if not self._taken.isdisjoint(part.names) or not self._first_at.keys().isdisjoint(
-            part.first_at
-        ):
+        first = len(self.tensors)
+        # What stood beside it at the walk before, and is where it was, is not to be compared with it again.
+        repeats = self._repeated is not None and self._recall.parts_at.get(first) is part
+        if not repeats:
+            self._depart()
+        if not self._first_at.keys().isdisjoint(part.first_at.keys()):
             return False
-        self._taken.update(part.names)
-        self._first_at.update(part.first_at)
-        self.names += part.names
-        self.dtypes += part.dtypes
-        self.shapes += part.shapes
+        if not repeats:
+            if not self._taken.isdisjoint(part.columns.names):
+                return False
+            self._take_columns(part)
+        self._parts[first] = part
         self.pointers += part.pointers
-        self.changes += part.changes
-        self.trails += part.trails
-        self.plain += part.plain
-        self.strides += part.strides
-        self.pieces += part.pieces
-        self.tensors += [met[place] for place in part.picked]
-        self.owners += [owners[place] for place in part.picked]
+        if part.picked is None:
+            self.tensors += met
+            self.owners += owners
+        else:
+            self.tensors += [met[place] for place in part.picked]
+            self.owners += [owners[place] for place in part.picked]
         return True
 
+    def finish(self) -> Columns:
+        """Return the columns of all that was met, which the next walk may repeat."""
+        if self._repeated is None or len(self._repeated.names) != len(self.tensors):
+            self._depart()
+            columns = Columns(*map(tuple, self._columns))
+        else:
+            columns = self._repeated
+        self._recall.columns = None if self._has_aliases else columns
+        self._recall.parts_at = self._parts
+        return columns
+
+    # ---- the walk before
+
+    def _repeats(self, number: int, row: tuple[Any, ...], address: int) -> bool:
+        """Say whether a row is what stood there at the walk before, and no alias. An ``address`` of 0 is none."""
+        before = self._repeated
+        return (
+            before is not None
+            and number < len(before.names)
+            and row == tuple(column[number] for column in before)
+            and address not in self._first_at
+            and not any(address in part.first_at for part in self._parts.values())
+        )
+
+    def _depart(self) -> None:
+        """Write down what was met so far: from here on this walk is another than the one before."""
+        before, self._repeated = self._repeated, None
+        if before is None:
+            return
+        for column, rows in zip(self._columns, before, strict=True):
+            column.extend(rows[: len(self.tensors)])
+        self._taken.update(self._columns.names)
+        for part in self._parts.values():
+            self._first_at.update(part.first_at)
+
+    def _take_columns(self, part: Part) -> None:
+        for column, rows in zip(self._columns, part.columns, strict=True):
+            column.extend(rows)
+        self._taken.update(part.columns.names)
+        self._first_at.update(part.first_at)
+
     def _alias(
-        self,
-        pointer: int,
-        first: int,
-        tensor: torch.Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
+        self, address: int, number: int, tensor: torch.Tensor, row: tuple[Any, ...]
     ) -> int | None:
+        """Return the number of an earlier tensor that is the same memory, read alike; else note that another begins
+        here."""
+        _, dtype, shape, _, _, _, _, piece = row
+        first = self._first_at.setdefault(address, number)
+        if first == number:
+            return None
+        columns = self._columns
         other: int
-        for other in (first, *self._more_at.get(pointer, ())):
+        for other in (first, *self._more_at.get(address, ())):
             if (
-                self.dtypes[other] is dtype
-                and self.shapes[other] == shape
+                columns.dtypes[other] is dtype
+                and columns.shapes[other] == shape
                 and tensors.same_memory(self.tensors[other], tensor)
             ):
-                return other
+                if columns.pieces[other] == piece:
+                    return other
+                break
+        self._more_at.setdefault(address, []).append(number)
         return None
 
 

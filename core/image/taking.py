@@ -14,6 +14,7 @@ from torch import nn
 from tierfall.core.image import codec, tensors
 from tierfall.core.image.codec import Coded
 from tierfall.core.image.naming import Trail
+from tierfall.core.image.recall import Recall
 from tierfall.core.image.refusing import refusal, refuse
 from tierfall.core.image.sharded import Blocks, Piece, Unsharded, is_sharded, local_part
 from tierfall.core.image.table import TensorTable
@@ -28,8 +29,8 @@ class Taking:
     parameter the state is (``owner``: its id; NO_OWNER elsewhere).
     """
 
-    def __init__(self, values: list[Coded]) -> None:
-        self.table = TensorTable()
+    def __init__(self, values: list[Coded], recall: Recall) -> None:
+        self.table = TensorTable(recall)
         self.ruled: Changes | None = None
         self.owner = NO_OWNER
         self._values = values

@@ -77,7 +77,7 @@ class StateView:
     pointers: array[int]
     changes: tuple[Changes, ...]
     owners: tuple[int, ...]
-    trails: list[Trail]
+    trails: tuple[Trail, ...]
     plain: tuple[bool, ...]
     strides: tuple[tuple[int, ...] | None, ...]
     parameters: Mapping[int, tuple[str, nn.Parameter]]

@@ -54,16 +54,15 @@ def describe(
     tree = walk.state(state, with_random=with_random)
     walk.end()
     table = walk.table
-    names, dtypes, shapes = tuple(table.names), tuple(table.dtypes), tuple(table.shapes)
-    pieces, strides = tuple(table.pieces), tuple(table.strides)
+    names, dtypes, shapes, changes, trails, plain, strides, pieces = table.finish()
     return StateView(
         names=names,
         sources=table.tensors,
         pointers=table.pointers,
-        changes=tuple(table.changes),
+        changes=changes,
         owners=tuple(table.owners),
-        trails=table.trails,
-        plain=tuple(table.plain),
+        trails=trails,
+        plain=plain,
         strides=strides,
         parameters=scans.parameters,
         optimizers=tuple(walk.optimizers),
@@ -98,7 +97,7 @@ class _Walk:
         self._recall = recall
         self._recalled: set[str] = set()
         self.values: list[Coded] = []
-        self.taking = Taking(self.values)
+        self.taking = Taking(self.values, recall)
         self.table = self.taking.table
         self.rules: dict[str, OnResize] = {}
         self.types: dict[str, str] = {}
@@ -333,7 +332,7 @@ class _Walk:
         entries = [tree.tensors[at] for at in known.entries_at]
         met = [*map(torch.Tensor.detach, entries)]  # type: ignore[arg-type]
         looks = look(met)
-        if looks is None or not part.is_again(len(self.table.names), part.about, looks):
+        if looks is None or not part.is_again(len(self.table.tensors), part.about, looks):
             return None
         owners = [*map(id, entries)]
         for place in known.buffers:
@@ -352,7 +351,7 @@ class _Walk:
         walk: Callable[[], Node],
     ) -> Node:
         """Return the node that stood for these tensors at the last walk, or walk them and remember it."""
-        first = len(self.table.names)
+        first = len(self.table.tensors)
         part = self._recall.part(name)
         self._recalled.add(name)
         looks = look(met) if part is not None else None

@@ -13,7 +13,7 @@ from tests.simulation.hour import run_hour
 from tierfall.core.values import LossClass
 from tierfall.policies.cadence import Bound
 
-HOURS = 320
+HOURS = 160
 BLOCKS = 32
 
 

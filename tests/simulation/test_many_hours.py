@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.many_hour import run_many_hour
 from tierfall.policies.cadence import Bound
 
-HOURS = 80
+HOURS = 40
 BLOCKS = 20
 
 

@@ -119,6 +119,22 @@ def alias_from_outside_later(run: Run) -> None:
     run.state["again"] = tierfall.item(run.model.norm.weight.detach(), changes="anytime")
 
 
+def loose_elsewhere(run: Run) -> None:
+    run.state["loose"] = run.loose.clone()
+
+
+def loose_twice(run: Run) -> None:
+    run.state["again"] = run.loose
+
+
+def loose_read_otherwise(run: Run) -> None:
+    run.state["loose"] = run.loose.view(2, 3)
+
+
+def loose_within_parameter(run: Run) -> None:
+    run.state["loose"] = run.model.square.weight.detach().view(-1)[:6]
+
+
 def take_its_name(run: Run) -> None:
     run.model.first.register_buffer("weight%d9", torch.ones(1))
     run.model.register_buffer("norm%", torch.ones(1))
@@ -209,6 +225,10 @@ KINDS: list[Callable[[Run], None]] = [
     tie,
     alias_from_outside,
     alias_from_outside_later,
+    loose_elsewhere,
+    loose_twice,
+    loose_read_otherwise,
+    loose_within_parameter,
     take_its_name,
     come_earlier,
     come_earlier_with_a_value,
@@ -245,6 +265,19 @@ def test_changes_one_upon_the_other_are_seen(first: Callable[[Run], None]) -> No
     for change in (first, swap_storage, come_earlier, rate, fresh_moments, alias_from_outside):
         change(run)
         assert seen(describe(run.state, recall)) == seen(describe(run.state))
+
+
+@pytest.mark.parametrize("alias", [alias_from_outside, alias_from_outside_later, loose_twice])
+def test_an_alias_that_goes_leaves_nothing(alias: Callable[[Run], None]) -> None:
+    run, recall = Run(), Recall()
+    for _ in range(2):
+        alias(run)
+        for _ in range(3):
+            assert seen(describe(run.state, recall)) == seen(describe(run.state))
+        run.state.pop("again", None)
+        run.state["loose"] = run.loose
+        for _ in range(3):
+            assert seen(describe(run.state, recall)) == seen(describe(run.state))
 
 
 @pytest.mark.parametrize("change", [nothing, values_only, rate, freeze])
@@ -292,10 +325,18 @@ def test_tied_weights_are_recalled_as_one() -> None:
     describe(run.state, recall)
     part = recall.part("model")
     assert isinstance(part, Part)
-    assert "model.norm.bias" not in part.names
+    assert "model.norm.bias" not in part.columns.names
     view = describe(run.state, recall)
     assert recall.part("model") is part
     assert seen(view) == seen(describe(run.state))
+
+
+def test_walks_that_find_the_same_share_what_they_wrote() -> None:
+    """To compare what is one object takes no time, whatever it holds."""
+    run, recall = Run(), Recall()
+    first, second = describe(run.state, recall), describe(run.state, recall)
+    assert first.names is second.names
+    assert first.trails is second.trails
 
 
 def test_nothing_is_kept_alive_between_walks() -> None:
