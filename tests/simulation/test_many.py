@@ -1,6 +1,6 @@
 """Many lives of a run of several ranks, drawn by seeds: whatever happens to one of them, they agree, and all ends well.
 
-``TIERFALL_MANY_HISTORIES`` says how many (default 10), ``TIERFALL_MANY_FIRST`` from which seed on.
+``TIERFALL_MANY_HISTORIES`` says how many (default 24), ``TIERFALL_MANY_FIRST`` from which seed on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.simulation.many_history import run_many
 
 BLOCKS = 1
-HISTORIES = int(os.environ.get("TIERFALL_MANY_HISTORIES", "10"))
+HISTORIES = int(os.environ.get("TIERFALL_MANY_HISTORIES", "24"))
 FIRST = int(os.environ.get("TIERFALL_MANY_FIRST", "0"))
 EVENTS = 250
 
