@@ -56,13 +56,14 @@ def look(tensors: Sequence[torch.Tensor]) -> Looks | None:
 
 
 class Columns(NamedTuple):
-    """What a table knows of its tensors, beside themselves, their addresses and owners. Lists in a walk that is under
-    way, tuples thereafter."""
+    """What a table knows of its tensors, beside themselves and their addresses. Lists in a walk that is under way,
+    tuples thereafter."""
 
     names: Any
     dtypes: Any
     shapes: Any
     changes: Any
+    owners: Any
     trails: Any
     plain: Any
     strides: Any
@@ -73,12 +74,14 @@ class Columns(NamedTuple):
 class Part:
     """A run of tensors in a walk's table, beginning at number ``first``, and the node that stands for them.
 
-    ``about`` is what else has to be equal for the same tensors to mean the same; ``picked`` says which of those that
-    were met are stored, in their order, where it is not each in turn; ``first_at`` maps addresses to numbers.
+    ``about`` is what else has to be equal for the same tensors to mean the same, and ``owners`` those of all that were
+    met; ``picked`` says which of these are stored, in their order, where it is not each in turn; ``first_at`` maps
+    addresses to numbers.
     """
 
     first: int
     about: tuple[Any, ...]
+    owners: list[int]
     looks: Looks
     node: Any
     columns: Columns
@@ -86,9 +89,14 @@ class Part:
     picked: tuple[int, ...] | None
     first_at: dict[int, int]
 
-    def is_again(self, first: int, about: tuple[Any, ...], looks: Looks) -> bool:
+    def is_again(self, first: int, about: tuple[Any, ...], owners: list[int], looks: Looks) -> bool:
         """Say whether tensors that look so, met at the same place of a walk, are this part."""
-        return self.first == first and self.about == about and self.looks == looks
+        return (
+            self.first == first
+            and self.about == about
+            and self.owners == owners
+            and self.looks == looks
+        )
 
 
 class Recall:

@@ -31,11 +31,10 @@ class TensorTable:
     def __init__(self, recall: Recall) -> None:
         self.tensors: list[torch.Tensor] = []
         self.pointers = array("Q")
-        self.owners: list[int] = []
         self._recall = recall
         self._repeated = recall.columns
         """The columns of the walk before, as long as this one repeats it."""
-        self._columns = Columns([], [], [], [], [], [], [], [])
+        self._columns = Columns([], [], [], [], [], [], [], [], [])
         self._parts: dict[int, Part] = {}
         self._taken: set[str] = set()
         self._first_at: dict[int, int] = {}
@@ -63,7 +62,7 @@ class TensorTable:
         address = pointer if tensor.numel() and not alone else 0
         plain = tensors.is_plain(tensor, dtype)
         strides = None if plain else tensors.dense_strides(tensor)
-        row = (name, dtype, shape, changes, trail, plain, strides, piece)
+        row = (name, dtype, shape, changes, owner, trail, plain, strides, piece)
         if self._repeats(number, row, address):
             if address:
                 self._first_at[address] = number
@@ -74,7 +73,7 @@ class TensorTable:
                 self._has_aliases = True
                 if changes is Changes.ANYTIME:
                     self._columns.changes[alias] = changes
-                    self.owners[alias] = NO_OWNER
+                    self._columns.owners[alias] = NO_OWNER
                 return alias
             if name in self._taken:
                 # Only keys that a state_dict made up can meet. No key has a bare %, so this name is free.
@@ -84,11 +83,15 @@ class TensorTable:
                 column.append(value)
         self.tensors.append(tensor)
         self.pointers.append(pointer)
-        self.owners.append(owner)
         return number
 
     def part(
-        self, first: int, about: tuple[Any, ...], met: Sequence[torch.Tensor], node: Any
+        self,
+        first: int,
+        about: tuple[Any, ...],
+        owners: list[int],
+        met: Sequence[torch.Tensor],
+        node: Any,
     ) -> Part | None:
         """Describe the tensors from number ``first`` on, which came from ``met``, so that they may be recalled.
 
@@ -108,6 +111,7 @@ class TensorTable:
         part = self._parts[first] = Part(
             first=first,
             about=about,
+            owners=owners,
             looks=looks._replace(shapes=_once(looks.shapes), strides=_once(looks.strides)),
             node=node,
             columns=Columns(*(tuple(column[first:]) for column in self._columns)),
@@ -117,9 +121,9 @@ class TensorTable:
         )
         return part
 
-    def take(self, part: Part, met: Sequence[torch.Tensor], owners: Sequence[int]) -> bool:
-        """Take the tensors of a part in again, with the ``owners`` of all that were ``met``; False where one of them,
-        or of their names, stands here already."""
+    def take(self, part: Part, met: Sequence[torch.Tensor]) -> bool:
+        """Take the tensors of a part in again, out of all that were ``met``; False where one of them, or of their
+        names, stands here already."""
         first = len(self.tensors)
         # What stood beside it at the walk before, and is where it was, is not to be compared with it again.
         repeats = self._repeated is not None and self._recall.parts_at.get(first) is part
@@ -133,12 +137,7 @@ class TensorTable:
             self._take_columns(part)
         self._parts[first] = part
         self.pointers += part.pointers
-        if part.picked is None:
-            self.tensors += met
-            self.owners += owners
-        else:
-            self.tensors += [met[place] for place in part.picked]
-            self.owners += [owners[place] for place in part.picked]
+        self.tensors += met if part.picked is None else [met[place] for place in part.picked]
         return True
 
     def finish(self) -> Columns:
@@ -187,7 +186,7 @@ class TensorTable:
     ) -> int | None:
         """Return the number of an earlier tensor that is the same memory, read alike; else note that another begins
         here."""
-        _, dtype, shape, _, _, _, _, piece = row
+        _, dtype, shape, _, _, _, _, _, piece = row
         first = self._first_at.setdefault(address, number)
         if first == number:
             return None

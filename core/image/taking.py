@@ -5,7 +5,6 @@ What an image cannot take is refused, with its path. It knows nothing of contain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,12 +120,6 @@ class Taking:
             return self.ruled, DECLARED if self.ruled is Changes.ON_STEP else NO_OWNER
         owner = self.owner if owner == NO_OWNER else owner
         return (Changes.ANYTIME if owner == NO_OWNER else Changes.ON_STEP), owner
-
-    def ruled_owners(self, owners: Sequence[int]) -> Sequence[int]:
-        """Return the owners of many tensors as ``rule`` has them."""
-        if self.ruled is None and self.owner == NO_OWNER:
-            return owners
-        return [self.rule(owner)[1] for owner in owners]
 
     def add(
         self,

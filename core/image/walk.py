@@ -54,13 +54,13 @@ def describe(
     tree = walk.state(state, with_random=with_random)
     walk.end()
     table = walk.table
-    names, dtypes, shapes, changes, trails, plain, strides, pieces = table.finish()
+    names, dtypes, shapes, changes, owners, trails, plain, strides, pieces = table.finish()
     return StateView(
         names=names,
         sources=table.tensors,
         pointers=table.pointers,
         changes=changes,
-        owners=tuple(table.owners),
+        owners=owners,
         trails=trails,
         plain=plain,
         strides=strides,
@@ -331,13 +331,13 @@ class _Walk:
             return None
         entries = [tree.tensors[at] for at in known.entries_at]
         met = [*map(torch.Tensor.detach, entries)]  # type: ignore[arg-type]
-        looks = look(met)
-        if looks is None or not part.is_again(len(self.table.tensors), part.about, looks):
-            return None
         owners = [*map(id, entries)]
         for place in known.buffers:
             owners[place] = NO_OWNER
-        if not self.table.take(part, met, self.taking.ruled_owners(owners)):
+        looks, first = look(met), len(self.table.tensors)
+        if looks is None or not part.is_again(first, part.about, owners, looks):
+            return None
+        if not self.table.take(part, met):
             return None
         self._recalled.add(name)
         return part.node
@@ -347,7 +347,7 @@ class _Walk:
         name: str,
         about: tuple[Any, ...],
         met: list[Any],
-        owners: Sequence[int],
+        owners: list[int],
         walk: Callable[[], Node],
     ) -> Node:
         """Return the node that stood for these tensors at the last walk, or walk them and remember it."""
@@ -355,14 +355,16 @@ class _Walk:
         part = self._recall.part(name)
         self._recalled.add(name)
         looks = look(met) if part is not None else None
-        if part is not None and looks is not None and part.is_again(first, about, looks):
-            taken = self.table.take(part, met, self.taking.ruled_owners(owners))
-            if taken:
+        if part is not None and looks is not None:
+            again = part.is_again(first, about, owners, looks)
+            if again and self.table.take(part, met):
                 return part.node
         values = len(self.values)
         node = walk()
-        again = len(self.values) == values and self.table.part(first, about, met, node)
-        self._recall.keep(name, again or None)
+        known = None
+        if len(self.values) == values:
+            known = self.table.part(first, about, owners, met, node)
+        self._recall.keep(name, known)
         return node
 
     def _module_anew(
