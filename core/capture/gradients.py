@@ -19,17 +19,22 @@ import torch
 logger = logging.getLogger("tierfall")
 
 OPTIMIZERS_MAX = 8
+PARAMETERS_MAX = 256
+"""So many of a group are looked at, to find a small one."""
 
 
 @dataclass(slots=True)
 class _Look:
-    """A parameter, its gradient at its optimizer's last step, and an unused one at a save since, with the save's step.
+    """The ``place`` of a parameter in its optimizer (group, number), its gradient at the last step, and an unused one
+    at a save since, with the save's step.
 
-    ``used`` is None where that is not known."""
+    ``used`` is None where that is not known. The gradients are held until the next step, and so are small ones; a weak
+    reference to a tensor would keep ``torch.utils.swap_tensors`` from working on it.
+    """
 
-    parameter: torch.Tensor
-    used: weakref.ref[torch.Tensor] | None = None
-    saved: tuple[weakref.ref[torch.Tensor], int] | None = None
+    place: tuple[int, int]
+    used: torch.Tensor | None = None
+    saved: tuple[torch.Tensor, int] | None = None
 
 
 class GradientWatch:
@@ -43,32 +48,32 @@ class GradientWatch:
 
     def saving(self, step: int, parameters: Container[int]) -> None:
         """A state is saved as ``step``; ``parameters`` are the ids of those in it."""
-        for look in list(self._looks.values()):
-            gradient = look.parameter.grad
-            if gradient is None or look.used is None or gradient is look.used():
+        for optimizer, look in list(self._looks.items()):
+            parameter = _parameter_at(optimizer, look.place)
+            gradient = _gradient_of(parameter)
+            if gradient is None or look.used is None or gradient is look.used:
                 continue
-            if id(look.parameter) in parameters:
-                look.saved = weakref.ref(gradient), step
+            if id(parameter) in parameters:
+                look.saved = gradient, step
 
     def stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer is about to step, with these arguments of its ``step``."""
         look = None if self._over else self._look_at(optimizer)
         if look is None:
             return
-        gradient = look.parameter.grad
-        if gradient is not None and look.saved is not None and look.saved[0]() is gradient:
+        gradient = _gradient_of(_parameter_at(optimizer, look.place))
+        if gradient is not None and look.saved is not None and look.saved[0] is gradient:
             self._say(look.saved[1])
         closure = len(args) > 1 or kwargs.get("closure") is not None  # it makes gradients itself
-        look.used = None if gradient is None or closure else weakref.ref(gradient)
+        look.used = None if closure else gradient
         look.saved = None
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> _Look | None:
         look = self._looks.get(optimizer)
         if look is None and len(self._looks) < OPTIMIZERS_MAX:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            found = next((p for p in parameters if p.grad is not None), None)
-            if found is not None:
-                look = self._looks[optimizer] = _Look(found)
+            place = _smallest(optimizer)
+            if place is not None:
+                look = self._looks[optimizer] = _Look(place)
         return look
 
     def _say(self, step: int) -> None:
@@ -80,3 +85,29 @@ class GradientWatch:
             'optimizer.step(); see "Exact resume", docs/exact-resume.md',
             step,
         )
+
+
+def _smallest(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+    """Return the place of the smallest parameter that has a gradient, of the first few."""
+    sizes = {
+        (group, number): parameter.numel()
+        for group, each in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(each["params"][:PARAMETERS_MAX])
+        if _gradient_of(parameter) is not None
+    }
+    return min(sizes, key=sizes.__getitem__, default=None)
+
+
+def _parameter_at(optimizer: torch.optim.Optimizer, place: tuple[int, int]) -> torch.Tensor | None:
+    group, number = place
+    try:
+        parameter: torch.Tensor = optimizer.param_groups[group]["params"][number]
+    except IndexError:  # groups were taken away
+        return None
+    return parameter
+
+
+def _gradient_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient; None for one that holds a graph, which is not to be kept."""
+    gradient = None if parameter is None else parameter.grad
+    return None if gradient is None or gradient.requires_grad else gradient

@@ -18,6 +18,7 @@ from tierfall.core.image.nodes import (
     ModuleNode,
     Node,
     OptimizerNode,
+    SequenceNode,
     ValueNode,
     leaves,
 )
@@ -51,9 +52,10 @@ class Choices:
                 )
             if names is not None and not all(isinstance(name, str) for name in names):
                 raise RestoreError(f"restore: {what} must be a list of names, not {names!r}")
-        if rename is not None and not isinstance(rename, Mapping):
+        if rename is not None and not _are_names(rename):
             raise RestoreError(
-                f"restore: rename must be a mapping such as {{'encoder': 'backbone'}}, not {rename!r}"
+                "restore: rename must be a mapping of names to names such as {'encoder': 'backbone'}, not "
+                f"{rename!r}; skip=[...] leaves what has a name as it is"
             )
         return cls(
             only=None if only is None else tuple(only),
@@ -62,6 +64,12 @@ class Choices:
             retype=tuple(retype),
             strict=strict,
         )
+
+
+def _are_names(rename: object) -> bool:
+    return isinstance(rename, Mapping) and all(
+        isinstance(name, str) and name for both in rename.items() for name in both
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +187,35 @@ def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader
                 f"restore: rename={{{old!r}: ...}}: {header.what} holds nothing of that name; nearest: "
                 f"{_nearest(old, names)}"
             )
-    tree = _Renaming(rules).node(header.tree, "", "")
+    renaming = _Renaming(rules)
+    tree = renaming.node(header.tree, "", "")
     assert isinstance(tree, MapNode)
+    for old in rules.keys() - renaming.used:
+        raise RestoreError(
+            f"restore: rename={{{old!r}: {rules[old]!r}}}: {old!r} is part of a plain value, or of an object's state, "
+            "which is put back as one; rename that, or change the key after the restore"
+        )
     types = header.types
     if types is not None:
-        types = {_renamed(name, rules): kind for name, kind in types.items()}
+        types = {renaming.name(name): kind for name, kind in types.items()}
     return replace(header, tree=tree, types=types)
 
 
-def _renamed(name: str, rules: Mapping[str, str]) -> str:
-    """Apply the rule with the longest name that fits."""
-    fitting = max((old for old in rules if naming.is_within(name, old)), key=len, default=None)
-    return name if fitting is None else rules[fitting] + name[len(fitting) :]
-
-
 class _Renaming:
+    """``used`` are the rules that fitted something."""
+
     def __init__(self, rules: Mapping[str, str]) -> None:
         self._rules = rules
+        self.used: set[str] = set()
+
+    def name(self, name: str) -> str:
+        """Apply the rule with the longest name that fits."""
+        fitting = [old for old in self._rules if naming.is_within(name, old)]
+        if not fitting:
+            return name
+        self.used.update(fitting)
+        longest = max(fitting, key=len)
+        return self._rules[longest] + name[len(longest) :]
 
     def node(self, node: Node, old: str, new: str) -> Node:
         match node:
@@ -205,18 +225,22 @@ class _Renaming:
             case ModuleNode():
                 found = []
                 for key, below, child in node.entries:
-                    name = _renamed(f"{old}.{below}", self._rules)
+                    name = self.name(f"{old}.{below}")
                     found.append((key, self._below(name, new, f"{old}.{below}"), child))
                 _distinct([(below, child) for _, below, child in found], new)
                 return ModuleNode(tuple(found))
             case OptimizerNode():
-                names = tuple(n if n is None else _renamed(n, self._rules) for n in node.names)
+                names = tuple(n if n is None else self.name(n) for n in node.names)
                 return OptimizerNode(names, node.groups, node.state)
+            case SequenceNode():
+                places = enumerate(node.nodes)
+                nodes = tuple(self._item(place, child, old, new) for place, child in places)
+                return SequenceNode(node.is_tuple, nodes)
         return node
 
     def _entry(self, key: Any, child: Node, old: str, new: str) -> tuple[Any, Node]:
         before = naming.join(old, naming.part(key))
-        after = _renamed(before, self._rules)
+        after = self.name(before)
         if after == naming.join(new, naming.part(key)):
             return key, self.node(child, before, after)
         below = self._below(after, new, before)
@@ -226,6 +250,14 @@ class _Renaming:
                 "digits and underscores"
             )
         return below, self.node(child, before, after)
+
+    def _item(self, place: int, child: Node, old: str, new: str) -> Node:
+        before = f"{old}.{place}"
+        if self.name(before) != f"{new}.{place}":
+            raise RestoreError(
+                f"restore: rename: {before!r} is a place in a sequence, which has no other name"
+            )
+        return self.node(child, before, f"{new}.{place}")
 
     def _below(self, name: str, parent: str, before: str) -> str:
         """Return a new name without that of its mapping, or module."""

@@ -219,18 +219,20 @@ class _Filler:
         if self._is_state_dict(live, name):
             return
         self.builder.prepare(node, CPU)
-        if any(True for _ in live_names(live, name)):
-            self.work.extra(live, name)
-            self.work.puts.append(lambda: _put_around(live, self.builder.build(node, CPU)))
-            return
         kept = self._kept_keys(node, live, name)
+        if _holds_tensors(live):
+            self.work.extra(live, name)
+            self.work.puts.append(lambda: _put_around(live, self.builder.build(node, CPU), kept))
+            return
 
         def put_back() -> None:
             value = self.builder.build(node, CPU)
             if type(value) in codec.MAPPINGS:
                 for key in [key for key in value if not self._has_key(name, key)]:
-                    del value[key]
-                value.update({key: live[key] for key in kept})
+                    if key not in kept:
+                        del value[key]
+                for key in kept:
+                    value[key] = live[key]
             place(put.merge(live, value))
 
         self.work.puts.append(put_back)
@@ -240,22 +242,25 @@ class _Filler:
         return not self.selection.skipped(naming.join(name, naming.part(key)))
 
     def _kept_keys(self, node: ValueNode | CodecNode, live: Any, name: str) -> list[Any]:
-        """Compare the keys of a plain dict, which is put back whole; return those that stay as they are.
+        """Compare the keys of a plain mapping, which is put back whole; return those that stay as they are.
 
-        Where each side has words that the other has not, one was misspelt or renamed; else the dict has grown.
+        Where each side has words that the other has not, one was misspelt or renamed; else it has grown.
         """
-        if type(live) is not dict or not isinstance(node, ValueNode):
+        if type(live) not in codec.MAPPINGS or not isinstance(node, ValueNode):
             return []
         stored = plain_keys(self.work.header, node)
         asked = {key for key in (*live, *stored) if self._has_key(name, key)}
-        only_live = [key for key in live if key in asked and key not in stored]
+        plain = [key for key in live if not _holds_tensors(live[key])]
+        only_live = [key for key in plain if key in asked and key not in stored]
         only_stored = [key for key in stored if key in asked and key not in live]
+        if type(live) is not dict:
+            only_live = only_stored = []  # its keys are data
         if _are_words(only_live) and _are_words(only_stored):
             for key in only_live:
                 self.report.extra(naming.join(name, naming.part(key)))
             for key in only_stored:
                 self.report.absent(naming.join(name, naming.part(key)), can_be_renamed=False)
-        elif only_live and stored:
+        elif only_live and stored and len(plain) == len(live):
             self.work.puts.append(lambda: _say_removed(only_live, name))
         return [key for key in live if key not in asked]
 
@@ -313,11 +318,16 @@ def _say_removed(keys: Sequence[Any], name: str) -> None:
     )
 
 
-def _put_around(live: Any, source: Any) -> None:
-    """Put a dict's values back beside tensors that the checkpoint does not have."""
+def _holds_tensors(live: Any) -> bool:
+    """Say whether a part of the state is, or holds, a tensor or an object."""
+    return any(True for _ in live_names(live, ""))
+
+
+def _put_around(live: Any, source: Any, kept: Sequence[Any]) -> None:
+    """Put a dict's values back beside tensors that the checkpoint does not have, but those of the ``kept`` keys."""
     if type(live) in codec.MAPPINGS and type(source) in codec.MAPPINGS:
         for key, value in source.items():
-            if key not in live or not any(True for _ in live_names(live[key], "")):
+            if key not in kept and (key not in live or not _holds_tensors(live[key])):
                 live[key] = put.merge(live.get(key), value)
 
 

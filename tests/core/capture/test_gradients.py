@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -226,3 +228,33 @@ def test_gradients_of_what_is_not_in_the_state_are_not_left_out(
             training.optimizer.step()
             training.optimizer.zero_grad()
     assert not [m for m in caplog.messages if "uses its gradients" in m]
+
+
+def test_a_model_whose_gradients_are_watched_can_be_converted_by_swapping(
+    make_config: MakeConfig,
+) -> None:
+    """``swap_tensors`` refuses a tensor that somebody has a weak reference to."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with tierfall.open(make_config()) as ckpt:
+            t = Training()
+            t.backward()
+            t.optimizer.step()
+            ckpt.save(1, t.state)
+            t.model.double()
+            assert t.model[0].weight.dtype is torch.float64
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_a_parameter_that_knows_its_optimizer_is_let_go(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()):
+        t = Training()
+        for parameter in t.model.parameters():
+            parameter.optimizers = [t.optimizer]  # type: ignore[attr-defined]
+        t.backward()
+        t.optimizer.step()
+        known = weakref.ref(t.optimizer)
+        del t, parameter
+        gc.collect()
+        assert known() is None

@@ -215,12 +215,42 @@ def test_a_module_and_its_optimizer_are_restored_under_other_names() -> None:
         ({"net.encoder": "other.encoder"}, "is not within 'net'"),
         ({"net.encoder": "net.head"}, "gives two entries the name 'net.head.weight'"),
         (["net"], "must be a mapping"),
+        ({"net": None}, "must be a mapping of names to names"),
+        ({"config.lr": "config.rate"}, "'config.lr' is part of a plain value"),
+        ({"list.0": "list.1"}, "'list.0' is a place in a sequence"),
     ],
 )
 def test_a_rename_that_cannot_be_is_refused(rename: Any, said: str) -> None:
-    image, _ = make_image(trained(Before()))
+    more = {"config": {"lr": 0.5}, "list": [torch.ones(1), torch.ones(1)]}
+    image, _ = make_image({**trained(Before()), **more})
     with pytest.raises(RestoreError, match=re.escape(said)):
-        restore(trained(Before()), image, rename=rename)
+        restore({**trained(Before()), **more}, image, rename=rename, strict=False)
+
+
+def test_modules_in_a_list_are_restored_under_other_names() -> None:
+    saved, live = [Before(), Before()], [Other(), Other()]
+    image, _ = make_image({"nets": saved})
+    rename = {f"nets.{n}.encoder": f"nets.{n}.backbone" for n in range(2)}
+    restore({"nets": live}, image, rename=rename)
+    for one, other in zip(saved, live, strict=True):
+        assert torch.equal(one.encoder.weight, other.backbone.weight)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Counter])
+@pytest.mark.parametrize("beside", [{}, {"t": torch.ones(1)}])
+def test_a_key_of_a_plain_mapping_can_be_skipped(kind: Any, beside: dict[str, Any]) -> None:
+    image, _ = make_image({"config": kind(lr=5, epochs=2)})
+    state = {"config": kind(lr=9, epochs=1, **beside)}
+    restore(state, image, skip=["config.lr", *(f"config.{key}" for key in beside)])
+    assert state["config"] == kind(lr=9, epochs=2, **beside)
+
+
+def test_words_beside_a_tensor_are_compared_too() -> None:
+    image, _ = make_image({"config": {"lr": 5}})
+    state = {"config": {"rate": 9, "t": torch.ones(1)}}
+    with pytest.raises(RestoreError, match=r"config\.rate: in the state"):
+        restore(state, image, skip=["config.t"])
+    assert state["config"]["rate"] == 9
 
 
 def test_a_learning_rate_can_be_kept() -> None:
