@@ -79,7 +79,7 @@ class Evidence:
             frozen.clear()
         # Where the loop itself waits for the capture before each change, it does so whatever it changes.
         trusted = None if self._barrier.bracketed else covered | frozen | {DECLARED, UNSHARED}
-        key = (view.structure, view.changes, view.owners, trusted, self._changed)
+        key = (view.structure, view.plain, view.changes, view.owners, trusted, self._changed)
         if self._chosen is None or self._chosen[0] != key:
             self._chosen = (key, self._choose(view, trusted))
             if trusted is not None:

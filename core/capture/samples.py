@@ -47,8 +47,6 @@ matrix whose rows are a power of two long they do not lie in one column."""
 LINES_MIN = 11
 LINES_ALL = 1 << 18
 """Lines of all pieces: 16 MiB of samples."""
-PIECE_S = 1.7e-6
-"""What the samples may take at save, for each piece: fewer lines are read where they take longer."""
 EDGES_BELOW_BYTES = 16 << 10
 """A shorter piece is sampled up to its very ends, which are no whole lines."""
 NOW_LINES = 2
@@ -124,7 +122,6 @@ class SamplePlan:
         self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._pieces)
         self._lines = _lines_at_most(len(pieces))
-        self._line_s = math.inf
         self._uses = 0
         self._placed: _Placed | None = None
 
@@ -136,25 +133,18 @@ class SamplePlan:
         addresses = _addresses(pointers, self.numbers) + self._offsets
         if placed is None or not np.array_equal(placed.addresses, addresses):
             placed = self._placed = self._place(addresses, None if placed is None else placed.draw)
-        began = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():
             lines = placed.memory.lines.index_select(0, placed.lines)
             edges = placed.memory.bytes.index_select(0, placed.bytes)
-        line_s = (time.perf_counter() - began) / max(1, len(lines))
-        self._line_s = min(line_s, 1.25 * self._line_s)  # a pause of the machine says nothing
         return Samples(self, placed, lines, edges)
 
     def used(self) -> None:
         """An image was compared. From time to time other places are chosen, so that what changes in a pattern is not
-        missed each time, and as many as keep to PIECE_S."""
+        missed each time."""
         placed = self._placed
         self._uses += 1
         if placed is None or self._uses % DRAW_SERVES != 1:
             return
-        allowed_s = PIECE_S * len(self._pieces)
-        wanted = self._lines * allowed_s / max(1e-9, self._line_s * len(placed.lines))
-        most = _lines_at_most(len(self._pieces))
-        self._lines = int(max(LINES_MIN, min(most, wanted))) | 1
         self._placed = self._place(placed.addresses, None)
 
     def _place(self, addresses: Integers, draw: _Draw | None) -> _Placed:

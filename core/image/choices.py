@@ -152,14 +152,24 @@ def stored_names(header: ImageHeader) -> Iterator[str]:
     for name, node in leaves(header.tree, ""):
         yield name
         if isinstance(node, ValueNode):
-            for key in plain_keys(header, node):
-                yield naming.join(name, naming.part(key))
+            yield from key_names(plain_value(header, node), name)
 
 
-def plain_keys(header: ImageHeader, node: ValueNode) -> list[Any]:
-    """Return the keys of a plain mapping; nothing of another value."""
-    value = codec.decode(header.values[node.number], _Nothing())
-    return [*value] if isinstance(value, dict) else []
+def key_names(value: object, name: str) -> Iterator[str]:
+    """Yield the names of the entries of a plain mapping, and of those in it; nothing of another value."""
+    if type(value) in codec.MAPPINGS:
+        for key, child in value.items():  # type: ignore[attr-defined]
+            try:
+                below = naming.join(name, naming.part(key))
+            except codec.Uncodable:  # no checkpoint has such a key
+                continue
+            yield below
+            yield from key_names(child, below)
+
+
+def plain_value(header: ImageHeader, node: ValueNode) -> object:
+    """Return a plain value; None stands for an array, a long text and what a registered codec makes."""
+    return codec.decode(header.values[node.number], _Nothing())
 
 
 class _Nothing:

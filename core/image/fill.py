@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import codec, naming, optimizers, put, random_state
 from tierfall.core.image.build import CPU, Fill, Want
-from tierfall.core.image.choices import Choices, plain_keys, renamed
+from tierfall.core.image.choices import Choices, plain_value, renamed
 from tierfall.core.image.files import refuse_files
 from tierfall.core.image.fill_module import ModuleFiller
 from tierfall.core.image.fill_optimizer import OptimizerFiller
@@ -219,42 +219,59 @@ class _Filler:
         if self._is_state_dict(live, name):
             return
         self.builder.prepare(node, CPU)
-        kept = self._kept_keys(node, live, name)
+        if isinstance(node, ValueNode):
+            self._compare_keys(plain_value(self.work.header, node), live, name)
         if _holds_tensors(live):
             self.work.extra(live, name)
-            self.work.puts.append(lambda: _put_around(live, self.builder.build(node, CPU), kept))
+            self.work.puts.append(
+                lambda: self._put_around(live, self.builder.build(node, CPU), name)
+            )
             return
 
         def put_back() -> None:
             value = self.builder.build(node, CPU)
-            if type(value) in codec.MAPPINGS:
-                for key in [key for key in value if not self._has_key(name, key)]:
-                    if key not in kept:
-                        del value[key]
-                for key in kept:
-                    value[key] = live[key]
+            self._keep_skipped(live, value, name)
             place(put.merge(live, value))
 
         self.work.puts.append(put_back)
 
-    def _has_key(self, name: str, key: Any) -> bool:
-        """Say whether an entry of a plain mapping is asked for."""
-        return not self.selection.skipped(naming.join(name, naming.part(key)))
+    def _keeps(self, name: str, key: Any) -> bool:
+        """Say whether an entry of a plain mapping stays as it is in the state."""
+        return self.selection.skipped(naming.join(name, naming.part(key)))
 
-    def _kept_keys(self, node: ValueNode | CodecNode, live: Any, name: str) -> list[Any]:
-        """Compare the keys of a plain mapping, which is put back whole; return those that stay as they are.
+    def _keep_skipped(self, live: Any, value: Any, name: str) -> None:
+        """Give a plain mapping those entries of the state's own that are skipped."""
+        if type(live) not in codec.MAPPINGS or type(value) not in codec.MAPPINGS:
+            return
+        for key in [*value, *(key for key in live if key not in value)]:
+            if not self._keeps(name, key):
+                if key in live and key in value:
+                    self._keep_skipped(live[key], value[key], naming.join(name, naming.part(key)))
+            elif key in live:
+                value[key] = live[key]
+            else:
+                del value[key]
 
-        Where each side has words that the other has not, one was misspelt or renamed; else it has grown.
+    def _put_around(self, live: Any, source: Any, name: str) -> None:
+        """Put a dict's values back beside tensors that the checkpoint does not have."""
+        if type(live) not in codec.MAPPINGS or type(source) not in codec.MAPPINGS:
+            return
+        self._keep_skipped(live, source, name)
+        for key, value in source.items():
+            if key not in live or not _holds_tensors(live[key]):
+                live[key] = put.merge(live.get(key), value)
+
+    def _compare_keys(self, stored: Any, live: Any, name: str) -> None:
+        """Compare the keys of a plain dict, which is put back whole, and of those in it.
+
+        Where each side has words that the other has not, one was misspelt or renamed; else the dict has grown. The keys
+        of other mappings are data.
         """
-        if type(live) not in codec.MAPPINGS or not isinstance(node, ValueNode):
-            return []
-        stored = plain_keys(self.work.header, node)
-        asked = {key for key in (*live, *stored) if self._has_key(name, key)}
+        if type(live) is not dict or type(stored) is not dict:
+            return
         plain = [key for key in live if not _holds_tensors(live[key])]
-        only_live = [key for key in plain if key in asked and key not in stored]
-        only_stored = [key for key in stored if key in asked and key not in live]
-        if type(live) is not dict:
-            only_live = only_stored = []  # its keys are data
+        only_live = [key for key in plain if key not in stored and not self._keeps(name, key)]
+        only_stored = [key for key in stored if key not in live and not self._keeps(name, key)]
         if _are_words(only_live) and _are_words(only_stored):
             for key in only_live:
                 self.report.extra(naming.join(name, naming.part(key)))
@@ -262,7 +279,10 @@ class _Filler:
                 self.report.absent(naming.join(name, naming.part(key)), can_be_renamed=False)
         elif only_live and stored and len(plain) == len(live):
             self.work.puts.append(lambda: _say_removed(only_live, name))
-        return [key for key in live if key not in asked]
+        for key in plain:
+            if key in stored and not self._keeps(name, key):
+                below = naming.join(name, naming.part(key))
+                self._compare_keys(stored[key], live[key], below)
 
     # ---- what has a state_dict
 
@@ -321,14 +341,6 @@ def _say_removed(keys: Sequence[Any], name: str) -> None:
 def _holds_tensors(live: Any) -> bool:
     """Say whether a part of the state is, or holds, a tensor or an object."""
     return any(True for _ in live_names(live, ""))
-
-
-def _put_around(live: Any, source: Any, kept: Sequence[Any]) -> None:
-    """Put a dict's values back beside tensors that the checkpoint does not have, but those of the ``kept`` keys."""
-    if type(live) in codec.MAPPINGS and type(source) in codec.MAPPINGS:
-        for key, value in source.items():
-            if key not in kept and (key not in live or not _holds_tensors(live[key])):
-                live[key] = put.merge(live.get(key), value)
 
 
 def _load(live: Any, built: Any, trail: Trail, **options: Any) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tierfall.core.image import codec, modules, naming
 from tierfall.core.image.build import Builder
-from tierfall.core.image.choices import Choices, Selection, select
+from tierfall.core.image.choices import Choices, Selection, key_names, select
 from tierfall.core.image.fit import Fitter
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.item import unwrap
@@ -89,9 +89,7 @@ def _names_of(key: Any, value: object) -> Iterator[str]:
         return
     yield name
     yield from live_names(value, name)
-    value = unwrap(value)
-    if type(value) in codec.MAPPINGS:
-        yield from (f"{name}.{naming.part(k)}" for k in value if type(k) is str)  # type: ignore[attr-defined]
+    yield from key_names(unwrap(value), name)
 
 
 def live_names(live: Any, name: str, depth: int = 0) -> Iterator[str]:

@@ -245,6 +245,16 @@ def test_a_key_of_a_plain_mapping_can_be_skipped(kind: Any, beside: dict[str, An
     assert state["config"] == kind(lr=9, epochs=2, **beside)
 
 
+def test_words_of_a_mapping_in_a_mapping_are_compared_and_can_be_skipped() -> None:
+    image, _ = make_image({"extra": {"data": {"token": 5, "seed": 1}, "by_step": {10: 0.5}}})
+    state: dict[str, Any] = {"extra": {"data": {"tokens": 7, "seed": 2}, "by_step": {20: 0.1}}}
+    with pytest.raises(RestoreError, match=r"extra\.data\.tokens: in the state"):
+        restore(state, image)
+    assert state["extra"]["data"] == {"tokens": 7, "seed": 2}
+    restore(state, image, skip=["extra.data.tokens", "extra.data.token"])
+    assert state["extra"] == {"data": {"tokens": 7, "seed": 1}, "by_step": {10: 0.5}}
+
+
 def test_words_beside_a_tensor_are_compared_too() -> None:
     image, _ = make_image({"config": {"lr": 5}})
     state = {"config": {"rate": 9, "t": torch.ones(1)}}
