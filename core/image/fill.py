@@ -24,7 +24,7 @@ from tierfall.core.image.files import refuse_files
 from tierfall.core.image.fill_module import ModuleFiller
 from tierfall.core.image.fill_optimizer import OptimizerFiller
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.item import Item
+from tierfall.core.image.item import Item, unwrap
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.nodes import (
     CodecNode,
@@ -151,9 +151,15 @@ class _Filler:
         return False
 
     def _mismatch(self, node: Node, live: Any, name: str) -> None:
-        if isinstance(node, KeptNode):
+        if isinstance(node, KeptNode) or self._is_state_dict(live, name):
             return
-        if isinstance(node, ConflictNode):
+        if isinstance(node, MapNode) and is_stateful(live):
+            self.report.refuses(
+                name,
+                f"the checkpoint has a dict, such as a state_dict(), the state has {with_article(type_name(live))}: "
+                "read the checkpoint by tierfall.load() and call load_state_dict()",
+            )
+        elif isinstance(node, ConflictNode):
             self.report.refuses(name, node.reason)
         else:
             self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
@@ -216,7 +222,7 @@ class _Filler:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
             self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
             return
-        if self._is_state_dict(live, name):
+        if self._holds_state_dict(live, name):
             return
         self.builder.prepare(node, CPU)
         if isinstance(node, ValueNode):
@@ -298,6 +304,19 @@ class _Filler:
             # Its iterator is made now, not in the loop: what that draws would be missing from the random state, which
             # is set after this.
             self.work.loads.append(live.state_dict)
+
+    def _holds_state_dict(self, live: Any, name: str) -> bool:
+        """Say whether a plain value is, or holds, what an object's state_dict() returned; report it then."""
+        live = unwrap(live)
+        if self._is_state_dict(live, name):
+            return True
+        inner: list[tuple[Any, Any]] = []
+        if type(live) in codec.MAPPINGS:
+            inner = [(naming.part(key), child) for key, child in live.items() if type(key) is str]
+        elif type(live) in (list, tuple):
+            inner = [*enumerate(live)]
+        held = [self._holds_state_dict(child, f"{name}.{key}") for key, child in inner]
+        return any(held)
 
     def _is_state_dict(self, live: Any, name: str) -> bool:
         """Say whether a dict is what an object's state_dict() returned; report it then."""

@@ -77,14 +77,18 @@ class ModuleFiller:
     def _entry(self, key: str, live: Any, node: Node, name: str) -> None:
         """Restore one entry in place, or note how its value is made for load_state_dict."""
         work = self._work
-        if key in self._scan.owners and not isinstance(live, torch.Tensor):
-            self._extra_state(key, self._scan.owners[key], node)
+        if key in self._scan.owners:
+            self._extra_state(key, self._scan.owners[key], node, live)
             return
         if not isinstance(node, (TensorNode, QuantizedNode)) or not isinstance(live, torch.Tensor):
             device = live.device if isinstance(live, torch.Tensor) else CPU
             self._through_load(key, node, device)
             return
         owner = self._scan.owner_of(key, live)
+        if owner is not None and owner.numel() != live.numel():
+            owner = (
+                None  # a view of its beginning, which a hook made: load_state_dict knows the rest
+            )
         if owner is None and live.layout is torch.strided and live.numel():
             if work.fitter.compare(node.slot, live, name):
                 self._copy(key, live, node, name)
@@ -123,13 +127,15 @@ class ModuleFiller:
         builder.prepare(node, device)
         self._rest[key] = lambda: builder.build(node, device)
 
-    def _extra_state(self, key: str, owner: nn.Module, node: Node) -> None:
+    def _extra_state(self, key: str, owner: nn.Module, node: Node, live: Any) -> None:
+        """Restore what a module makes of itself; a tensor of it may have another shape than before."""
+        device = live.device if isinstance(live, torch.Tensor) else CPU
         if type(owner).set_extra_state is nn.Module.set_extra_state:
-            self._through_load(key, node, CPU)
+            self._through_load(key, node, device)
             return
         builder = self._work.builder
-        builder.prepare(node, CPU)
-        self._work.puts.append(lambda: owner.set_extra_state(builder.build(node, CPU)))
+        builder.prepare(node, device)
+        self._work.puts.append(lambda: owner.set_extra_state(builder.build(node, device)))
 
     # ---- once the bytes are there
 

@@ -68,7 +68,9 @@ class OptimizerFiller:
             parameter = self._numbering.parameters[live_number[key]]
             kept.add(id(parameter))
             step_device = parameter.device if key in steps_on_device else CPU
-            stored = self._stored.get(self._node.names[key] or "")
+            # Under another name it is not found.
+            name_then = "" if self._work.choices.rename else self._node.names[key] or ""
+            stored = self._stored.get(name_then)
             self._state(node, parameter, stored, parameter.device, step_device, name)
         self._work.puts.append(lambda: self._remove_others(kept))
 
@@ -261,17 +263,15 @@ class OptimizerFiller:
 
     def _lies_as(self, parameter: StoredTensor | None, node: Node) -> bool:
         """Say whether state was laid out as its parameter when it was saved, as optimizers make it: fused ones walk
-        both as they lie in memory, so that it is laid out as the parameter that is there now. An image without strides
-        is taken for one where it was."""
+        both as they lie in memory, so that it is laid out as the parameter that is there now. Where the image has no
+        strides, or not the parameter, it is taken for one where it was."""
         if not isinstance(node, TensorNode):
             return False
         stored = self._builder.header.tensors[node.slot]
         if stored.piece is not None:
             return False
-        if self._builder.header.types is None:
+        if self._builder.header.types is None or parameter is None:
             return True
-        if parameter is None:
-            return False
         return (stored.shape, stored.strides) == (parameter.shape, parameter.strides)
 
     def _build(self, made: _Made, parameter: Any) -> Any:
@@ -316,7 +316,11 @@ class OptimizerFiller:
             for each in made
         }
         if whole:
+            name = self._state_name(key)
+            skipped = self._work.selection.skipped
+            kept = {e: v for e, v in live.items() if skipped(f"{name}.{naming.part(e)}")}
             live.clear()
+            live.update(kept)
         live.update(renewed)
 
     def _replace(self, key: Any, value: Any) -> None:

@@ -5,6 +5,7 @@ Whoever holds a reference to such an object sees the restored value.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -21,15 +22,18 @@ def merge(target: Any, source: Any) -> Any:
     if type(target) is not type(source):
         return source
     if type(source) in (dict, OrderedDict, Counter):
-        merged = {k: merge(target[k], v) if k in target else v for k, v in source.items()}
+        items = {k: merge(target[k], v) if k in target else v for k, v in source.items()}
         target.clear()
-        for key, value in merged.items():
+        for key, value in items.items():
             target[key] = value
         return target
     if type(source) is list:
         kept = [merge(t, s) for t, s in zip(target, source, strict=False)]
         target[:] = kept + source[len(kept) :]
         return target
+    if type(source) is tuple and len(source) == len(target):
+        merged = tuple(map(merge, target, source))
+        return target if all(map(operator.is_, merged, target)) else merged
     if type(source) is set:
         target.clear()
         target.update(source)

@@ -9,6 +9,10 @@ from tierfall.core.errors import RestoreError
 _SHOWN = 10
 ABSENT = "in the checkpoint, not in the state"
 EXTRA = "in the state, not in the checkpoint"
+_ADVICE = (
+    "\nTo allow it by name: skip=[...] leaves what has a name as it is in the state, rename={...} restores it under "
+    "another name, only=[...] restores a part."
+)
 
 
 class Report:
@@ -18,11 +22,14 @@ class Report:
         self.strict = strict
         self._lines: list[tuple[str, str]] = []
         self._fixed: set[str] = set()
+        self._refused = 0
 
     def differs(self, name: str, stored: str, live: str) -> None:
-        self.refuses(name, f"the checkpoint has {stored}, the state has {live}")
+        self._lines.append((name, f"the checkpoint has {stored}, the state has {live}"))
 
     def refuses(self, name: str, reason: str) -> None:
+        """Report what cannot be; ``reason`` says what to do."""
+        self._refused += 1
         self._lines.append((name, reason))
 
     def absent(self, name: str, *, can_be_renamed: bool = True) -> None:
@@ -44,10 +51,9 @@ class Report:
             for name, reason in self._lines[:_SHOWN]
         )
         more = f"\n  and {count - _SHOWN} more" if count > _SHOWN else ""
+        advice = "" if self._refused == count else _ADVICE
         raise RestoreError(
-            f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:"
-            f"{shown}{more}\nTo allow it by name: skip=[...] leaves what has a name as it is in the state, "
-            "rename={...} restores it under another name, only=[...] restores a part."
+            f"restore: {what} does not fit the state in {count} place{'s' if count > 1 else ''}:{shown}{more}{advice}"
         )
 
     def _rename(self, name: str, reason: str) -> str:

@@ -608,3 +608,89 @@ def test_load_goes_to_the_device_that_is_asked_for() -> None:
     plan = plan_load(header_of(image), map_location="meta")
     devices = {target.device.type for fill in plan.fills for target in fill.targets}
     assert devices == {"meta", "cpu"}
+
+
+def test_a_generator_in_a_tuple_is_restored_where_it_is() -> None:
+    image, _ = make_image({"pair": (torch.Generator().manual_seed(5), [1])})
+    live = torch.Generator()
+    pair = (live, [2])
+    state = {"pair": pair}
+    restore(state, image)
+    assert state["pair"] is pair
+    assert live.get_state().equal(torch.Generator().manual_seed(5).get_state())
+    assert pair[1] == [1]
+
+
+def test_an_entry_of_an_optimizers_state_can_be_skipped() -> None:
+    image, _ = make_image(trained(Before()))
+    state = trained(Before())
+    held = state["optimizer"].state[state["net"].head.weight]
+    held["step"] = torch.tensor(77.0)
+    restore(state, image, skip=["optimizer.state.*.*.*.step"])
+    assert state["optimizer"].state[state["net"].head.weight]["step"] == 77
+
+
+class Padded(nn.Module):
+    """Its weight has rows that the vocabulary lacks: they are not saved, and are 0 when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 2))
+        self.register_state_dict_post_hook(self._cut)
+        self.register_load_state_dict_pre_hook(self._pad)
+
+    @staticmethod
+    def _cut(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[prefix + "weight"] = state[prefix + "weight"][:4]
+
+    @staticmethod
+    def _pad(module: Any, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        found = state[prefix + "weight"]
+        state[prefix + "weight"] = torch.cat([found, found.new_zeros(6 - len(found), 2)])
+
+
+def test_the_beginning_of_a_parameter_that_a_hook_saves_goes_through_load_state_dict() -> None:
+    saved, live = Padded(), Padded()
+    image, _ = make_image({"net": saved})
+    restore({"net": live}, image)
+    assert torch.equal(live.weight[:4], saved.weight[:4])
+    assert not live.weight[4:].any()
+
+
+def test_what_a_module_makes_of_itself_may_have_grown() -> None:
+    class Scaled(nn.Linear):
+        extra = torch.empty(0, dtype=torch.uint8)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.extra
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.extra = state
+
+    saved, live = Scaled(2, 2), Scaled(2, 2)
+    saved.extra = torch.arange(33, dtype=torch.uint8)
+    image, _ = make_image({"net": saved})
+    restore({"net": live}, image)
+    assert torch.equal(live.extra, saved.extra)
+
+
+@pytest.mark.parametrize("where", [lambda d: {"epoch": 1, "sched": d}, lambda d: [d]])
+def test_a_state_dict_inside_a_plain_value_is_refused_without_harmful_advice(where: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"extra": where(schedule.state_dict())}
+    image, _ = make_image(state)
+    with pytest.raises(RestoreError, match="put the object itself into the state") as caught:
+        restore(state, image)
+    assert "skip" not in str(caught.value)
+
+
+def test_moments_lie_as_a_renamed_parameter_does() -> None:
+    """Fused optimizers walk both as they lie in memory."""
+    saved = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    image, _ = make_image(trained(saved))
+    state = {"model": (live := nn.Sequential(nn.Conv2d(3, 4, 3))), "rng": None}
+    state["optimizer"] = torch.optim.AdamW(live.parameters())
+    restore(state, image, rename={"net": "model"})
+    moment = state["optimizer"].state[live[0].weight]["exp_avg"]
+    assert moment.stride() == live[0].weight.stride()
