@@ -39,9 +39,9 @@ class Choices:
         cls,
         *,
         only: Sequence[str] | None = None,
-        skip: Sequence[str] = (),
+        skip: Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
-        retype: Sequence[str] = (),
+        retype: Sequence[str] | None = None,
         strict: bool = True,
     ) -> Choices:
         """Check what a caller passed; RestoreError for what is no list, or no mapping, of names."""
@@ -59,9 +59,9 @@ class Choices:
             )
         return cls(
             only=None if only is None else tuple(only),
-            skip=tuple(skip),
+            skip=tuple(skip or ()),
             rename=rename or None,
-            retype=tuple(retype),
+            retype=tuple(retype or ()),
             strict=strict,
         )
 
@@ -116,7 +116,7 @@ def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Select
                 f"{_nearest(pattern, both)}"
             )
     for name in choices.retype:
-        if name not in (header.types or {name: ""}):
+        if header.types is not None and name not in header.types:
             raise RestoreError(
                 f"restore: retype={name!r} names no optimizer or object of {header.what}; it has "
                 f"{', '.join(sorted(header.types or {})) or 'none'}"

@@ -41,7 +41,8 @@ from tierfall.core.image.nodes import (
     TensorNode,
     ValueNode,
 )
-from tierfall.core.image.walk import is_stateful, state_dict_of, type_name
+from tierfall.core.image.state_dicts import lost_entries, state_dict_of
+from tierfall.core.image.walk import is_stateful, type_name
 from tierfall.core.image.work import Action, Work, live_names
 from tierfall.core.words import with_article
 
@@ -82,6 +83,7 @@ def plan_fill(
     header = renamed(header, choices.rename)
     work = Work.begin(header, state, choices)
     _Filler(work).top(state, header.tree)
+    work.fitter.check_kept()
     work.report.raise_if_any(header.what)
     return FillPlan(work.builder.fills(), work.builder.wants(), work.stages())
 
@@ -108,6 +110,8 @@ class _Filler:
     def visit(self, node: Node, live: Any, place: Put, name: str, trail: Trail) -> None:
         """Restore ``node`` into ``live``, which stands at ``name``; ``place`` puts another object there."""
         if not self.selection.touches(name):
+            if self.selection.skipped(name):
+                self.fitter.keep(unwrap(live), name)
             return
         if type(live) is Item:
             live, place = _open_item(live)
@@ -168,9 +172,16 @@ class _Filler:
         if self._is_state_dict(live, name):
             return
         stored = dict(node.entries)
+        lost = lost_entries(live)
         for key, value in live.items():
             below = naming.join(name, naming.part(key))
-            if key in stored:
+            if key in lost and self.selection.touches(below):
+                self.report.refuses(
+                    below,
+                    "is an entry of a module's state_dict() that is no memory of the module's, and what is restored "
+                    "into it reaches no module: put the module itself into the state",
+                )
+            elif key in stored:
                 place = self._item_setter(live, key, below)
                 self.visit(stored[key], value, place, below, (trail, key))
             else:
@@ -225,10 +236,10 @@ class _Filler:
         if self._holds_state_dict(live, name):
             return
         self.builder.prepare(node, CPU)
-        if isinstance(node, ValueNode):
-            self._compare_keys(plain_value(self.work.header, node), live, name)
+        stored = plain_value(self.work.header, node) if isinstance(node, ValueNode) else None
+        self._compare_keys(stored, live, name)
         if _holds_tensors(live):
-            self.work.extra(live, name)
+            self._compare_objects(stored, live, name)
             self.work.puts.append(
                 lambda: self._put_around(live, self.builder.build(node, CPU), name)
             )
@@ -290,6 +301,22 @@ class _Filler:
                 below = naming.join(name, naming.part(key))
                 self._compare_keys(stored[key], live[key], below)
 
+    def _compare_objects(self, stored: Any, live: Any, name: str) -> None:
+        """Compare a plain value with a container that holds tensors, or objects: these it has not."""
+        if type(live) in codec.MAPPINGS and type(stored) in codec.MAPPINGS:
+            for key, child in live.items():
+                below = naming.join(name, naming.part(key))
+                if not _holds_tensors(child) or self._keeps(name, key):
+                    continue
+                if key in stored:
+                    self._compare_objects(stored[key], child, below)
+                else:
+                    self.work.extra(child, below)
+        elif stored in ([], ()):
+            self.work.extra(live, name)
+        else:
+            self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
+
     # ---- what has a state_dict
 
     def _object(self, node: Node, live: Any, name: str, trail: Trail) -> None:
@@ -298,12 +325,23 @@ class _Filler:
                 name, "a part that was asked for", "an object that is restored as one"
             )
             return
+        if isinstance(live, torch.amp.GradScaler) and live.is_enabled() and self._is_empty(node):
+            self.report.refuses(
+                name,
+                f"the checkpoint has a scaler that was switched off; skip=[{name!r}] begins with a new one",
+            )
+            return
         self.builder.prepare(node, CPU)
         self.work.loads.append(lambda: _load(live, self.builder.build(node, CPU), trail))
         if type(live).__module__.startswith("torchdata.stateful_dataloader"):
             # Its iterator is made now, not in the loop: what that draws would be missing from the random state, which
             # is set after this.
             self.work.loads.append(live.state_dict)
+
+    def _is_empty(self, node: Node) -> bool:
+        """Say whether an object's state is an empty dict."""
+        inner = node.state if isinstance(node, ObjectNode) else None
+        return isinstance(inner, ValueNode) and plain_value(self.work.header, inner) == {}
 
     def _holds_state_dict(self, live: Any, name: str) -> bool:
         """Say whether a plain value is, or holds, what an object's state_dict() returned; report it then."""
@@ -362,9 +400,9 @@ def _holds_tensors(live: Any) -> bool:
     return any(True for _ in live_names(live, ""))
 
 
-def _load(live: Any, built: Any, trail: Trail, **options: Any) -> None:
+def _load(live: Any, built: Any, trail: Trail) -> None:
     try:
-        live.load_state_dict(built, **options)
+        live.load_state_dict(built)
     except Exception as error:
         raise RestoreError(
             f"restore: load_state_dict of {naming.path(trail)} refused its state: {error}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import naming
@@ -23,6 +24,7 @@ from tierfall.core.image.nodes import ModuleNode, Node, QuantizedNode, TensorNod
 from tierfall.core.image.sharded import Unsharded, is_sharded, like, local_part, local_tensor
 from tierfall.core.image.tensors import as_bytes, copy_whole
 from tierfall.core.image.work import Work
+from tierfall.core.words import few_of
 
 logger = logging.getLogger("tierfall")
 
@@ -53,6 +55,8 @@ class ModuleFiller:
             full = f"{self._name}.{below}"
             key = keys.pop(below, None)
             if not work.selection.has(full):
+                if key is not None and work.selection.skipped(full):
+                    work.fitter.keep(state[key], full)
                 continue
             if key is None:
                 work.absent(child, full)
@@ -62,8 +66,10 @@ class ModuleFiller:
             full = f"{self._name}.{below}"
             if work.selection.has(full):
                 work.extra(state[key], full, is_object=key in scan.owners)
-        if self._rest:
+        if self._rest or self._loads_by_itself():
             work.loads.append(lambda: self._load(tuple(state)))
+        else:
+            work.loads.append(self._after_load)
 
     def _state_dict(self) -> dict[str, Any]:
         try:
@@ -73,6 +79,13 @@ class ModuleFiller:
                 f"restore: state_dict() of {naming.path(self._trail)} raised {type(error).__name__}: {error}"
             ) from error
         return found
+
+    def _loads_by_itself(self) -> bool:
+        """Say whether code that is not torch's own takes part in loading the module, or one in it."""
+        if _is_own(type(self._live), "load_state_dict"):
+            return True
+        kinds = {type(module) for _, _, module in self._scan.places}
+        return any(_is_own(kind, "_load_from_state_dict") for kind in kinds)
 
     def _entry(self, key: str, live: Any, node: Node, name: str) -> None:
         """Restore one entry in place, or note how its value is made for load_state_dict."""
@@ -139,6 +152,12 @@ class ModuleFiller:
 
     # ---- once the bytes are there
 
+    def _after_load(self) -> None:
+        """Call what is to be called after load_state_dict: all was filled in place."""
+        for _, _, module in reversed(self._scan.places):
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys([], []))
+
     def _load(self, keys: tuple[str, ...]) -> None:
         live, what = self._live, naming.path(self._trail)
         whole = self._state_dict()
@@ -170,12 +189,23 @@ class ModuleFiller:
         if not wrong:
             return
         text = (
-            f"restore: load_state_dict of {what} took its state, and its state_dict() is another one: {wrong[0]!r}"
-            + (f" and {len(wrong) - 1} more entries" if len(wrong) > 1 else "")
+            f"restore: load_state_dict of {what} took its state, and its state_dict() is another one: "
+            f"{few_of([*map(repr, wrong)])}"
         )
-        if self._work.report.strict:
-            raise RestoreError(f"{text}; its load hooks must undo what its state_dict hooks do")
-        logger.warning("%s", text)
+        if not self._work.report.strict:
+            logger.warning("%s", text)
+            return
+        name = f"{self._name}.{self._scan.key_name(wrong[0])}"
+        raise RestoreError(
+            f"{text}; its load hooks must undo what its state_dict hooks do. skip=[{name!r}] leaves an entry out that "
+            "does not matter, strict=False goes on with a warning"
+        )
+
+
+def _is_own(kind: type[nn.Module], method: str) -> bool:
+    """Say whether a class, or one that it is made of, has a method of its own in place of torch's."""
+    definer = next(base for base in kind.__mro__ if method in base.__dict__)
+    return definer.__module__.partition(".")[0] != "torch"
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -23,6 +23,7 @@ from tierfall.core.image.tensors import dense_strides, strided_copy
 from tierfall.core.image.work import Work
 
 _STEP = "step"
+_NAMES = "param_names"
 _ON_DEVICE = ("capturable", "fused")
 
 
@@ -97,6 +98,12 @@ class OptimizerFiller:
                 f"{self._name}.param_groups", f"{len(order)} groups", f"{len(there)} groups"
             )
             return None
+        if order != sorted(order) and self._work.is_scheduled(self._live):
+            self._work.report.refuses(
+                f"{self._name}.param_groups",
+                f"the groups are in another order, {order}, and a scheduler's learning rates are by the group's place: "
+                "add the groups in the order in which they were",
+            )
         return [live_keys[key] for key in stored_keys], order
 
     def _match_by_place(self) -> tuple[list[int], list[int]] | None:
@@ -156,7 +163,8 @@ class OptimizerFiller:
             return
 
         def asked(key: Any) -> bool:
-            return not work.selection.skipped(f"{name}.{naming.part(key)}")
+            # The names belong to the parameters, which are the live group's in its own order.
+            return key != _NAMES and not work.selection.skipped(f"{name}.{naming.part(key)}")
 
         if isinstance(node, ValueNode):
             work.puts.append(

@@ -15,7 +15,14 @@ from tierfall.core.image import dtypes, tensors
 from tierfall.core.image.build import Builder
 from tierfall.core.image.nodes import QuantizedNode
 from tierfall.core.image.report import Report
-from tierfall.core.image.sharded import Piece, Unsharded, is_sharded, local_part, piece_of
+from tierfall.core.image.sharded import (
+    Piece,
+    Unsharded,
+    is_sharded,
+    local_part,
+    local_tensor,
+    piece_of,
+)
 
 
 class Fitter:
@@ -26,6 +33,7 @@ class Fitter:
         self._report = report
         self._claims: dict[int, list[tuple[torch.Tensor, int, str]]] = {}
         self._targets: dict[int, list[tuple[torch.Tensor, str]]] = {}
+        self._kept: list[tuple[torch.Tensor, str]] = []
         self.copies: list[Callable[[], None]] = []
 
     def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
@@ -87,6 +95,23 @@ class Fitter:
             live.data = built
 
         self.copies.append(copy)
+
+    def keep(self, live: object, name: str) -> None:
+        """Note what a caller wants to stay as it is."""
+        if isinstance(live, torch.Tensor):
+            self._kept.append((local_tensor(live), name))
+
+    def check_kept(self) -> None:
+        """Report what is to stay as it is, and is memory that is filled under another name."""
+        for kept, name in self._kept:
+            if kept.layout is not torch.strided or not kept.numel():
+                continue
+            for _, _, other in self._claims.get(kept.data_ptr(), ()):
+                self._report.refuses(
+                    name,
+                    f"shares its memory with {other}, which is restored, and skip leaves it as it is: skip both, or "
+                    "neither",
+                )
 
     def _claim(self, slot: int, live: torch.Tensor, name: str) -> bool:
         """Say whether this memory is still to be filled."""

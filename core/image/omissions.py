@@ -1,7 +1,7 @@
 """What a state lacks for a run to go on from it as it was. Said at a save: a restart shows it too late.
 
-Two things are looked for: a state_dict() in place of its object, which restore() refuses; and a DataLoader that
-shuffles, of whose order the state holds nothing.
+Looked for are: a state_dict() in place of its object, which restore() refuses, in whole or in part; and a DataLoader
+that shuffles, of whose order the state holds nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tierfall.core.image import codec, naming
 from tierfall.core.image.item import unwrap
 from tierfall.core.image.naming import Trail
-from tierfall.core.image.walk import is_stateful, state_dict_of
+from tierfall.core.image.state_dicts import lost_entries, state_dict_of
+from tierfall.core.image.walk import is_stateful
+from tierfall.core.words import few_of
 
 _KEEPS_ORDER = (DataLoader, Dataset, Sampler, torch.Generator)
 _LEAVES = frozenset({int, float, str, bool, bytes, type(None)})
@@ -26,14 +28,19 @@ _LEAVES = frozenset({int, float, str, bool, bytes, type(None)})
 
 def omissions(state: Mapping[Any, object]) -> Iterator[str]:
     """Say what a state lacks, one text for each thing. The state is one that could be saved."""
-    entries = [*_entries(state, None)]
-    for trail, value in entries:
+    for trail, value in _entries(state, None):
+        if lost := lost_entries(value):
+            yield (
+                f"save: {naming.path(trail)} is the state_dict() of a module, and not the module's memory in "
+                f"{few_of([*map(repr, lost)])}, which restore() refuses to fill: put the module itself into the state"
+            )
         if (kind := state_dict_of(value)) is not None:
             yield (
                 f"save: {naming.path(trail)} is the state_dict() of {kind}, which restore() refuses to fill: put the "
                 "object itself into the state, or read the checkpoint by tierfall.load() and call load_state_dict()"
             )
-    if not any(_keeps_order(value) for _, value in entries) and any(map(_shuffles, _loaders())):
+    keeps_order = any(_keeps_order(value) for _, value in _entries(state, None))
+    if not keeps_order and any(map(_shuffles, _loaders())):
         yield (
             "save: a DataLoader of this process shuffles, and the state holds no loader, sampler or generator: a run "
             "that is restored within an epoch goes on with other batches. Put a StatefulDataLoader, or the generator "

@@ -269,12 +269,16 @@ def _holds_memory_alone(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if sys.getrefcount(storage) > _HELD_STORAGE or weakref.getweakrefcount(tensor):
         return False
-    alone: bool = torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
+    alone = storage_uses(storage) == 1
     return alone and storage.resizable() and not (tensor.is_cpu and storage.is_shared())
 
 
-_STORAGE_USES = 2
-"""Uses of a storage that one tensor reads: its own, and the Python object through which is asked."""
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors hold a storage, with others below Python."""
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses - 1  # without the Python object through which is asked
+
+
 _HELD_STORAGE = 3
 """References to that object: the storage's own, the variable, and the one of the question."""
 

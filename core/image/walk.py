@@ -478,40 +478,6 @@ def is_stateful(value: object) -> bool:
     )
 
 
-OPTIMIZER = "an optimizer"
-_STATE_DICTS = {
-    OPTIMIZER: {"state", "param_groups"},
-    "a learning rate scheduler": {"last_epoch", "_step_count"},
-    "a gradient scaler": {"scale", "growth_factor", "growth_interval"},
-}
-
-
-def state_dict_of(value: object) -> str | None:
-    """Say what a dict is the state_dict() of, which leads nowhere when it is restored into; None for any other value.
-
-    A module's is not among them: its tensors are the module's own.
-    """
-    if type(value) not in codec.MAPPINGS:
-        return None
-    keys = set(value)  # type: ignore[call-overload]
-    kind = next((kind for kind, those in _STATE_DICTS.items() if those <= keys), None)
-    if kind == OPTIMIZER and not _numbers_parameters(value):
-        return None
-    return kind
-
-
-def _numbers_parameters(value: Any) -> bool:
-    """Say whether an optimizer's dict is its own, which numbers the parameters. The functions of
-    torch.distributed.checkpoint name them, and such a dict is restored, to be set by these functions."""
-    groups = value["param_groups"]
-    return isinstance(groups, list | tuple) and any(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and any(type(number) is int for number in group["params"])
-        for group in groups
-    )
-
-
 def type_name(value: object) -> str:
     """Name the class of an object; where it is defined may change from version to version."""
     return type(value).__name__

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from tierfall.core.image import codec, modules, naming
 from tierfall.core.image.build import Builder
@@ -29,6 +31,7 @@ class Work:
     """The state of planning, shared by the walks over containers, modules and optimizers. ``filled`` are parameters
     whose values are restored, and whose gradients are of others."""
 
+    state: Mapping[Any, object]
     header: ImageHeader
     choices: Choices
     selection: Selection
@@ -51,7 +54,7 @@ class Work:
         live = (name for key, value in state.items() for name in _names_of(key, value))
         selection = select(header, choices, live)
         report = Report(choices.strict)
-        return cls(header, choices, selection, report, modules.scan_state(state))
+        return cls(state, header, choices, selection, report, modules.scan_state(state))
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
         """Return what is to be done, stage by stage."""
@@ -61,6 +64,11 @@ class Work:
     def _clear_gradients(self) -> None:
         for parameter in self.filled:
             parameter.grad = None
+
+    def is_scheduled(self, optimizer: Optimizer) -> bool:
+        """Say whether the state holds a learning rate scheduler of an optimizer."""
+        parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
+        return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
 
     # ---- what one side lacks
 
@@ -92,20 +100,26 @@ def _names_of(key: Any, value: object) -> Iterator[str]:
     yield from key_names(unwrap(value), name)
 
 
-def live_names(live: Any, name: str, depth: int = 0) -> Iterator[str]:
+def live_names(live: Any, name: str) -> Iterator[str]:
     """Yield the names of the tensors and objects at and below a place of the state."""
+    return (found for found, _ in live_parts(live, name))
+
+
+def live_parts(live: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and objects at and below a place of the state, each with its name."""
     live = unwrap(live)
     if depth > codec.DEPTH_MAX:
         return
     if isinstance(live, nn.Module):
         scan = modules.scan(live, name)
         if scan.refused is None:
-            yield from (f"{name}.{scan.key_name(key)}" for key in live.state_dict())
+            for key, value in live.state_dict().items():
+                yield f"{name}.{scan.key_name(key)}", value
     elif isinstance(live, torch.Tensor) or is_stateful(live):
-        yield name
+        yield name, live
     elif type(live) in codec.MAPPINGS:
         for key, child in live.items():
-            yield from live_names(child, naming.join(name, naming.part(key)), depth + 1)
+            yield from live_parts(child, naming.join(name, naming.part(key)), depth + 1)
     elif type(live) in (list, tuple):
         for index, child in enumerate(live):
-            yield from live_names(child, f"{name}.{index}", depth + 1)
+            yield from live_parts(child, f"{name}.{index}", depth + 1)

@@ -6,6 +6,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -520,3 +521,61 @@ def test_a_shared_parameter_has_its_first_name() -> None:
         "one.bias",
         "other.bias",
     ]
+
+
+class Cached(nn.Linear):
+    """Keeps what it computes from its weight, made anew whenever that is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.sum = self.weight.detach().sum()
+
+
+class ByPostHook(Cached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(lambda module, _: module.renew())
+
+    def renew(self) -> None:
+        self.sum = self.weight.detach().sum()
+
+
+class ByOwnLoad(Cached):
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.sum = self.weight.detach().sum()
+
+
+class ByOwnLoadOfAll(Cached):
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        found = super().load_state_dict(*arguments, **options)
+        self.sum = self.weight.detach().sum()
+        return found
+
+
+@pytest.mark.parametrize("kind", [ByPostHook, ByOwnLoad, ByOwnLoadOfAll])
+def test_what_a_module_does_when_it_is_loaded_is_done(kind: type[Cached]) -> None:
+    saved = kind()
+    image, _ = make_image({"model": saved, "rng": None})
+    restore({"model": (live := kind()), "rng": None}, image)
+    assert torch.equal(live.weight, saved.weight)
+    assert live.sum == saved.weight.sum()
+
+
+def test_a_tied_weight_that_is_to_stay_is_not_filled_under_its_other_name() -> None:
+    def tied() -> nn.ModuleDict:
+        model = nn.ModuleDict(
+            {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
+        )
+        model["head"].weight = model["embedding"].weight
+        return model
+
+    image, _ = make_image({"model": tied(), "rng": None})
+    live = tied()
+    before = live["head"].weight.clone()
+    with pytest.raises(
+        RestoreError, match=r"model\.head\.weight: shares its memory with model\.embedding\.weight"
+    ):
+        restore({"model": live, "rng": None}, image, skip=["model.head"])
+    restore({"model": live, "rng": None}, image, skip=["model.head", "model.embedding"])
+    assert torch.equal(live["head"].weight, before)

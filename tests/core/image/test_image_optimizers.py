@@ -177,6 +177,34 @@ def test_groups_and_parameters_meet_by_name_in_any_order() -> None:
         assert same(optimizer.state[here], other.state[there])
 
 
+def test_groups_in_another_order_are_refused_where_a_scheduler_goes_by_their_places() -> None:
+    def state(*, turned: bool) -> dict[str, Any]:
+        model, _ = make("SGD", 0)
+        optimizer = grouped(model, turned=turned)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"model": model, "optimizer": optimizer, "more": {"scheduler": scheduler}}
+
+    image, _ = make_image(state(turned=False))
+    with pytest.raises(RestoreError, match=r"the groups are in another order, \[1, 0\]"):
+        restore(state(turned=True), image)
+    restore(state(turned=False), image)
+
+
+def test_the_names_in_a_group_stay_those_of_its_parameters() -> None:
+    def state(*, turned: bool) -> dict[str, Any]:
+        model, _ = make("SGD", 0)
+        named = [*model.named_parameters()]
+        return {"model": model, "optimizer": torch.optim.SGD(named[::-1] if turned else named)}
+
+    image, _ = make_image(state(turned=False))
+    live = state(turned=True)
+    restore(live, image)
+    assert (
+        live["optimizer"].param_groups[0]["param_names"]
+        == [name for name, _ in live["model"].named_parameters()][::-1]
+    )
+
+
 def test_groups_that_hold_other_parameters_are_refused() -> None:
     model, _ = make("SGD", 0)
     image, _ = make_image({"model": model, "optimizer": grouped(model), "rng": None})

@@ -374,9 +374,10 @@ def test_strict_compares_tensors_both_ways() -> None:
 def test_a_value_does_not_take_the_place_of_tensors() -> None:
     image, _ = make_image({"d": {"n": 1, "m": 2}, "rng": None})
     state = {"d": {"n": 0, "m": torch.zeros(1)}, "rng": None}
-    with pytest.raises(RestoreError, match=r"d\.m: in the state, not in the checkpoint"):
-        restore(state, image)
-    restore(state, image, strict=False)
+    for strict in (True, False):
+        with pytest.raises(RestoreError, match=r"d\.m: the checkpoint has a plain value"):
+            restore(state, image, strict=strict)
+    restore(state, image, skip=["d.m"])
     assert state["d"]["n"] == 1
     assert torch.is_tensor(state["d"]["m"])
 
@@ -694,3 +695,35 @@ def test_moments_lie_as_a_renamed_parameter_does() -> None:
     restore(state, image, rename={"net": "model"})
     moment = state["optimizer"].state[live[0].weight]["exp_avg"]
     assert moment.stride() == live[0].weight.stride()
+
+
+def test_an_object_in_a_container_that_was_plain_is_not_left_as_it_was() -> None:
+    image, _ = make_image({"extra": {"scaler": {"scale": 2.0}, "log": [], "epoch": 1}})
+    state = {"extra": {"scaler": Loader(), "log": [torch.ones(1)], "epoch": 0}}
+    with pytest.raises(
+        RestoreError, match=r"extra\.scaler: the checkpoint has a plain value"
+    ) as caught:
+        restore(state, image, strict=False)
+    assert "extra.log" not in str(caught.value)
+    with pytest.raises(RestoreError, match=r"extra\.log\.0: in the state, not in the checkpoint"):
+        restore(state, image, skip=["extra.scaler"])
+    restore(state, image, skip=["extra.scaler"], strict=False)
+    assert state["extra"]["epoch"] == 1
+
+
+def test_a_scaler_that_was_off_does_not_go_into_one_that_is_on() -> None:
+    image, _ = make_image({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    live = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with pytest.raises(RestoreError, match=r"was switched off; skip=\['scaler'\]"):
+        restore({"scaler": live}, image)
+    restore({"scaler": live}, image, skip=["scaler"])
+    restore({"scaler": torch.amp.GradScaler("cpu", enabled=False)}, image)
+
+
+def test_options_that_are_none_ask_for_nothing() -> None:
+    image, _ = make_image({"a": 1})
+    state = {"a": 0}
+    restore(state, image, only=None, skip=None, rename=None, retype=None)
+    assert state == {"a": 1}
+    with pytest.raises(RestoreError, match="retype='b' names no optimizer or object"):
+        restore(state, image, retype=["b"])
