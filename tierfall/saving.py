@@ -24,7 +24,8 @@ from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
 from tierfall.core.capture.flights import Slab
 from tierfall.core.capture.places import Places
-from tierfall.core.capture.samples import CheckPlan
+from tierfall.core.capture.samples import CheckPlan, ImageCheck
+from tierfall.core.capture.sources import Sources
 from tierfall.core.capture.targets import TargetCache
 from tierfall.core.collector import collector_paused
 from tierfall.core.device import cuda_available
@@ -160,10 +161,8 @@ class Saver:
         owed = tiers_owed(rules, place.ordinal, at_end=at_end)
         tiers = tuple(name for name in owed if name in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
-        region = self._room(handle, line, place, layout, metrics, tags)
-        if region is None:
-            return handle
-        try:
+        room = self._ask_for_room(place, layout, metrics, tags)
+        try:  # while the coordinator makes room, what needs none is done
             with collector_paused():
                 places = self._places.of(view.sources)
                 if share is not None:  # before any copy, which follows on the device
@@ -171,8 +170,37 @@ class Saver:
                 lazy = None
                 if not settled:
                     lazy = self._choose_lazy(view, step, began, may_be_lazy=may_be_lazy)
+                cutting, check = self._cut(layout, view, places, lazy)
+                sources = Sources(view, cutting.lazy)
+                image_check = None
+                if lazy is not None and check is not None:
+                    streams = self._places.streams if places else {}
+                    image_check = check.begin(sources, streams, self._check_s())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            room.cancel()
+            failure = as_capture_error(place.checkpoint, error)
+            raise failure from failure.__cause__
+        region, no_room = room.wait()
+        if region is None:
+            assert no_room is not None
+            self._mode.skipped()
+            self._skip(line, handle, no_room)
+            return handle
+        if not settled:
+            self._capturer.evidence.forget()
+        try:
+            with collector_paused():
                 snapshot = self._snapshot(
-                    region, place, layout, header, view, handle, metrics, places, lazy
+                    region,
+                    place,
+                    layout,
+                    header,
+                    handle,
+                    metrics,
+                    places,
+                    cutting,
+                    sources,
+                    image_check,
                 )
                 snapshot.share = share
         except BaseException as error:  # noqa: BLE001 - raised again below
@@ -213,24 +241,20 @@ class Saver:
         self._targets.clear()
         self._places = Places(Streams())
 
-    def _room(
-        self,
-        handle: SaveHandle,
-        line: SavingLine,
-        place: Line,
-        layout: Layout,
-        metrics: Mapping[str, Any],
-        tags: tuple[str, ...],
-    ) -> HostRegion | None:
-        """Take a region of host memory; None, with the handle told, where none became free within ``max_wait``."""
+    def _ask_for_room(
+        self, place: Line, layout: Layout, metrics: Mapping[str, Any], tags: tuple[str, ...]
+    ) -> _Room:
+        """Ask for a region of host memory. Raises CapacityError where an image has no place on some tier at all."""
         self._check_capacities(layout)
         records = telling.records_bytes(layout, self._config.chunk_bytes, metrics, tags, place)
         self._session.host.ensure_capacity(image_bytes=layout.image_bytes, records_bytes=records)
-        region, error = self._ask_for_region(place.checkpoint, layout.image_bytes, records)
-        if region is None:
-            assert error is not None
-            self._skip(line, handle, error)
-        return region
+        return _Room(
+            self._session,
+            place.checkpoint,
+            image_bytes=layout.image_bytes,
+            records_bytes=records,
+            max_wait_s=self._config.max_wait_s,
+        )
 
     def _snapshot(
         self,
@@ -238,17 +262,17 @@ class Saver:
         line: Line,
         layout: Layout,
         header: bytes,
-        view: StateView,
         handle: SaveHandle,
         metrics: Mapping[str, Any],
         places: Sequence[int],
-        lazy: Sequence[bool] | None,
+        cutting: Cutting,
+        sources: Sources,
+        check: ImageCheck | None,
     ) -> Snapshot:
-        """Begin to fill a region: what is not captured lazily is copied here; None: nothing is."""
+        """Begin to fill a region: what is not captured lazily is copied here."""
         post = self._session.coordinator.post
         id = line.checkpoint
         chunk = self._config.chunk_bytes
-        cutting, check = self._cut(layout, view, places, lazy)
         fixed = {
             name: self._places.fixed(value, places) if isinstance(value, torch.Tensor) else value
             for name, value in metrics.items()
@@ -258,12 +282,11 @@ class Saver:
             memory=region.image,
             header=header,
             cutting=cutting,
-            view=view,
+            sources=sources,
             streams=self._places.streams if places else None,
             slab=self._places.slab if places else None,
             pace=self._pace,
-            check=None if lazy is None else check,
-            check_s=self._check_s(),
+            check=check,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -317,41 +340,6 @@ class Saver:
                     f"({capacity} bytes): raise it, or take the tier out of the chain"
                 )
 
-    def _ask_for_region(
-        self, id: CheckpointId, image_bytes: int, records_bytes: int
-    ) -> tuple[HostRegion | None, BaseException | None]:
-        done = Bell()
-        answer: list[Any] = []
-        lock = threading.Lock()
-        given_up = False
-
-        def tell(region: HostRegion | None, error: BaseException | None) -> None:
-            with lock:
-                answer.extend((region, error))
-                if given_up and region is not None:
-                    region.release()
-            done.ring()
-
-        request = Admission(
-            id=id,
-            image_bytes=image_bytes,
-            records_bytes=records_bytes,
-            deadline_s=time.monotonic() + self._config.max_wait_s,
-            answer=tell,
-        )
-        try:
-            self._session.coordinator.post(request)
-            self._session.wait(done)
-        except BaseException:
-            # Ctrl-C, say: nobody will take the region, nor may another image go for it
-            request.cancelled.set()
-            with lock:
-                given_up = True
-                if answer and answer[0] is not None:
-                    answer[0].release()
-            raise
-        return answer[0], answer[1]
-
     def _skip(self, line: SavingLine, handle: SaveHandle, error: BaseException) -> None:
         if not isinstance(error, CapacityError):
             raise error
@@ -373,14 +361,13 @@ class Saver:
     def _choose_lazy(
         self, view: StateView, step: int, began: float, *, may_be_lazy: bool
     ) -> tuple[bool, ...] | None:
-        """Say which tensors are captured lazily; None where none is. The evidence for it begins anew."""
+        """Say which tensors are captured lazily; None where none is."""
         evidence = self._capturer.evidence
         first = self.counts.begun == self.counts.settled
         reason = evidence.why_blocking(elsewhere=self._places.elsewhere, first=first)
         chosen = evidence.choose(view) if reason is None else ()
         if reason is None and not any(chosen):
             reason = "no tensor of it is known to change only inside an optimizer's step"
-        evidence.forget()
         lazy = self._mode.is_lazy(step, began, may_be=may_be_lazy and reason is None)
         self.counts.capture = self._mode.reason
         if may_be_lazy and reason is not None and not first and self._mode.wants_lazy:
@@ -405,6 +392,55 @@ class Saver:
                 lazy=lazy,
                 blocked_s=time.monotonic() - began,
             )
+
+
+class _Room:
+    """A region of host memory that the coordinator was asked for. It is waited for, or cancelled."""
+
+    def __init__(
+        self,
+        session: Session,
+        id: CheckpointId,
+        *,
+        image_bytes: int,
+        records_bytes: int,
+        max_wait_s: float,
+    ) -> None:
+        self._session = session
+        self._done = Bell()
+        self._lock = threading.Lock()
+        self._answer: list[Any] = []
+        self._request = Admission(
+            id=id,
+            image_bytes=image_bytes,
+            records_bytes=records_bytes,
+            deadline_s=time.monotonic() + max_wait_s,
+            answer=self._tell,
+        )
+        session.coordinator.post(self._request)
+
+    def _tell(self, region: HostRegion | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._answer.extend((region, error))
+            if self._request.cancelled.is_set() and region is not None:
+                region.release()
+        self._done.ring()
+
+    def wait(self) -> tuple[HostRegion | None, BaseException | None]:
+        """Return the region, or None and the reason."""
+        try:
+            self._session.wait(self._done)
+        except BaseException:  # Ctrl-C, say
+            self.cancel()
+            raise
+        return self._answer[0], self._answer[1]
+
+    def cancel(self) -> None:
+        """Nobody will take the region, nor may another image go for it."""
+        with self._lock:
+            self._request.cancelled.set()
+            if self._answer and self._answer[0] is not None:
+                self._answer[0].release()
 
 
 class _Mode:
@@ -434,6 +470,10 @@ class _Mode:
         lazy, self.reason = choose_lazy(self._trials)
         self._last = (lazy, step, began_s)
         return lazy
+
+    def skipped(self) -> None:
+        """The save that was decided on did not begin: what follows tells nothing about its cost."""
+        self._last = None
 
 
 def _open_slab(config: Config) -> Slab | None:

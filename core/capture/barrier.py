@@ -10,6 +10,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from tierfall.core.streams import is_recording
 logger = logging.getLogger("tierfall")
 
 NOWHERE = (0, 0)
+_TRAINED = attrgetter("requires_grad")
 
 
 def place_of(tensor: Any) -> tuple[int, int]:
@@ -50,6 +53,7 @@ class Barrier:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_graphs: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._bracketed = False
+        self._covered: tuple[list[int], list[bool], frozenset[int]] = ([], [], frozenset())
         self.updates = 0
         """How many updates of anything were seen: optimizers' steps, and those that the loop bracketed itself."""
         self.gradients = GradientWatch()
@@ -83,13 +87,13 @@ class Barrier:
 
     def covered(self) -> frozenset[int]:
         """Return the ids of the parameters of the optimizers that were seen to step since ``forget``, but for frozen
-        ones, which no step changes."""
-        covered: set[int] = set()
-        for optimizer in self._stepped:
-            if optimizer not in self._in_graphs:
-                for group in optimizer.param_groups:
-                    covered.update(id(each) for each in group["params"] if each.requires_grad)
-        return frozenset(covered)
+        ones, which no step changes. The same object as before, where that holds the same."""
+        seen = (each.param_groups for each in self._stepped if each not in self._in_graphs)
+        held = [*chain.from_iterable(group["params"] for groups in seen for group in groups)]
+        ids, trained = [*map(id, held)], [*map(_TRAINED, held)]
+        if self._covered[:2] != (ids, trained):
+            self._covered = ids, trained, frozenset(compress(ids, trained))
+        return self._covered[2]
 
     def memory(self) -> frozenset[tuple[int, int]]:
         """Return address and length of what the optimizers change that were seen to step since ``forget``: their

@@ -78,9 +78,11 @@ class Evidence:
         if not self._checked or self._frozen_change:
             frozen.clear()
         # Where the loop itself waits for the capture before each change, it does so whatever it changes.
-        trusted = None if self._barrier.bracketed else covered | frozen | {DECLARED, UNSHARED}
-        key = (view.structure, view.plain, view.changes, view.owners, trusted, self._changed)
+        bracketed = self._barrier.bracketed
+        state = (view.structure, view.plain, view.changes, view.owners)
+        key = (*state, covered, frozen, bracketed, self._changed)
         if self._chosen is None or self._chosen[0] != key:
+            trusted = None if bracketed else covered | frozen | {DECLARED, UNSHARED}
             self._chosen = (key, self._choose(view, trusted))
             if trusted is not None:
                 # Those that the user wrapped in item() have no parameter for an owner.

@@ -22,11 +22,10 @@ import xxhash
 from tierfall.core.bell import Bell
 from tierfall.core.capture.cutting import HOST, Cutting, Piece, Segment
 from tierfall.core.capture.flights import Flight, Flights, Shelter, Slab, size_of
-from tierfall.core.capture.samples import CheckPlan, ImageCheck
+from tierfall.core.capture.samples import ImageCheck
 from tierfall.core.capture.sources import Sources, pieces_in
 from tierfall.core.capture.targets import Targets
 from tierfall.core.errors import CaptureError
-from tierfall.core.image import StateView
 from tierfall.core.pace import Pace
 from tierfall.core.records import DIGEST_PREFIX
 from tierfall.core.streams import CopyStream
@@ -53,24 +52,23 @@ class Filling:
         memory: memoryview,
         header: bytes,
         cutting: Cutting,
-        view: StateView,
+        sources: Sources,
         on_progress: Callable[[int], None],
         streams: Mapping[int, CopyStream] | None = None,
         slab: tuple[int, Slab] | None = None,
         pace: Pace | None = None,
-        check: CheckPlan | None = None,
-        check_s: float | None = None,
+        check: ImageCheck | None = None,
     ) -> None:
-        """Take the sources, and copy what is not captured lazily. ``targets`` and ``memory`` are the same region.
+        """Copy what is not captured lazily of the ``sources``. ``targets`` and ``memory`` are the same region.
 
         ``streams`` copy what lies on devices, by the places of ``cutting``; ``slab`` is spare memory at one of them.
-        The capture thread keeps to ``pace``; whoever waits does not. ``check`` says how the image is compared with the
-        state as it is now, of which whole ranges are digested for ``check_s`` seconds, all of them without that.
+        The capture thread keeps to ``pace``; whoever waits does not. ``check`` compares the image with the state as it
+        is now.
         """
         self._targets = targets
         self._memory = memory
         self._cutting = cutting
-        self._sources = Sources(view, cutting.lazy)
+        self._sources = sources
         self._on_progress = on_progress
         self._segments = deque(cutting.segments)
         self._flights = Flights(streams or {})
@@ -90,12 +88,10 @@ class Filling:
         self.copied = not self._segments
         self.hashed = False
         memory[: len(header)] = header
-        self._copy_at_once()
-        self._check: ImageCheck | None = None
+        self._check = check
         self._addresses: list[int] | None = None
         self._at_barrier = False
-        if check is not None:
-            self._check = check.begin(self._sources, self._flights.streams, check_s)
+        self._copy_at_once()
 
     @property
     def chunk_count(self) -> int:

@@ -394,6 +394,9 @@ class Scans:
         found = dict(zip(ids, named, strict=True))
         if len(found) < len(ids):
             found.update(zip(reversed(ids), reversed(named), strict=True))
+        if not self.parameters:
+            self.parameters = found
+            return
         for each in found.keys() & self.parameters.keys():
             del found[each]
         self.parameters.update(found)

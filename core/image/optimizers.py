@@ -6,7 +6,7 @@ dtype. One whose class, object or hooks change what ``state_dict`` or ``load_sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any
@@ -48,23 +48,26 @@ class Numbering:
     numbers: dict[int, int]
     names: tuple[str | None, ...]
     groups: tuple[tuple[int, ...], ...]
+    found_in: tuple[list[int], tuple[str | None, ...], list[int]]
+    """The parameters' ids and names, and how many each group has: all that the rest follows from."""
 
     def part(self, number: int) -> str:
         """Name a parameter's state, below ``<optimizer>.state``."""
         return self.names[number] or f"%i{number}"
 
 
-def numbering(optimizer: Optimizer, scans: Scans) -> Numbering:
+def numbering(optimizer: Optimizer, scans: Scans, before: Numbering | None = None) -> Numbering:
+    """Number the parameters of an optimizer; ``before`` is what was found at an earlier time, or nothing."""
     parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
     ids = [*map(id, parameters)]
+    names = tuple(map(itemgetter(0), map(scans.parameters.get, ids, repeat((None,)))))
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if before is not None and before.found_in == (ids, names, lengths):
+        return replace(before, parameters=parameters)
     numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # the first counts
-    named = map(scans.parameters.get, ids, repeat((None,)))
     groups = [map(numbers.__getitem__, map(id, g["params"])) for g in optimizer.param_groups]
     return Numbering(
-        parameters,
-        numbers,
-        names=tuple(map(itemgetter(0), named)),
-        groups=tuple(map(tuple, groups)),
+        parameters, numbers, names, tuple(map(tuple, groups)), found_in=(ids, names, lengths)
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tierfall.core.image.modules import KnownTree
+from tierfall.core.image.optimizers import Numbering
 
 BLOCK = 256
 """So many tensors are looked at in one go: what is known of them stays in a core's cache from question to question."""
@@ -106,6 +107,8 @@ class Recall:
     def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
         self.trees: dict[str, KnownTree] = {}
+        self.numberings: dict[str, Numbering] = {}
+        """Of the optimizers that the walk before met, without their parameters."""
         self.columns: Columns | None = None
         self.parts_at: dict[int, Part] = {}
 

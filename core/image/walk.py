@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
@@ -96,6 +97,7 @@ class _Walk:
         self.scans = scans
         self._recall = recall
         self._recalled: set[str] = set()
+        self._numberings: dict[str, optimizers.Numbering] = {}
         self.values: list[Coded] = []
         self.taking = Taking(self.values, recall)
         self.table = self.taking.table
@@ -106,6 +108,7 @@ class _Walk:
 
     def end(self) -> None:
         self._recall.forget_others(self._recalled)
+        self._recall.numberings = self._numberings
 
     def state(self, state: Mapping[Any, object], *, with_random: bool) -> Node:
         keys, nodes = [], []
@@ -390,7 +393,9 @@ class _Walk:
 
     def _optimizer(self, optimizer: Optimizer, name: str, trail: Trail, depth: int) -> Node:
         self.types[name] = type_name(optimizer)
-        numbering = optimizers.numbering(optimizer, self.scans)
+        before = self._recall.numberings.get(name)
+        numbering = optimizers.numbering(optimizer, self.scans, before)
+        self._numberings[name] = replace(numbering, parameters=())
         groups = []
         for index, group in enumerate(optimizer.param_groups):
             place = ((trail, "param_groups"), index)

@@ -13,6 +13,7 @@ import xxhash
 from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
 from tierfall.core.capture.samples import CheckPlan
+from tierfall.core.capture.sources import Sources
 from tierfall.core.capture.targets import Targets
 from tierfall.core.image import Layout, StateView, describe, plan_layout
 
@@ -67,15 +68,15 @@ def make(
         end = made[0].chunk(final - 1)[1]
         made[0].told.append((final, bytes(memory[:end])))
 
+    sources = Sources(view, cutting.lazy)
     filling = Filling(
         targets=Targets(torch.frombuffer(memory, dtype=torch.uint8), layout),
         memory=memoryview(memory),
         header=header,
         cutting=cutting,
-        view=view,
+        sources=sources,
         on_progress=progress,
-        check=CheckPlan(cutting, view),
-        check_s=digest_s,
+        check=CheckPlan(cutting, view).begin(sources, {}, digest_s),
     )
     made.append(Made(filling, layout, view, memory, chunk_bytes))
     return made[0]

@@ -38,11 +38,15 @@ def damage(tensors: list[torch.Tensor]) -> None:
 
 
 def save_and_damage(
-    ckpt: tierfall.Checkpointer, trainer: Trainer, held: Held, tensors: list[torch.Tensor]
+    ckpt: tierfall.Checkpointer,
+    trainer: Trainer,
+    held: Held,
+    tensors: list[torch.Tensor],
+    step: int = 2,
 ) -> SaveHandle:
     """Save lazily, write to tensors before anything is copied, and train on."""
     held.hold()
-    handle = lazy_save(ckpt, trainer, 2)
+    handle = lazy_save(ckpt, trainer, step)
     snapshot = ckpt._capturer._current
     assert snapshot is not None
     assert not snapshot.filling.copied, "the rest is left to the capture"
@@ -189,6 +193,24 @@ def test_what_samples_cannot_be_compared_of_is_fixed_when_save_returns(
         handle.wait(timeout=PATIENCE_S)
     assert torch.equal(tierfall.load(tmp_path / "disk", step=2)["odd"], before)
     assert not torch.equal(tensor, before)
+
+
+def test_a_parameter_that_comes_to_lie_with_gaps_is_fixed_when_save_returns(
+    make_config: MakeConfig, tmp_path: Path, held: Held
+) -> None:
+    """Nothing else in the state tells it from what it was at the save before."""
+    trainer = Trainer()
+    weight = trainer.model[0].weight
+    with tierfall.open(make_config()) as ckpt:
+        warmed_up(ckpt, trainer)
+        held.free.set()
+        lazy_save(ckpt, trainer, 2).wait(timeout=PATIENCE_S)
+        trainer.step()
+        weight.data = torch.randn(100, 80)[:, ::2]
+        before = weight.detach().clone()
+        handle = save_and_damage(ckpt, trainer, held, [weight], step=3)
+        handle.wait(timeout=PATIENCE_S)
+    assert torch.equal(saved(tmp_path / "disk", 3)["model.0.weight"], before)
 
 
 def test_the_moments_of_an_optimizer_that_does_not_step_are_fixed_when_save_returns(

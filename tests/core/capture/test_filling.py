@@ -337,6 +337,18 @@ def test_a_write_to_one_percent_of_a_tensor_is_found_in_the_image(kind: str) -> 
             source.data.copy_(before)
 
 
+def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
+    sources = {f"w{number:02}": noise(1 << 16, seed=number) for number in range(60)}
+    for seed in range(20):
+        made = make(lazily(**sources), 1 << 20)
+        name = f"w{seed * 3:02}"
+        sources[name].data[writes(torch.Size([1 << 16]), seed)["in a row"]] += 1
+        made.filling.run()
+        with pytest.raises(StateChangedError) as caught:
+            made.filling.check_image()
+        assert caught.value.tensors == (f"on.{name}",)
+
+
 def inferred() -> torch.Tensor:
     with torch.inference_mode():
         return noise(3001)

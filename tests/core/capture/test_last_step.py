@@ -89,7 +89,7 @@ def to_half_by_swapping(trainer: Trainer) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
     "half": (lambda t: t.model.half(), "model"),
-    "there and back": (lambda t: (t.model.double(), t.model.float()), "model"),
+    "there and back": (lambda t: (t.model.half(), t.model.float()), "model"),
     "half, by swapping": (to_half_by_swapping, "model"),
     "best weights": (lambda t: t.model.load_state_dict(zeros_like(t.model.state_dict())), "model"),
     "best weights, assigned": (assign_best, "model"),

@@ -10,6 +10,7 @@ import torch
 
 from tierfall.core.capture.cutting import Cutting
 from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.sources import Sources
 from tierfall.core.capture.targets import Targets
 from tierfall.core.catalog import FoundCopy, Listing
 from tierfall.core.documents import sha256
@@ -49,12 +50,13 @@ def checkpoint(
     header = layout.header(view)
     assert header is not None
     image = bytearray(layout.image_bytes)
+    cutting = Cutting(layout, view, CHUNK)
     filling = Filling(
         targets=Targets(torch.frombuffer(image, dtype=torch.uint8), layout),
         memory=memoryview(image),
         header=header,
-        cutting=Cutting(layout, view, CHUNK),
-        view=view,
+        cutting=cutting,
+        sources=Sources(view, cutting.lazy),
         on_progress=lambda final: None,
     )
     filling.run()
