@@ -322,9 +322,9 @@ class Checkpointer:
         attempt: int | None = None,
         tier: str | None = None,
         only: Sequence[str] | None = None,
-        skip: Sequence[str] | None = None,
+        skip: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
-        retype: Sequence[str] | None = None,
+        retype: Sequence[str] = (),
         strict: bool = True,
         unreachable: str = "raise",
     ) -> RestoreReport | None:

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,20 +163,14 @@ class Saver:
         tiers = tuple(name for name in owed if name in self._session.stores)
         handle = SaveHandle(place.checkpoint, tiers, in_memory=self._session.host.name)
         room = self._ask_for_room(place, layout, metrics, tags)
-        try:  # while the coordinator makes room, what needs none is done
+        try:  # while the coordinator makes room
             with collector_paused():
-                places = self._places.of(view.sources)
                 if share is not None:  # before any copy, which follows on the device
                     share.read(view, place.ordinal, self._streams)
-                lazy = None
+                decide = None
                 if not settled:
-                    lazy = self._choose_lazy(view, step, began, may_be_lazy=may_be_lazy)
-                cutting, check = self._cut(layout, view, places, lazy)
-                sources = Sources(view, cutting.lazy)
-                image_check = None
-                if lazy is not None and check is not None:
-                    streams = self._places.streams if places else {}
-                    image_check = check.begin(sources, streams, self._check_s())
+                    decide = partial(self._choose_lazy, view, step, began, may_be_lazy=may_be_lazy)
+                plan = self._plan(view, layout, decide)
         except BaseException as error:  # noqa: BLE001 - raised again below
             room.cancel()
             failure = as_capture_error(place.checkpoint, error)
@@ -190,18 +185,7 @@ class Saver:
             self._capturer.evidence.forget()
         try:
             with collector_paused():
-                snapshot = self._snapshot(
-                    region,
-                    place,
-                    layout,
-                    header,
-                    handle,
-                    metrics,
-                    places,
-                    cutting,
-                    sources,
-                    image_check,
-                )
+                snapshot = self._snapshot(region, place, layout, header, handle, metrics, plan)
                 snapshot.share = share
         except BaseException as error:  # noqa: BLE001 - raised again below
             region.release()
@@ -214,7 +198,7 @@ class Saver:
             if settled:
                 self._capture_settled(snapshot, began)
             else:
-                self._capture(snapshot, began, lazy=lazy is not None)
+                self._capture(snapshot, began, lazy=plan.lazy)
         except BaseException as error:
             self._capturer.give_up(snapshot, error)
             raise
@@ -256,6 +240,23 @@ class Saver:
             max_wait_s=self._config.max_wait_s,
         )
 
+    def _plan(
+        self,
+        view: StateView,
+        layout: Layout,
+        choose_lazy: Callable[[], tuple[bool, ...] | None] | None,
+    ) -> _Plan:
+        """Decide how a state is captured, and read what its image is compared with."""
+        places = self._places.of(view.sources)
+        lazy = None if choose_lazy is None else choose_lazy()
+        cutting, check = self._cut(layout, view, places, lazy)
+        sources = Sources(view, cutting.lazy)
+        if lazy is None or check is None:
+            return _Plan(places, cutting, sources, None, lazy=lazy is not None)
+        streams = self._places.streams if places else {}
+        begun = check.begin(sources, streams, self._check_s())
+        return _Plan(places, cutting, sources, begun, lazy=True)
+
     def _snapshot(
         self,
         region: HostRegion,
@@ -264,29 +265,28 @@ class Saver:
         header: bytes,
         handle: SaveHandle,
         metrics: Mapping[str, Any],
-        places: Sequence[int],
-        cutting: Cutting,
-        sources: Sources,
-        check: ImageCheck | None,
+        plan: _Plan,
     ) -> Snapshot:
         """Begin to fill a region: what is not captured lazily is copied here."""
         post = self._session.coordinator.post
         id = line.checkpoint
         chunk = self._config.chunk_bytes
         fixed = {
-            name: self._places.fixed(value, places) if isinstance(value, torch.Tensor) else value
+            name: self._places.fixed(value, plan.places)
+            if isinstance(value, torch.Tensor)
+            else value
             for name, value in metrics.items()
         }
         filling = Filling(
             targets=self._targets.of(region.tensor(), layout),
             memory=region.image,
             header=header,
-            cutting=cutting,
-            sources=sources,
-            streams=self._places.streams if places else None,
-            slab=self._places.slab if places else None,
+            cutting=plan.cutting,
+            sources=plan.sources,
+            streams=self._places.streams if plan.places else None,
+            slab=self._places.slab if plan.places else None,
             pace=self._pace,
-            check=check,
+            check=plan.check,
             on_progress=lambda final: post(CaptureAdvanced(id=id, final_chunks=final)),
         )
         return Snapshot(
@@ -392,6 +392,18 @@ class Saver:
                 lazy=lazy,
                 blocked_s=time.monotonic() - began,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How one state is captured: the ``places`` of its tensors, and of these what is cut into which segments; what its
+    image is compared with; and whether anything of it is captured lazily."""
+
+    places: Sequence[int]
+    cutting: Cutting
+    sources: Sources
+    check: ImageCheck | None
+    lazy: bool
 
 
 class _Room:
