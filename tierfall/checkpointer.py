@@ -246,7 +246,7 @@ class Checkpointer:
         self._saver.counts.steps.note(step, time.monotonic())
         wanted = self._cadence.wants(step)
         if self._config.interval.at_end:
-            self._note_last(step, state, metrics, tags)
+            self._note_last(step, state, metrics, tags, anew=wanted)
         if not wanted or self._has_saved(step):
             return None
         return self.save(step, state, metrics=metrics, tags=tags, block=block)
@@ -257,11 +257,14 @@ class Checkpointer:
         state: Mapping[str, Any],
         metrics: Mapping[str, Any] | None,
         tags: Sequence[str],
+        *,
+        anew: bool,
     ) -> None:
-        """Remember what close has to save if no other step comes, and how the state is now."""
-        kept = None if self._last is None else self._last.fingerprint
+        """Remember what close has to save if no other step comes, and how the state is now. Without ``anew`` tensors are
+        looked for where they were at the step before."""
+        kept = None if self._last is None or anew else self._last.fingerprint
         if kept is None or not kept.take(state):
-            kept = Fingerprint(state)
+            kept = Fingerprint(state, self._steps.step_s)
         metrics = {
             name: value if isinstance(value, float) else value.clone()
             for name, value in telling.checked_metrics(metrics or {}).items()

@@ -1,137 +1,152 @@
-"""A fingerprint of a live state: enough of it to tell later whether it was changed, taken in less than a millisecond.
+"""A fingerprint of a live state: enough of it to tell later whether it was changed.
 
-It covers up to 256 tensors, evenly chosen: their version counters, their addresses, and, in host memory, the first
-bytes of each. It remembers where they stand and not the tensors themselves: one that was replaced is seen, none is kept
+It covers version counters and addresses of the state's tensors, and samples of those in host memory: all tensors, as
+long as that takes a percent of a training step, and otherwise as many as that allows, at least TENSORS_MIN, drawn at
+random. It remembers where tensors are found and not the tensors themselves: one that was replaced is seen, none is kept
 alive, and none has a weak reference, with which torch refuses to swap it for another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import random
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tierfall.core.capture.samples import Sampled, SamplePlan, Samples
 from tierfall.core.image import codec, naming
 from tierfall.core.image.item import unwrap
 from tierfall.core.image.sharded import any_sharded, local_tensor
-from tierfall.core.own_memory import LINE_BYTES, Memory
+from tierfall.core.image.tensors import readable_bytes
 
-TENSORS_MAX = 256
+TENSORS_MIN = 256
+TENSOR_S = 2e-6
+"""The time that one tensor is taken to cost."""
+STEP_SHARE = 0.01
+"""Of a training step, the share that a fingerprint may take."""
+LINES = 9
+"""Cache lines of one tensor: the first, the last, and others evenly spread."""
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter)
 Step = Callable[[Any], Any]
 """Goes from a thing to another in it; raises LookupError, AttributeError or TypeError where that is not there."""
 _GONE = (LookupError, AttributeError, TypeError)
 
 
-class Place(NamedTuple):
-    """Where a tensor stands in a state: by ``steps`` from the state to its module, optimizer or container, and by
-    ``last`` from there."""
+class _Holder(NamedTuple):
+    """What holds tensors, or other holders: found by ``step`` from the holder number ``parent``."""
+
+    parent: int
+    step: Step
+
+
+class _Place(NamedTuple):
+    """Where a tensor is found: by ``step`` from the holder number ``holder``."""
 
     trail: naming.Trail
-    steps: tuple[Step, ...]
-    last: Step
+    holder: int
+    step: Step
 
 
 class Fingerprint:
     """The fingerprint of one state. ``take`` takes it anew, ``changed`` names a tensor that differs from it."""
 
-    def __init__(self, state: Mapping[Any, object]) -> None:
-        found = [*places_of(state)]
-        self._places = found[:: -(-len(found) // TENSORS_MAX) or 1]
+    def __init__(self, state: Mapping[Any, object], step_s: float | None = None) -> None:
+        """``step_s`` says how long a training step takes."""
+        self._map = _Map(state)
+        self._map.choose(max(TENSORS_MIN, int(STEP_SHARE * (step_s or 0.0) / TENSOR_S)))
+        self._places = self._map.places
         self._keys = tuple(state)
-        self._bytes: _Bytes | None = None
-        self._seen = self._look(self._tensors(state))
+        self._plan: _Plan | None = None
+        found, self._counts = self._find(state)
+        self._seen = self._look(found)
 
     def take(self, state: Mapping[Any, object]) -> bool:
         """Take it anew; False where the state has other entries by now, or a tensor is gone."""
-        tensors = self._tensors(state)
-        if self._keys != tuple(state) or any(tensor is None for tensor in tensors):
+        found, counts = self._find(state)
+        if self._keys != tuple(state) or counts != self._counts or None in map(_nothing, found):
             return False
-        self._seen = self._look(tensors)
+        self._seen = self._look(found)
         return True
 
     def changed(self, state: Mapping[Any, object]) -> str | None:
         """Name a tensor that was written to, replaced or moved since; None where none was."""
-        tensors = self._tensors(state)
-        for place, tensor in zip(self._places, tensors, strict=True):
+        found, _ = self._find(state)
+        for place, tensor in zip(self._places, found, strict=True):
             if tensor is None:
                 return naming.path(place.trail)
-        before, now = self._seen, self._look(tensors)
+        before, now = self._seen, self._look(found)
         for at, place in enumerate(self._places):
             if (now.versions[at], now.pointers[at]) != (before.versions[at], before.pointers[at]):
                 return naming.path(place.trail)
-        if before.bytes is not None and now.bytes is not None and self._bytes is not None:
-            differs = (now.bytes != before.bytes).nonzero()
-            if len(differs):
-                return naming.path(self._places[self._bytes.of[int(differs[0])]].trail)
+        if before.samples is not None and now.samples is not None:
+            differ = now.samples.differ_from(before.samples)
+            if differ:
+                return naming.path(self._places[differ[0]].trail)
         return None
 
-    def _tensors(self, state: Mapping[Any, object]) -> list[Any]:
-        """Return the tensors that stand at the places now, None where there is none."""
-        met: dict[tuple[Step, ...], Any] = {}
+    def _find(self, state: Mapping[Any, object]) -> tuple[list[Any], list[int]]:
+        """Return the tensors that are at the places now, None where there is none; and how many entries the state's
+        optimizers have."""
+        holders = self._map.resolve(state)
         found = []
-        for _, steps, last in self._places:
+        for _, holder, step in self._places:
             try:
-                if steps not in met:
-                    met[steps] = _go(state, steps)
-                tensor = unwrap(last(met[steps]))
+                tensor = unwrap(step(holders[holder]))
             except _GONE:
                 tensor = None
             found.append(tensor if isinstance(tensor, torch.Tensor) else None)
-        return found
+        return found, self._map.counts(holders)
 
-    def _look(self, tensors: Sequence[Any]) -> _Seen:
+    def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen:
         if any_sharded(tensors):
             tensors = [*map(local_tensor, tensors)]
         versions = [*map(_version, tensors)]
-        pointers = [
-            t.data_ptr() if type(t) in _PLAIN_KINDS and t.layout is torch.strided else 0
-            for t in tensors
-        ]
-        if self._bytes is None or self._bytes.pointers != pointers:
-            self._bytes = _Bytes.of_tensors(tensors, pointers)
-        read = None
-        if self._bytes.memory is not None:
-            with torch.inference_mode(False):
-                read = self._bytes.memory.bytes.index_select(0, self._bytes.at)
-        return _Seen(versions, pointers, read)
+        pointers = array(
+            "Q",
+            [
+                t.data_ptr() if type(t) in _PLAIN_KINDS and t.layout is torch.strided else 0
+                for t in tensors
+            ],
+        )
+        if self._plan is None or self._plan.pointers != pointers:
+            self._plan = _Plan.of(tensors, pointers)
+        return _Seen(versions, pointers, self._plan.samples.take(pointers))
+
+
+def _nothing(tensor: object) -> object:
+    """None for None alone: a tensor is not to be compared with it."""
+    return None if tensor is None else True
 
 
 class _Seen(NamedTuple):
-    """What was seen of the tensors of a fingerprint."""
+    """What was seen of the tensors of a fingerprint. An address of 0 is none."""
 
     versions: list[int]
-    pointers: list[int]
-    bytes: torch.Tensor | None
+    pointers: array[int]
+    samples: Samples | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
-    """Where the first bytes are read of tensors in host memory, and whose each is (``of``)."""
+class _Plan:
+    """How tensors at these addresses are sampled."""
 
-    pointers: list[int]
-    memory: Memory | None
-    at: torch.Tensor
-    of: list[int]
+    pointers: array[int]
+    samples: SamplePlan
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[torch.Tensor], pointers: list[int]) -> _Bytes:
-        read = [
-            (place, pointer + byte)
+    def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int]) -> _Plan:
+        pieces = [
+            Sampled(place, 0, pointer, length, None)
             for place, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
-            if pointer and tensor.is_cpu
-            for byte in range(_readable(tensor))
+            if pointer and tensor.is_cpu and (length := readable_bytes(tensor))
         ]
-        addresses = np.array([address for _, address in read], dtype=np.int64)
-        memory = Memory(int(addresses.min()), int(addresses.max()) + 1) if read else None
-        low = 0 if memory is None else memory.low
-        return cls(pointers, memory, torch.from_numpy(addresses - low), [of for of, _ in read])
+        return cls(pointers, SamplePlan(pieces, lines=LINES))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -141,76 +156,120 @@ def _version(tensor: torch.Tensor) -> int:
         return -1
 
 
-def _readable(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor that are read: of one that is not contiguous its first element."""
-    if not tensor.numel():
-        return 0
-    return min(LINE_BYTES, tensor.nbytes if tensor.is_contiguous() else tensor.element_size())
+_STATE = -1
+"""The number of the holder that is the state itself."""
 
 
-def _go(live: Any, steps: Sequence[Step]) -> Any:
-    for step in steps:
-        live = unwrap(step(live))
-    return live
-
-
-def places_of(state: Mapping[Any, object]) -> Iterator[Place]:
-    """Yield the places of a state's tensors: those of modules and optimizers, and in plain containers. Nothing of the
+class _Map:
+    """Where the tensors of a state are found: those of modules and optimizers, and in plain containers. Nothing of the
     user's is called."""
-    for key, value in state.items():
-        yield from _below(value, (None, key), (itemgetter(key),), 0)
+
+    def __init__(self, state: Mapping[Any, object]) -> None:
+        self._holders: list[_Holder] = []
+        self._optimizers: list[int] = []
+        self.places: list[_Place] = []
+        for key, value in state.items():
+            self._below(value, (None, key), _STATE, itemgetter(key), 0)
+
+    def choose(self, count: int) -> None:
+        """Keep so many places, drawn at random, and the holders that they need."""
+        if len(self.places) <= count:
+            return
+        self.places = random.Random().sample(self.places, count)
+        needed = {place.holder for place in self.places} | {*self._optimizers}
+        for number in range(len(self._holders) - 1, -1, -1):
+            if number in needed:
+                needed.add(self._holders[number].parent)
+        kept = sorted(needed - {_STATE})
+        new = {_STATE: _STATE, **{number: at for at, number in enumerate(kept)}}
+        holders = [self._holders[number] for number in kept]
+        self._holders = [_Holder(new[parent], step) for parent, step in holders]
+        self._optimizers = [new[number] for number in self._optimizers]
+        self.places = [place._replace(holder=new[place.holder]) for place in self.places]
+
+    def resolve(self, state: Mapping[Any, object]) -> list[Any]:
+        """Return the holders as they are now, None where one is gone. The last one is the state."""
+        found: list[Any] = [None] * len(self._holders) + [state]
+        for number, (parent, step) in enumerate(self._holders):
+            try:
+                found[number] = unwrap(step(found[parent]))
+            except _GONE:
+                continue
+        return found
+
+    def counts(self, holders: Sequence[Any]) -> list[int]:
+        """Return how many entries the state of each optimizer has: it grows at the first steps."""
+        live = [holders[number] for number in self._optimizers]
+        return [_entries(one) if isinstance(one, Optimizer) else -1 for one in live]
+
+    def _hold(self, parent: int, step: Step) -> int:
+        self._holders.append(_Holder(parent, step))
+        return len(self._holders) - 1
+
+    def _below(
+        self, value: object, trail: naming.Trail, parent: int, step: Step, depth: int
+    ) -> None:
+        value = unwrap(value)
+        if isinstance(value, nn.Module):
+            self._module(value, trail, self._hold(parent, step))
+        elif isinstance(value, Optimizer):
+            self._optimizer(value, (trail, "state"), self._hold(parent, step))
+        elif isinstance(value, torch.Tensor):
+            self.places.append(_Place(trail, parent, step))
+        elif depth <= codec.DEPTH_MAX and isinstance(value, Mapping):
+            holder = self._hold(parent, step)
+            for key, child in value.items():
+                self._below(child, (trail, key), holder, itemgetter(key), depth + 1)
+        elif depth <= codec.DEPTH_MAX and type(value) in (list, tuple):
+            holder = self._hold(parent, step)
+            for index, child in enumerate(value):  # type: ignore[arg-type]
+                self._below(child, (trail, index), holder, itemgetter(index), depth + 1)
+
+    def _module(self, root: nn.Module, trail: naming.Trail, holder: int) -> None:
+        if isinstance(root, torch.jit.ScriptModule):  # its tables are made anew at each look
+            for name, _ in (*root.named_parameters(), *root.named_buffers()):
+                self.places.append(_Place((trail, name), holder, attrgetter(name)))
+            return
+        holders = {"": holder}
+        for name, module in root.named_modules():
+            if name:
+                above, _, child = name.rpartition(".")
+                # of a module that is met again under this one, the first name counts
+                holders[name] = self._hold(holders[above], _child(child))
+            for kind, table in (("_parameters", module._parameters), ("_buffers", module._buffers)):
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        place = (trail, f"{name}.{key}" if name else key)
+                        self.places.append(_Place(place, holders[name], _entry(kind, key)))
+
+    def _optimizer(self, live: Optimizer, trail: naming.Trail, holder: int) -> None:
+        self._optimizers.append(holder)
+        number = 0
+        for at, group in enumerate(live.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                held = live.state.get(parameter)
+                entries = held.items() if isinstance(held, dict) else ()
+                tensors = [key for key, value in entries if isinstance(value, torch.Tensor)]
+                if tensors:
+                    holds = self._hold(holder, _state_of(at, index))
+                    for key in tensors:
+                        place = ((trail, number), key)
+                        self.places.append(_Place(place, holds, itemgetter(key)))
+                number += 1
 
 
-def _below(
-    value: object, trail: naming.Trail, steps: tuple[Step, ...], depth: int
-) -> Iterator[Place]:
-    value = unwrap(value)
-    if isinstance(value, nn.Module):
-        for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield Place((trail, name), steps, _to_tensor(value, name, tensor))
-    elif isinstance(value, Optimizer):
-        yield from _below_optimizer(value, (trail, "state"), steps)
-    elif isinstance(value, torch.Tensor):
-        yield Place(trail, steps[:-1], steps[-1])
-    elif depth <= codec.DEPTH_MAX and isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _below(child, (trail, key), (*steps, itemgetter(key)), depth + 1)
-    elif depth <= codec.DEPTH_MAX and type(value) in (list, tuple):
-        for index, child in enumerate(value):  # type: ignore[arg-type]
-            yield from _below(child, (trail, index), (*steps, itemgetter(index)), depth + 1)
+def _entries(optimizer: Optimizer) -> int:
+    return sum(len(held) for held in optimizer.state.values() if isinstance(held, dict))
 
 
-def _to_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> Step:
-    *parents, leaf = name.split(".")
-
-    def step(live: Any) -> Any:
-        for parent in parents:
-            live = live._modules[parent]
-        found = live._parameters.get(leaf)
-        return live._buffers[leaf] if found is None else found
-
-    try:
-        known = step(module) is tensor
-    except _GONE:  # a scripted module
-        known = False
-    return step if known else attrgetter(name)
+def _child(name: str) -> Step:
+    return lambda module: module._modules[name]
 
 
-def _below_optimizer(
-    live: Optimizer, trail: naming.Trail, steps: tuple[Step, ...]
-) -> Iterator[Place]:
-    number = 0
-    for at, group in enumerate(live.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            held = live.state.get(parameter)
-            for key, value in held.items() if isinstance(held, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    yield Place(((trail, number), key), steps, _to_state(at, index, key))
-            number += 1
+def _entry(table: str, key: str) -> Step:
+    return lambda module: module.__dict__[table][key]
 
 
-def _to_state(group: int, index: int, key: object) -> Step:
-    def step(live: Any) -> Any:
-        return live.state.get(live.param_groups[group]["params"][index])[key]
-
-    return step
+def _state_of(group: int, index: int) -> Step:
+    # defaultdict's get makes no entry
+    return lambda live: live.state.get(live.param_groups[group]["params"][index])

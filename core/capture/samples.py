@@ -42,11 +42,12 @@ Integers = NDArray[np.int64]
 Order = tuple[tuple[int, ...], tuple[int, ...], int]
 
 LINES_MAX = 103
-"""Lines of one piece: the first, the last, and 101 whose distance is a percent of it. That number is odd, so that in a
-matrix whose rows are a power of two long they do not lie in one column."""
+"""Lines of a tensor that is one piece: the first, the last, and 101 whose distance is a percent of it. That number is
+odd, so that in a matrix whose rows are a power of two long they do not lie in one column."""
 LINES_MIN = 11
-LINES_ALL = 1 << 18
-"""Lines of all pieces: 16 MiB of samples."""
+"""Lines of a piece, where a tensor is cut into many."""
+LINES_ALL = 1 << 21
+"""Lines of all pieces: 128 MiB of samples."""
 EDGES_BELOW_BYTES = 16 << 10
 """A shorter piece is sampled up to its very ends, which are no whole lines."""
 NOW_LINES = 2
@@ -113,7 +114,8 @@ class _Placed:
 class SamplePlan:
     """Where the tensors of one layout are sampled, piece by piece. ``used`` may be called by any thread."""
 
-    def __init__(self, pieces: Sequence[Sampled]) -> None:
+    def __init__(self, pieces: Sequence[Sampled], *, lines: int = LINES_MAX) -> None:
+        """``lines`` are those of one tensor, spread over its pieces."""
         # Those in order first, those of one alignment in the image together: each group is compared by one call.
         self._pieces = sorted(pieces, key=lambda p: (p.order is not None, p.start % LINE_BYTES))
         self.numbers = np.array([p.index for p in self._pieces], dtype=np.int64)
@@ -121,7 +123,7 @@ class SamplePlan:
         self._starts = np.array([p.start for p in self._pieces], dtype=np.int64)
         self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._pieces)
-        self._lines = _lines_at_most(len(pieces))
+        self._lines = _lines_of(self.numbers, self._sizes, lines)
         self._uses = 0
         self._placed: _Placed | None = None
 
@@ -236,6 +238,14 @@ class Samples:
                 return []
             pieces = placed.draw.lines_of[placed.draw.now]
             return self._numbers(_where(pieces, (lines != held).any(1)))
+
+    def differ_from(self, others: Samples) -> list[int]:
+        """Return the numbers of the tensors that differ from what was read of the same plan, at the same addresses, at
+        another time."""
+        draw = self._placed.draw
+        assert draw is others._placed.draw, "samples of other places cannot be compared"
+        found = _where(draw.lines_of, (self._lines != others._lines).any(1))
+        return self._numbers(found | _where(draw.bytes_of, self._edges != others._edges))
 
     def _numbers(self, found: set[int]) -> list[int]:
         return sorted({int(self._plan.numbers[piece]) for piece in found})
@@ -363,8 +373,17 @@ def _addresses(pointers: array[int], numbers: Integers) -> Integers:
     return np.frombuffer(pointers, dtype=np.uint64).astype(np.int64)[numbers]
 
 
-def _lines_at_most(pieces: int) -> int:
-    return max(LINES_MIN, min(LINES_MAX, LINES_ALL // max(1, pieces))) | 1
+def _lines_of(numbers: Integers, sizes: Integers, lines: int) -> Integers:
+    """Return how many lines of each piece are read, at most: pieces of tensors with these ``numbers``, and these
+    ``sizes`` in bytes. Their distance is that of ``lines`` in the whole tensor, unless that is too many in all."""
+    _, of = np.unique(numbers, return_inverse=True)
+    whole = np.bincount(of, weights=sizes)[of]
+    least = min(lines, LINES_MIN)
+    wanted = np.maximum(least, np.ceil((lines - 2) * sizes / whole).astype(np.int64) + 2)
+    total = int(np.minimum(sizes // LINE_BYTES, wanted).sum())
+    if total > LINES_ALL:
+        wanted = np.maximum(least, wanted * LINES_ALL // total)
+    return wanted | 1
 
 
 def _spread_lines(nth: Integers, counts: Integers, whole: Integers, phase: float) -> Integers:

@@ -45,6 +45,16 @@ def _is_cut_off(tensor: torch.Tensor) -> bool:
     )
 
 
+def readable_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes from a plain tensor's address on are its own, without gaps: all of it, its first element
+    where it has gaps, and nothing where its storage has been freed."""
+    if not tensor.numel() or _is_cut_off(tensor):
+        return 0
+    if tensor.is_contiguous() or are_dense(tensor.shape, tensor.stride()):
+        return dtypes.byte_count(tensor.dtype, tensor.shape)
+    return tensor.element_size()
+
+
 def _reach(tensor: torch.Tensor) -> int:
     """How many elements lie from the first to the last of a tensor that is not empty, both included."""
     return 1 + sum(

@@ -15,7 +15,7 @@ from torch import nn
 
 import tierfall
 from tests.core.capture.lazy_help import MakeConfig, Trainer, assert_same, saved
-from tierfall.core.capture.fingerprint import Fingerprint
+from tierfall.core.capture.fingerprint import TENSORS_MIN, Fingerprint
 from tierfall.core.errors import RestoreError
 
 LAST = 3
@@ -186,6 +186,74 @@ def test_what_few_bytes_hold_and_what_forward_moves_is_seen(
         assert f'state["model"]["1.{named}"] was changed since' in caplog.text
         with pytest.raises(RestoreError):
             tierfall.load(tmp_path / "disk")
+
+
+class Deep(Trainer):
+    """As many weights as a fingerprint takes, and as many biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(TENSORS_MIN)])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = {"model": self.model}
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+
+def clear_biases(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for layer in trainer.model:
+            layer.bias.zero_()
+
+
+def clear_moments(trainer: Trainer) -> None:
+    for entries in trainer.optimizer.state.values():
+        entries["exp_avg"].zero_()
+
+
+def fill_all_but_a_row(trainer: Trainer) -> None:
+    trainer.model[0].weight.detach().numpy()[1:] = 7
+
+
+@pytest.mark.parametrize(
+    ("make", "after"),
+    [(Deep, clear_biases), (Trainer, clear_moments), (Trainer, fill_all_but_a_row)],
+    ids=["each second tensor", "moments made after the first call", "behind the first row"],
+)
+def test_a_change_of_some_of_the_state_is_seen_wherever_it_is(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[], Trainer],
+    after: Callable[[Trainer], None],
+) -> None:
+    trainer = make()
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.maybe_save(0, trainer.state)  # before the optimizer has any state
+        for step in range(1, LAST + 1):
+            trainer.step()
+            ckpt.maybe_save(step, trainer.state)
+        after(trainer)
+    assert "was changed since" in caplog.text
+    with pytest.raises(RestoreError):
+        tierfall.load(tmp_path / "disk")
+
+
+def test_memory_that_was_freed_in_place_is_not_read(make_config: MakeConfig) -> None:
+    """The address of a view behind the beginning of a freed storage is not 0."""
+    flat = torch.randn(100_000)
+    module = nn.Module()
+    module.first, module.second = nn.Parameter(flat[:50_000]), nn.Parameter(flat[50_000:])
+    with tierfall.open(at_end(make_config)) as ckpt:
+        ckpt.maybe_save(1, {"model": module})
+        flat.untyped_storage().resize_(0)
+        ckpt.maybe_save(2, {"model": module})
+        flat.untyped_storage().resize_(flat.nbytes)
+        flat.fill_(1)
+        ckpt.maybe_save(3, {"model": module})
 
 
 def test_parameters_can_be_swapped_while_the_run_is_open(
