@@ -108,7 +108,7 @@ class Filling:
 
     def _clone_there(self, piece: Piece) -> bool:
         """Take a copy on the device, to be captured later; False where it has no room."""
-        source, copies = self._sources.tensor(piece), []
+        source, copies = self._sources.tensor(piece.index), []
         try:
             self._flights.streams[piece.place].for_caller(lambda: copies.append(source.clone()))
         except torch.OutOfMemoryError:

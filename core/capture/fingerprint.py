@@ -1,9 +1,10 @@
 """A fingerprint of a live state: enough of it to tell later whether it was changed.
 
-It covers version counters and addresses of the state's tensors, and samples of those in host memory: all tensors, as
-long as that takes a percent of a training step, and otherwise as many as that allows, at least TENSORS_MIN, drawn at
-random. It remembers where tensors are found and not the tensors themselves: one that was replaced is seen, none is kept
-alive, and none has a weak reference, with which torch refuses to swap it for another.
+It covers version counters and addresses of the state's tensors, and samples of those in host memory: of all tensors, as
+long as that takes a percent of a training step, and otherwise of as many as that allows, at least TENSORS_MIN, drawn at
+random. What is left of that time goes into more samples. It remembers where tensors are found and not the tensors
+themselves: one that was replaced is seen, none is kept alive, and none has a weak reference, with which torch refuses
+to swap it for another.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tierfall.core.capture.samples import Sampled, SamplePlan, Samples
+from tierfall.core.capture.samples import LINES_MAX, Sampled, SamplePlan, Samples, WholePlan
 from tierfall.core.image import codec, naming
 from tierfall.core.image.item import unwrap
 from tierfall.core.image.sharded import any_sharded, local_tensor
@@ -30,8 +32,12 @@ TENSOR_S = 2e-6
 """The time that one tensor is taken to cost."""
 STEP_SHARE = 0.01
 """Of a training step, the share that a fingerprint may take."""
-LINES = 9
-"""Cache lines of one tensor: the first, the last, and others evenly spread."""
+LINE_S = 5e-8
+"""The time that one cache line is taken to cost."""
+LINES_MIN = 9
+"""Cache lines of one tensor: the first, the last, and others between."""
+WHOLE_BYTES = 1 << 10
+"""A tensor of no more is digested whole."""
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter)
 Step = Callable[[Any], Any]
 """Goes from a thing to another in it; raises LookupError, AttributeError or TypeError where that is not there."""
@@ -59,8 +65,11 @@ class Fingerprint:
     def __init__(self, state: Mapping[Any, object], step_s: float | None = None) -> None:
         """``step_s`` says how long a training step takes."""
         self._map = _Map(state)
-        self._map.choose(max(TENSORS_MIN, int(STEP_SHARE * (step_s or 0.0) / TENSOR_S)))
+        budget_s = STEP_SHARE * (step_s or 0.0)
+        self._map.choose(max(TENSORS_MIN, int(budget_s / TENSOR_S)))
         self._places = self._map.places
+        tensor_s = budget_s / max(1, len(self._places)) - TENSOR_S
+        self._lines = min(LINES_MAX, max(LINES_MIN, int(tensor_s / LINE_S)))
         self._keys = tuple(state)
         self._plan: _Plan | None = None
         found, self._counts = self._find(state)
@@ -84,11 +93,11 @@ class Fingerprint:
         for at, place in enumerate(self._places):
             if (now.versions[at], now.pointers[at]) != (before.versions[at], before.pointers[at]):
                 return naming.path(place.trail)
+        assert self._plan is not None, "a plan is made by the first look"
+        differ = self._plan.whole.differ(before.whole, now.whole)
         if before.samples is not None and now.samples is not None:
-            differ = now.samples.differ_from(before.samples)
-            if differ:
-                return naming.path(self._places[differ[0]].trail)
-        return None
+            differ.update(now.samples.differ_from(before.samples))
+        return naming.path(self._places[min(differ)].trail) if differ else None
 
     def _find(self, state: Mapping[Any, object]) -> tuple[list[Any], list[int]]:
         """Return the tensors that are at the places now, None where there is none; and how many entries the state's
@@ -115,8 +124,9 @@ class Fingerprint:
             ],
         )
         if self._plan is None or self._plan.pointers != pointers:
-            self._plan = _Plan.of(tensors, pointers)
-        return _Seen(versions, pointers, self._plan.samples.take(pointers))
+            self._plan = _Plan.of(tensors, pointers, self._lines)
+        plan = self._plan
+        return _Seen(versions, pointers, plan.whole.digest(pointers), plan.samples.take(pointers))
 
 
 def _nothing(tensor: object) -> object:
@@ -129,6 +139,7 @@ class _Seen(NamedTuple):
 
     versions: list[int]
     pointers: array[int]
+    whole: list[int]
     samples: Samples | None
 
 
@@ -137,16 +148,19 @@ class _Plan:
     """How tensors at these addresses are sampled."""
 
     pointers: array[int]
+    whole: WholePlan
     samples: SamplePlan
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int]) -> _Plan:
+    def of(cls, tensors: Sequence[torch.Tensor], pointers: array[int], lines: int) -> _Plan:
         pieces = [
             Sampled(place, 0, pointer, length, None)
             for place, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True))
             if pointer and tensor.is_cpu and (length := readable_bytes(tensor))
         ]
-        return cls(pointers, SamplePlan(pieces, lines=LINES))
+        short = [piece for piece in pieces if piece.bytes <= WHOLE_BYTES]
+        long = [piece for piece in pieces if piece.bytes > WHOLE_BYTES]
+        return cls(pointers, WholePlan(short), SamplePlan(long, np.full(len(long), lines)))
 
 
 def _version(tensor: torch.Tensor) -> int:

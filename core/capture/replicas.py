@@ -27,9 +27,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tierfall.core.capture.samples import INTEGERS, Integers, spread
+from tierfall.core.capture.samples import Integers, spread
 from tierfall.core.image import StateView
 from tierfall.core.image.dividing import NOBODY, Digested, Digests, Division, Keys, Shareable
+from tierfall.core.image.tensors import INTEGERS
 from tierfall.core.own_memory import LINE_BYTES, Memory
 from tierfall.core.streams import CopyStream
 

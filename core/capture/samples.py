@@ -1,17 +1,20 @@
 """Samples: bytes of a state as they are at save, which the image must hold too.
 
 A lazy capture copies the state while the training goes on. Whether the image holds the state as it was at save, only
-bytes read at save can tell: a write that came before the copy is in the image and in the live tensor alike. So save()
-reads about a hundred cache lines of each piece that is copied in one go, in host memory: the first, the last, and
-others evenly spread; short pieces it reads whole. On a device it enqueues a sum over each tensor. And it digests as
-many whole ranges, in rotation, as the time allowed for that takes. The capture thread compares them with the image
-before that is sealed.
+bytes read at save can tell: a write that came before the copy is in the image and in the live tensor alike. save()
+reads, in host memory, of each piece that is copied in one go:
 
-An even spread finds each write to one contiguous percent of a piece, and each write to a percent of its elements at
-random with a probability of 1 - 1e-7. A piece that is copied while all of it is written to holds some of the write at
-its beginning, or at its end, however little that is. Addresses are read through one array over the range of memory
-from the first tensor to the last, so that one call reads all lines: a call for each tensor would take longer than the
-reads.
+* a digest of all of it, where it is short;
+* else about a hundred cache lines of its tensor: the first and the last line of each piece, and others between. Each
+  distance is at most a percent of the tensor, so that a write to one contiguous percent meets a line. The distances
+  grow slowly, so that no length of a row repeats them and the lines do not fall into one column. A write to a percent
+  of the elements at random is missed with a probability of 1e-7;
+* digests of whole ranges, in rotation, as many as the time allowed for that takes.
+
+On a device it enqueues a sum over each tensor. The capture thread compares all of it with the image before that is
+sealed. A piece that is copied while all of it is written to holds some of the write at its beginning, or at its end,
+however little that is. Lines are read through one array over the range of memory from the first tensor to the last, so
+that one call reads all: a call for each tensor would take longer than the reads.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,9 +34,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from tierfall.core.capture.cutting import HOST, Cutting, Piece
+from tierfall.core.capture.cutting import HOST, Cutting
 from tierfall.core.capture.sources import Sources
 from tierfall.core.image import StateView, as_bytes
+from tierfall.core.image.tensors import INTEGERS, as_integers
 from tierfall.core.own_memory import LINE_BYTES, Memory
 from tierfall.core.streams import CopyStream
 
@@ -41,15 +45,16 @@ logger = logging.getLogger("tierfall")
 Integers = NDArray[np.int64]
 Order = tuple[tuple[int, ...], tuple[int, ...], int]
 
-LINES_MAX = 103
-"""Lines of a tensor that is one piece: the first, the last, and 101 whose distance is a percent of it. That number is
-odd, so that in a matrix whose rows are a power of two long they do not lie in one column."""
+LINES_MAX = 113
+"""Lines of a tensor that is one piece: the first, the last, and others whose distances are a percent of it at most."""
+GROWTH = 0.08
+"""The first of these distances is so much shorter than their mean, the last so much longer."""
 LINES_MIN = 11
 """Lines of a piece, where a tensor is cut into many."""
 LINES_ALL = 1 << 21
 """Lines of all pieces: 128 MiB of samples."""
-EDGES_BELOW_BYTES = 16 << 10
-"""A shorter piece is sampled up to its very ends, which are no whole lines."""
+WHOLE_BYTES = 32 << 10
+"""A piece of no more is digested whole: that takes less time than to read its lines."""
 NOW_LINES = 2
 """So many lines of a piece are read again at the barrier."""
 DRAW_SERVES = 8
@@ -83,16 +88,13 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """The places of one draw: for each line its piece and its offset there, in bytes; the same for single bytes;
-    where both lie in the image's data; and which lines are read at the barrier. It holds for pieces whose addresses
-    have these ``remainders`` by the length of a line."""
+    """The places of one draw: for each line its piece and its offset there, in bytes; where those of pieces in order
+    lie in the image's data; and which lines are read at the barrier. It holds for pieces whose addresses have these
+    ``remainders`` by the length of a line."""
 
     remainders: Integers
     lines_of: Integers
     lines_at: Integers
-    bytes_of: Integers
-    bytes_at: Integers
-    bytes_in_image: torch.Tensor
     groups: tuple[_Group, ...]
     in_order: int
     """The first lines, so many, lie in the image as they lie in memory: those of the groups."""
@@ -101,29 +103,29 @@ class _Draw:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A draw for pieces at certain ``addresses``: the numbers of the lines, and of the bytes, in ``memory``."""
+    """A draw for pieces at certain ``addresses``: the numbers of the lines in ``memory``."""
 
     addresses: Integers
     memory: Memory
     draw: _Draw
     lines: torch.Tensor
-    bytes: torch.Tensor
     now: torch.Tensor
 
 
 class SamplePlan:
     """Where the tensors of one layout are sampled, piece by piece. ``used`` may be called by any thread."""
 
-    def __init__(self, pieces: Sequence[Sampled], *, lines: int = LINES_MAX) -> None:
-        """``lines`` are those of one tensor, spread over its pieces."""
+    def __init__(self, pieces: Sequence[Sampled], lines: Integers) -> None:
+        """``lines`` says of each piece how many lines are read, at most."""
         # Those in order first, those of one alignment in the image together: each group is compared by one call.
-        self._pieces = sorted(pieces, key=lambda p: (p.order is not None, p.start % LINE_BYTES))
+        order = sorted(range(len(pieces)), key=lambda n: _alignment(pieces[n]))
+        self._pieces = [pieces[n] for n in order]
+        self._lines = lines[order]
         self.numbers = np.array([p.index for p in self._pieces], dtype=np.int64)
         self._offsets = np.array([p.offset for p in self._pieces], dtype=np.int64)
         self._starts = np.array([p.start for p in self._pieces], dtype=np.int64)
         self._sizes = np.array([p.bytes for p in self._pieces], dtype=np.int64)
         self._ordered = sum(p.order is None for p in self._pieces)
-        self._lines = _lines_of(self.numbers, self._sizes, lines)
         self._uses = 0
         self._placed: _Placed | None = None
 
@@ -137,8 +139,7 @@ class SamplePlan:
             placed = self._placed = self._place(addresses, None if placed is None else placed.draw)
         with torch.inference_mode(False), torch.no_grad():
             lines = placed.memory.lines.index_select(0, placed.lines)
-            edges = placed.memory.bytes.index_select(0, placed.bytes)
-        return Samples(self, placed, lines, edges)
+        return Samples(self, placed, lines)
 
     def used(self) -> None:
         """An image was compared. From time to time other places are chosen, so that what changes in a pattern is not
@@ -161,7 +162,6 @@ class SamplePlan:
             memory=memory,
             draw=draw,
             lines=torch.from_numpy(lines),
-            bytes=torch.from_numpy(offsets[draw.bytes_of] + draw.bytes_at),
             now=torch.from_numpy(lines[draw.now]),
         )
 
@@ -171,25 +171,37 @@ class SamplePlan:
         counts = np.minimum(whole, self._lines)
         lines_of, nth = spread(counts)
         phase = int.from_bytes(os.urandom(4), "little") / 2**32
-        lines_at = head[lines_of] + _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
-        short = self._sizes < EDGES_BELOW_BYTES
-        tails_at = head + whole * LINE_BYTES
-        head_of, head_at = spread(np.where(short, head, 0))
-        tail_of, tail_nth = spread(np.where(short, self._sizes - tails_at, 0))
-        bytes_of = np.concatenate([head_of, tail_of])
-        bytes_at = np.concatenate([head_at, tails_at[tail_of] + tail_nth])
+        lines_at = _spread_lines(nth, counts[lines_of], whole[lines_of], phase)
+        self._spread_as_read(lines_of, lines_at, head)
+        lines_at += head[lines_of]
         in_order = int(counts[: self._ordered].sum())
         return _Draw(
             remainders=remainders,
             lines_of=lines_of,
             lines_at=lines_at,
-            bytes_of=bytes_of,
-            bytes_at=bytes_at,
-            bytes_in_image=torch.from_numpy(self.in_image(bytes_of, bytes_at)),
             groups=_grouped((self._starts[lines_of] + lines_at)[:in_order]),
             in_order=in_order,
             now=np.flatnonzero(nth % np.maximum(1, counts[lines_of] // NOW_LINES) == 0),
         )
+
+    def _spread_as_read(self, lines_of: Integers, lines_at: Integers, head: Integers) -> None:
+        """Put each second line of a piece whose elements do not lie in order at evenly spread elements, as they read:
+        what is a row there is a column in memory."""
+        for number in range(self._ordered, len(self._pieces)):
+            order = self._pieces[number].order
+            assert order is not None
+            size = int(self._sizes[number])
+            second = np.flatnonzero(lines_of == number)[1:-1:2]
+            if size > WHOLE_BYTES:
+                at = memory_offsets(np.linspace(0, size - 1, len(second), dtype=np.int64), *order)
+                lines_at[second] = (
+                    np.clip(
+                        (at - head[number]) // LINE_BYTES,
+                        0,
+                        (size - head[number]) // LINE_BYTES - 1,
+                    )
+                    * LINE_BYTES
+                )
 
     def in_image(self, pieces: Integers, offsets: Integers) -> Integers:
         """Say where in the image's data bytes of pieces lie, given by their offsets in memory."""
@@ -209,12 +221,11 @@ class Samples:
     _plan: SamplePlan
     _placed: _Placed
     _lines: torch.Tensor
-    _edges: torch.Tensor
 
     def changed_in(self, data: torch.Tensor) -> list[int]:
         """Return the numbers of the tensors that differ from an image's ``data``, flat uint8."""
         draw = self._placed.draw
-        found = _where(draw.bytes_of, data[draw.bytes_in_image] != self._edges)
+        found: set[int] = set()
         lines = self._lines.view(torch.uint8)
         for first, last, remainder, rows in draw.groups:
             end = remainder + (len(data) - remainder) // LINE_BYTES * LINE_BYTES
@@ -244,24 +255,59 @@ class Samples:
         another time."""
         draw = self._placed.draw
         assert draw is others._placed.draw, "samples of other places cannot be compared"
-        found = _where(draw.lines_of, (self._lines != others._lines).any(1))
-        return self._numbers(found | _where(draw.bytes_of, self._edges != others._edges))
+        return self._numbers(_where(draw.lines_of, (self._lines != others._lines).any(1)))
 
     def _numbers(self, found: set[int]) -> list[int]:
         return sorted({int(self._plan.numbers[piece]) for piece in found})
 
 
-class Ranges:
-    """The bytes of a layout's tensors in host memory, cut into ranges that are digested in rotation: for each its
-    tensor, where it begins there and in the image's data, and its length. ``orders`` are shape, strides and item size
-    of tensors whose elements do not lie in order, by number; each of these is one piece."""
+class WholePlan:
+    """Pieces that are digested whole at each save."""
 
-    def __init__(self, pieces: Sequence[Piece], orders: Mapping[int, Order]) -> None:
-        self._orders = orders
+    def __init__(self, pieces: Sequence[Sampled]) -> None:
+        self._pieces = pieces
+        self.numbers = np.array([p.index for p in pieces], dtype=np.int64)
+        self._offsets = np.array([p.offset for p in pieces], dtype=np.int64)
+        self._sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
+        self._placed: tuple[Integers, Memory, list[slice]] | None = None
+
+    def digest(self, pointers: array[int]) -> list[int]:
+        """Digest the live pieces of tensors at these addresses, given by their numbers."""
+        if not self._pieces:
+            return []
+        addresses = _addresses(pointers, self.numbers) + self._offsets
+        if self._placed is None or not np.array_equal(self._placed[0], addresses):
+            memory = Memory(int(addresses.min()), int((addresses + self._sizes).max()))
+            starts = (addresses - memory.low).tolist()
+            slices = [*map(slice, starts, (addresses - memory.low + self._sizes).tolist())]
+            self._placed = addresses, memory, slices
+        _, memory, slices = self._placed
+        return [*map(_digest, map(memory.view.__getitem__, slices))]
+
+    def changed_in(self, data: memoryview, digests: Sequence[int]) -> set[int]:
+        """Return the numbers of the tensors whose pieces differ from an image's ``data``."""
+        return {
+            piece.index
+            for piece, digest in zip(self._pieces, digests, strict=True)
+            if _digest(_held(piece, data)) != digest
+        }
+
+    def differ(self, digests: Sequence[int], others: Sequence[int]) -> set[int]:
+        """Return the numbers of the tensors whose digests of two times differ."""
+        both = zip(self._pieces, digests, others, strict=True)
+        return {piece.index for piece, digest, other in both if digest != other}
+
+
+class Ranges:
+    """Pieces cut into ranges that are digested in rotation: for each its tensor, where it begins there and in the
+    image's data, and its length."""
+
+    def __init__(self, pieces: Sequence[Sampled]) -> None:
+        self._orders = {p.index: p.order for p in pieces if p.order is not None}
         self._ranges = [
-            (piece.index, piece.source_start + at, piece.start + at, length)
+            (piece.index, piece.offset + at, piece.start + at, length)
             for piece in pieces
-            for at, length in _cut(piece.end - piece.start)
+            for at, length in _cut(piece.bytes)
         ]
         self._next = 0
         ends = {index: offset + length for index, offset, _, length in self._ranges}
@@ -280,7 +326,7 @@ class Ranges:
             number = self._next
             index, offset, _, length = self._ranges[number]
             at = pointers[index] + offset - memory.low
-            digests[number] = xxhash.xxh3_64_intdigest(memory.view[at : at + length])
+            digests[number] = _digest(memory.view[at : at + length])
             self._next = (number + 1) % len(self._ranges)
         return digests
 
@@ -291,7 +337,7 @@ class Ranges:
             self._placed = addresses, Memory(low, high)
         return self._placed[1]
 
-    def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> list[int]:
+    def changed_in(self, data: memoryview, digests: Mapping[int, int]) -> set[int]:
         """Return the numbers of the tensors whose ranges differ from an image's ``data``."""
         found = set()
         rearranged: tuple[int, memoryview] | None = None
@@ -302,42 +348,43 @@ class Ranges:
                 if rearranged is None or rearranged[0] != index:
                     rearranged = index, as_in_memory(data[start - offset :], *self._orders[index])
                 held = rearranged[1][offset : offset + length]
-            if xxhash.xxh3_64_intdigest(held) != digest:
+            if _digest(held) != digest:
                 found.add(index)
-        return sorted(found)
+        return found
+
+
+_digest = xxhash.xxh3_64_intdigest
+
+
+def _held(piece: Sampled, data: memoryview) -> memoryview:
+    """Return the bytes of a piece in an image's ``data``, as they lie in memory."""
+    if piece.order is not None:
+        return as_in_memory(data[piece.start :], *piece.order)
+    return data[piece.start : piece.start + piece.bytes]
 
 
 class DeviceSums:
     """Sums over tensors that lie on one device, taken in the order of the caller's work there.
 
-    A sum is of the tensor's bytes as 64-bit integers, or of its elements as integers where they do not lie in order,
-    modulo 2**64. The host waits for nothing; the sums are read when they are compared.
+    A sum is of the tensor's bytes as 64-bit integers, and of those left over; or of its elements as integers where they
+    do not lie in order; modulo 2**64. The host waits for nothing; the sums are read when they are compared.
     """
 
-    def __init__(self, stream: CopyStream, tensors: Sequence[tuple[Piece, torch.Tensor]]) -> None:
-        """``tensors`` are those that are captured lazily, each with its piece of the image; one piece may be a part."""
+    def __init__(
+        self, stream: CopyStream, tensors: Sequence[tuple[int, int, torch.Tensor]]
+    ) -> None:
+        """``tensors`` are those that are captured lazily, each with its number and where it begins in the image's
+        data."""
         self._stream = stream
         self._at: list[tuple[int, int, int, int]] = []
         sums: list[torch.Tensor] = []
 
         def add_up() -> None:
-            for piece, tensor in tensors:
-                flat = as_bytes(tensor)
-                length = piece.end - piece.start
-                if flat is None:
-                    item = tensor.element_size()
-                    if item in INTEGERS:
-                        sums.append(tensor.detach().view(INTEGERS[item]).sum(dtype=torch.int64))
-                        self._at.append((piece.index, piece.start, length, item))
-                    continue
-                part = flat[piece.source_start : piece.source_start + length]
-                whole = length // 8 * 8
-                if whole and part.data_ptr() % 8 == 0:
-                    sums.append(part[:whole].view(torch.int64).sum())
-                    self._at.append((piece.index, piece.start, whole, 8))
-                else:
-                    sums.append(part.sum(dtype=torch.int64))
-                    self._at.append((piece.index, piece.start, length, 1))
+            for index, start, tensor in tensors:
+                for at, integers in _integers(tensor):
+                    sums.append(integers.sum(dtype=torch.int64))
+                    item = integers.element_size()
+                    self._at.append((index, start + at, integers.numel(), item))
 
         self._sums: torch.Tensor | None = None
         try:
@@ -357,15 +404,24 @@ class DeviceSums:
         sums = self._sums
         self._stream.enqueue(lambda: read.append(sums.cpu().tolist())).wait()
         found = set()
-        for (index, start, length, item), expected in zip(self._at, read[0], strict=True):
-            kind = INTEGERS[item]
-            held = torch.frombuffer(data, dtype=kind, offset=start, count=length // item)
+        for (index, start, count, item), expected in zip(self._at, read[0], strict=True):
+            held = torch.frombuffer(data, dtype=INTEGERS[item], offset=start, count=count)
             if int(held.sum(dtype=torch.int64)) != expected:
                 found.add(index)
         return sorted(found)
 
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _integers(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the memory of a tensor as integers, each part with where it begins in the tensor's bytes."""
+    flat = as_bytes(tensor)
+    if flat is None:
+        yield 0, as_integers(tensor.detach())
+        return
+    whole = 0 if flat.data_ptr() % 8 else len(flat) // 8 * 8
+    if whole:
+        yield 0, flat[:whole].view(torch.int64)
+    if whole < len(flat):
+        yield whole, flat[whole:]
 
 
 def _addresses(pointers: array[int], numbers: Integers) -> Integers:
@@ -373,24 +429,28 @@ def _addresses(pointers: array[int], numbers: Integers) -> Integers:
     return np.frombuffer(pointers, dtype=np.uint64).astype(np.int64)[numbers]
 
 
-def _lines_of(numbers: Integers, sizes: Integers, lines: int) -> Integers:
-    """Return how many lines of each piece are read, at most: pieces of tensors with these ``numbers``, and these
-    ``sizes`` in bytes. Their distance is that of ``lines`` in the whole tensor, unless that is too many in all."""
-    _, of = np.unique(numbers, return_inverse=True)
-    whole = np.bincount(of, weights=sizes)[of]
-    least = min(lines, LINES_MIN)
-    wanted = np.maximum(least, np.ceil((lines - 2) * sizes / whole).astype(np.int64) + 2)
+def _alignment(piece: Sampled) -> tuple[bool, int]:
+    return piece.order is not None, piece.start % LINE_BYTES
+
+
+def _lines_of(pieces: Sequence[Sampled]) -> Integers:
+    """Return how many lines of each piece are read, at most: the two of the barrier of one that is digested whole; of
+    others so many that their distance is that of LINES_MAX in the whole tensor, unless that is too many in all."""
+    sizes = np.array([p.bytes for p in pieces], dtype=np.int64)
+    _, of = np.unique(np.array([p.index for p in pieces]), return_inverse=True)
+    shares = sizes / np.bincount(of, weights=sizes)[of]
+    wanted = np.maximum(LINES_MIN, np.ceil((LINES_MAX - 2) * shares).astype(np.int64) + 2)
+    wanted[[p.order is not None for p in pieces]] *= 2  # in memory, and as they are read
+    wanted[sizes <= WHOLE_BYTES] = NOW_LINES
     total = int(np.minimum(sizes // LINE_BYTES, wanted).sum())
-    if total > LINES_ALL:
-        wanted = np.maximum(least, wanted * LINES_ALL // total)
-    return wanted | 1
+    return wanted if total <= LINES_ALL else np.maximum(NOW_LINES, wanted * LINES_ALL // total)
 
 
 def _spread_lines(nth: Integers, counts: Integers, whole: Integers, phase: float) -> Integers:
     """Return the offset, in bytes, of the ``nth`` of so many lines of a piece that has ``whole`` lines: the first, the
-    last, and the others evenly between."""
-    distance = whole / np.maximum(1, counts - 2)
-    lines = ((nth - 1 + phase) * distance).astype(np.int64)
+    last, and the others between, at distances that grow."""
+    share = (nth - 1 + phase) / np.maximum(1, counts - 2)
+    lines = ((share + GROWTH * (share * share - share)) * whole).astype(np.int64)
     lines = np.where(nth == 0, 0, np.where(nth == counts - 1, whole - 1, lines))
     return np.where(counts == whole, nth, lines) * LINE_BYTES
 
@@ -407,6 +467,15 @@ def logical_offsets(
             at, left = np.divmod(left, strides[dim])
             found += at * contiguous[dim]
     return found * item_bytes + byte
+
+
+def memory_offsets(
+    offsets: Integers, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int
+) -> Integers:
+    """Turn offsets in the elements' own order into those in memory: the inverse of ``logical_offsets``."""
+    element, byte = np.divmod(offsets, item_bytes)
+    places = np.unravel_index(element, shape)
+    return sum(at * stride for at, stride in zip(places, strides, strict=True)) * item_bytes + byte
 
 
 def as_in_memory(
@@ -454,20 +523,19 @@ class CheckPlan:
 
     def __init__(self, cutting: Cutting, view: StateView) -> None:
         pieces = [piece for segment in cutting.segments for piece in segment]
-        here = [piece for piece in pieces if piece.place == HOST]
-        self.samples = SamplePlan(
-            [
-                Sampled(p.index, p.source_start, p.start, p.end - p.start, _order(view, p.index))
-                for p in here
-                if is_sampled(view, p.index)
-            ]
-        )
-        orders = {p.index: order for p in here if (order := _order(view, p.index)) is not None}
-        self.ranges = Ranges([p for p in here if view.plain[p.index] or p.index in orders], orders)
-        self.on_devices = {
-            place: [p for p in pieces if p.place == place]
-            for place in {p.place for p in pieces} - {HOST}
-        }
+        here = [
+            Sampled(p.index, p.source_start, p.start, p.end - p.start, _order(view, p.index))
+            for p in pieces
+            if p.place == HOST and is_sampled(view, p.index)
+        ]
+        self.whole = WholePlan([piece for piece in here if piece.bytes <= WHOLE_BYTES])
+        self.samples = SamplePlan(here, _lines_of(here))
+        self.ranges = Ranges([piece for piece in here if piece.bytes > WHOLE_BYTES])
+        self.on_devices: dict[int, dict[int, int]] = {}
+        """By place, of the tensors there: their numbers, and where each begins in the image's data."""
+        for p in pieces:
+            if p.place != HOST:
+                self.on_devices.setdefault(p.place, {})[p.index] = p.start - p.source_start
 
     def begin(
         self,
@@ -479,11 +547,14 @@ class CheckPlan:
         take; None: all is digested."""
         return ImageCheck(
             plan=self,
+            whole=self.whole.digest(sources.pointers),
             samples=self.samples.take(sources.pointers),
             digests=self.ranges.digest(sources.pointers, budget_s),
             sums=tuple(
-                DeviceSums(streams[place], [(piece, sources.tensor(piece)) for piece in pieces])
-                for place, pieces in self.on_devices.items()
+                DeviceSums(
+                    streams[place], [(n, start, sources.tensor(n)) for n, start in starts.items()]
+                )
+                for place, starts in self.on_devices.items()
             ),
         )
 
@@ -493,13 +564,15 @@ class ImageCheck:
     """What was read of one state at save, to compare its image with. See the module."""
 
     plan: CheckPlan
+    whole: Sequence[int]
     samples: Samples | None
     digests: Mapping[int, int]
     sums: tuple[DeviceSums, ...]
 
     def changed_in(self, data: memoryview) -> list[int]:
         """Return the numbers of the tensors that differ from the image's ``data``."""
-        found = set(self.plan.ranges.changed_in(data, self.digests))
+        found = self.plan.ranges.changed_in(data, self.digests)
+        found |= self.plan.whole.changed_in(data, self.whole)
         if self.samples is not None:
             with torch.inference_mode(False):
                 found.update(self.samples.changed_in(torch.frombuffer(data, dtype=torch.uint8)))

@@ -37,8 +37,8 @@ class Sources:
         self._watched = [self._tensors[index] for index in lazy]
         self._versions = _versions(self._watched)
 
-    def tensor(self, piece: Piece) -> torch.Tensor:
-        return self._tensors[piece.index]
+    def tensor(self, index: int) -> torch.Tensor:
+        return self._tensors[index]
 
     def replace(self, piece: Piece, copy: torch.Tensor) -> None:
         """Read a copy from now on, which nobody else knows."""

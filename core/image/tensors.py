@@ -18,7 +18,8 @@ from tierfall.core.image import dtypes
 UNSCALED = (
     "a quantized tensor without a scale has no values; make it with torch.quantize_per_tensor"
 )
-_BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtypes of integers, by their size in bytes."""
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
@@ -156,7 +157,7 @@ def copy_whole(target: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool
         if flat is not None:
             target.copy_(flat, non_blocking=non_blocking)
             return
-        source = _as_integers(tensor)
+        source = as_integers(tensor)
         if target.storage_offset() % source.element_size():
             flat = source.contiguous().view(-1).view(torch.uint8)
             target.copy_(flat, non_blocking=non_blocking)
@@ -177,13 +178,13 @@ def fill_whole(target: torch.Tensor, flat: torch.Tensor) -> None:
             return
         if target.is_inference():
             target = _writable(target)
-        integers = _as_integers(target)
+        integers = as_integers(target)
         integers.copy_(flat.view(integers.dtype).view(integers.shape))
 
 
 def strided_copy(source: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """Copy a contiguous tensor, which begins its storage, into one with these strides, bit for bit."""
-    integers = _BITS_OF_SIZE.get(source.element_size())
+    integers = INTEGERS.get(source.element_size())
     made = torch.empty_strided(
         source.shape, strides, dtype=integers or source.dtype, device=source.device
     )
@@ -199,9 +200,10 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    # Integers of the same size: every dtype copies then, the sub-byte shells too, and no bit changes.
-    bits = _BITS_OF_SIZE.get(tensor.element_size())
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor as integers of the size of its elements, of half that where there are none: every
+    dtype copies then, the sub-byte shells too, and no bit changes."""
+    bits = INTEGERS.get(tensor.element_size())
     return torch.view_as_real(tensor).view(torch.int64) if bits is None else tensor.view(bits)
 
 

@@ -319,6 +319,27 @@ def test_a_write_before_the_copies_that_no_counter_sees_fails_the_save(
     assert_same(saved(tmp_path / "disk", 2), before)
 
 
+@pytest.mark.parametrize("kind", ["an odd number", "complex and turned"])
+def test_a_write_to_the_last_element_on_a_device_that_no_counter_sees_fails_the_save(
+    make_config: MakeConfig, places: FakePlaces, kind: str
+) -> None:
+    trainer = Trainer(fused=True)
+    more = torch.randn(33)
+    if kind == "complex and turned":
+        more = torch.randn(4, 8, dtype=torch.complex128).t()
+    trainer.state["more"] = tierfall.item(more, changes="on_step")
+    with tierfall.open(make_config(chunk="4KiB")) as ckpt:
+        warmed_up(ckpt, trainer)
+        places.stream.free.clear()
+        bad = lazy_save(ckpt, trainer, 2)
+        more.data[-1] += 1
+        places.stream.free.set()
+        places.stream.finish()
+        trainer.step()
+        with pytest.raises(CaptureError, match=r'state\["more"\] was changed'):
+            bad.wait(timeout=PATIENCE_S)
+
+
 def test_a_step_that_is_recorded_into_a_graph_is_no_barrier(
     make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:

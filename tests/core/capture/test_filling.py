@@ -349,6 +349,35 @@ def test_a_write_to_one_percent_of_one_tensor_among_many_is_found() -> None:
         assert caught.value.tensors == (f"on.{name}",)
 
 
+def test_a_write_to_one_percent_of_a_small_tensor_is_found_however_many_there_are() -> None:
+    sources = {f"w{number:04}": noise(2048, seed=number) for number in range(6000)}
+    for seed in range(12):
+        made = make(lazily(**sources), 1 << 20)
+        name = f"w{seed * 499:04}"
+        sources[name].data[writes(torch.Size([2048]), seed)["in a row"]] += 1
+        made.filling.run()
+        with pytest.raises(StateChangedError) as caught:
+            made.filling.check_image()
+        assert caught.value.tensors == (f"on.{name}",)
+
+
+@pytest.mark.parametrize(
+    "rows", [25, 50, 51, 64, 99, 100, 101, 102, 103, 109, 111, 113, 128, 202, 303, 512]
+)
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.6])
+def test_a_block_of_columns_is_found_whatever_the_length_of_a_row(rows: int, share: float) -> None:
+    """The distance of two lines may be the length of a row, or a multiple or a fraction of it."""
+    columns = (2 << 20) // 4 // rows
+    source = noise(rows, columns)
+    for seed in range(6):
+        made = make(lazily(w=source), 16 << 20)
+        first = int(seed / 6 * (1 - share) * columns)
+        source.data[:, first : first + int(share * columns)] += 1
+        made.filling.run()
+        with pytest.raises(StateChangedError):
+            made.filling.check_image()
+
+
 def inferred() -> torch.Tensor:
     with torch.inference_mode():
         return noise(3001)
@@ -443,7 +472,7 @@ def test_digests_come_round_to_every_byte() -> None:
     """A save digests few; the next one goes on where it stopped."""
     view = describe(lazily(w=(source := noise(3 << 20))))
     layout = plan_layout(view)
-    cut = cutting.Cutting(layout, view, 4 * KIB)
+    cut = cutting.Cutting(layout, view, 1 << 20)
     ranges = CheckPlan(cut, view).ranges
     data = memoryview(bytearray(layout.data_bytes))
     for slot in layout.slots:
