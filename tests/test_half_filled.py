@@ -86,6 +86,26 @@ def test_an_object_that_refuses_its_state_leaves_a_half_filled_one_and_that_is_s
         ckpt.restore({"x": torch.zeros(3), "b": Stubborn()})
 
 
+def test_a_state_that_a_restore_left_half_filled_is_not_saved_until_another_succeeds(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stubborn, "load_state_dict", lambda self, state: None)
+    state = {"x": torch.ones(3), "b": Stubborn()}
+    with tierfall.open(make_config(disk={})) as ckpt:
+        for step in (1, 2):
+            state["x"].fill_(step)  # type: ignore[union-attr]
+            ckpt.save(step, state, block=True)
+        monkeypatch.undo()
+        with pytest.raises(RestoreError, match="HALF FILLED"):
+            ckpt.restore(state, step=1)
+        for save in (ckpt.save, ckpt.maybe_save):
+            with pytest.raises(StepError, match="left the state half filled"):
+                save(3, state)
+        monkeypatch.setattr(Stubborn, "load_state_dict", lambda self, state: None)
+        ckpt.restore(state, step=2)
+        ckpt.save(3, state, block=True)
+
+
 def test_an_interrupt_at_the_barrier_goes_through_and_its_image_is_never_sealed(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,8 +260,8 @@ class Checkpointer:
         *,
         anew: bool,
     ) -> None:
-        """Remember what close has to save if no other step comes, and how the state is now. Without ``anew`` tensors are
-        looked for where they were at the step before."""
+        """Remember what close has to save if no other step comes, and how the state is now. Its tensors are looked for
+        where they were at the step before, unless ``anew``."""
         kept = None if self._last is None or anew else self._last.fingerprint
         if kept is None or not kept.take(state):
             kept = Fingerprint(state, self._steps.step_s)
@@ -347,7 +347,14 @@ class Checkpointer:
         began = time.monotonic()
         self._check_usable()
         request = self._restorer.request(step, attempt, tier, unreachable)
-        choices = Choices.of(only=only, skip=skip, rename=rename, retype=retype, strict=strict)
+        choices = Choices.of(
+            only=only,
+            skip=skip,
+            rename=rename,
+            retype=retype,
+            strict=strict,
+            goes_back=self._line.saved_any or self._line.started_from is not None,
+        )
         if only is None and (fenced := self._session.coordinator.fenced) is not None:
             raise fenced
         if only is None and self._line.saved_any:
@@ -355,7 +362,7 @@ class Checkpointer:
         self._finish_capture()
         self._wait_sealed()
         self._last = None  # the state is not that step's any more
-        with self._restorer.nothing_dropped():
+        with self._restorer.nothing_dropped(), self._restorer.half_filled_noted():
             restored = self._restorer.fill(
                 request,
                 lambda header: plan_fill(state, header, choices),

@@ -30,6 +30,8 @@ class SavingLine:
         self.begun = begun
         self.saved_any = False
         self.started_from: CheckpointId | None = None
+        self.half_filled = False
+        """A restore ended in an error when part of the state was another step's already."""
         self.ordinal = 0
         self._last_step: int | None = None
 
@@ -48,6 +50,11 @@ class SavingLine:
 
     def check_begun(self, step: int) -> None:
         """Raise StepError unless this start may save at all."""
+        if self.half_filled:
+            raise StepError(
+                f"save of step {step}: the last restore() left the state half filled, of no step. Restore a checkpoint "
+                "first, the newest or another step"
+            )
         if not self.begun:
             raise StepError(
                 f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
@@ -87,6 +94,7 @@ class SavingLine:
         """Go on from a checkpoint that is the ``ordinal``th of its line, as ``attempt``."""
         self.attempt = attempt
         self.saved_any = False
+        self.half_filled = False
         self.started_from = checkpoint
         self._last_step = checkpoint.step
         self.ordinal = ordinal

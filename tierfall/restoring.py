@@ -20,7 +20,7 @@ from tierfall.core.restore.instead import states_only
 from tierfall.core.restore.job import NOT_SENT, NOWHERE, OpenImage
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.resharding import Resize
-from tierfall.core.restore.restore import Request, Restored, choose, fill_first
+from tierfall.core.restore.restore import HALF_FILLED, Request, Restored, choose, fill_first
 from tierfall.core.restore.wire import Connect
 from tierfall.core.values import CheckpointId
 from tierfall.core.words import few_of
@@ -62,6 +62,15 @@ class Restorer:
             yield
         finally:
             session.tell(lambda: setattr(dropper, "paused", False))
+
+    @contextmanager
+    def half_filled_noted(self) -> Iterator[None]:
+        """Let nothing be saved after an error that left the state half filled, until a restore succeeds."""
+        try:
+            yield
+        except BaseException as error:
+            self._line.half_filled |= HALF_FILLED in str(error) or not isinstance(error, Exception)
+            raise
 
     def request(
         self, step: int | None, attempt: int | None, tier: str | None, unreachable: str

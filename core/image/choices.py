@@ -26,13 +26,15 @@ from tierfall.core.image.nodes import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a restore is to do otherwise than to fill all of the state by equal names."""
+    """What a restore is to do otherwise than to fill all of the state by equal names. ``goes_back``: the state has been
+    trained on, so that keys of its plain mappings may have come since the checkpoint."""
 
     only: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
     rename: Mapping[str, str] | None = None
     retype: tuple[str, ...] = ()
     strict: bool = True
+    goes_back: bool = False
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class Choices:
         rename: Mapping[str, str] | None = None,
         retype: Sequence[str] | None = None,
         strict: bool = True,
+        goes_back: bool = False,
     ) -> Choices:
         """Check what a caller passed; RestoreError for what is no list, or no mapping, of names."""
         for what, names in (("only", only), ("skip", skip), ("retype", retype)):
@@ -63,6 +66,7 @@ class Choices:
             rename=rename or None,
             retype=tuple(retype or ()),
             strict=strict,
+            goes_back=goes_back,
         )
 
 

@@ -8,6 +8,7 @@ takes what a bare one saved), an optimizer's by its parameters' names.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ from tierfall.core.image.work import Action, Work, live_names
 from tierfall.core.words import with_article
 
 logger = logging.getLogger("tierfall")
+_WITH_NAMES = (dict, OrderedDict)
 Put = Callable[[object], None]
 
 
@@ -84,6 +86,7 @@ def plan_fill(
     work = Work.begin(header, state, choices)
     _Filler(work).top(state, header.tree)
     work.fitter.check_kept()
+    work.fitter.check_overlaps()
     work.report.raise_if_any(header.what)
     return FillPlan(work.builder.fills(), work.builder.wants(), work.stages())
 
@@ -158,15 +161,26 @@ class _Filler:
         if isinstance(node, KeptNode) or self._is_state_dict(live, name):
             return
         if isinstance(node, MapNode) and is_stateful(live):
-            self.report.refuses(
-                name,
-                f"the checkpoint has a dict, such as a state_dict(), the state has {with_article(type_name(live))}: "
-                "read the checkpoint by tierfall.load() and call load_state_dict()",
-            )
+            self._refuse_dict(live, name)
         elif isinstance(node, ConflictNode):
             self.report.refuses(name, node.reason)
         else:
             self.report.differs(name, _kind(node), with_article(type(live).__qualname__))
+
+    def _refuse_dict(self, live: Any, name: str) -> None:
+        self.report.refuses(
+            name,
+            f"the checkpoint has a dict, such as a state_dict(), the state has {with_article(type_name(live))}: "
+            "read the checkpoint by tierfall.load() and call load_state_dict()",
+        )
+
+    def _refuse_plain(self, node: ValueNode | CodecNode, live: Any, name: str) -> None:
+        """Report a plain value in place of a tensor or an object."""
+        stored = plain_value(self.work.header, node) if isinstance(node, ValueNode) else None
+        if type(stored) in codec.MAPPINGS and is_stateful(live):
+            self._refuse_dict(live, name)
+        else:
+            self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
 
     def _mapping(self, node: MapNode, live: Mapping[Any, Any], name: str, trail: Trail) -> None:
         if self._is_state_dict(live, name):
@@ -231,7 +245,7 @@ class _Filler:
 
     def _value(self, node: ValueNode | CodecNode, live: Any, place: Put, name: str) -> None:
         if isinstance(live, (torch.Tensor, nn.Module)) or is_stateful(live):
-            self.report.differs(name, "a plain value", with_article(type(live).__qualname__))
+            self._refuse_plain(node, live, name)
             return
         if self._holds_state_dict(live, name):
             return
@@ -279,20 +293,23 @@ class _Filler:
                 live[key] = put.merge(live.get(key), value)
 
     def _compare_keys(self, stored: Any, live: Any, name: str) -> None:
-        """Compare the keys of a plain dict, which is put back whole, and of those in it.
+        """Compare the keys of a plain dict, which is put back whole, and of those in it. Those of counters are data.
 
-        Where each side has words that the other has not, one was misspelt or renamed; else the dict has grown. The keys
-        of other mappings are data.
+        Keys that only the checkpoint has came after the program's first lines, and are put back. Those that only the
+        state has would be lost: an error at the start of a program. In one that goes back to an earlier step they may
+        have come since, unless each side has words that the other has not: then one was misspelt or renamed.
         """
-        if type(live) is not dict or type(stored) is not dict:
+        if type(live) not in _WITH_NAMES or type(stored) not in _WITH_NAMES:
             return
         plain = [key for key in live if not _holds_tensors(live[key])]
         only_live = [key for key in plain if key not in stored and not self._keeps(name, key)]
         only_stored = [key for key in stored if key not in live and not self._keeps(name, key)]
-        if _are_words(only_live) and _are_words(only_stored):
-            for key in only_live:
+        texts = [key for key in only_live if isinstance(key, str)]
+        renamed = _are_words(only_live) and _are_words(only_stored)
+        if texts and (renamed or not self.work.choices.goes_back):
+            for key in texts:
                 self.report.extra(naming.join(name, naming.part(key)))
-            for key in only_stored:
+            for key in only_stored if renamed else ():
                 self.report.absent(naming.join(name, naming.part(key)), can_be_renamed=False)
         elif only_live and stored and len(plain) == len(live):
             self.work.puts.append(lambda: _say_removed(only_live, name))

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
 
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import naming
@@ -22,7 +23,7 @@ from tierfall.core.image.build import CPU
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.nodes import ModuleNode, Node, QuantizedNode, TensorNode
 from tierfall.core.image.sharded import Unsharded, is_sharded, like, local_part, local_tensor
-from tierfall.core.image.tensors import as_bytes, copy_whole
+from tierfall.core.image.tensors import as_bytes, copy_whole, refusal
 from tierfall.core.image.work import Work
 from tierfall.core.words import few_of
 
@@ -96,6 +97,9 @@ class ModuleFiller:
         if not isinstance(node, (TensorNode, QuantizedNode)) or not isinstance(live, torch.Tensor):
             device = live.device if isinstance(live, torch.Tensor) else CPU
             self._through_load(key, node, device)
+            return
+        if is_lazy(live):
+            work.report.refuses(name, f"cannot be restored into: {refusal(live)}")
             return
         owner = self._scan.owner_of(key, live)
         if owner is not None and owner.numel() != live.numel():

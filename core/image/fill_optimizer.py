@@ -27,6 +27,22 @@ _NAMES = "param_names"
 _ON_DEVICE = ("capturable", "fused")
 
 
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name, None)
+    for name in (
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
+        *("RMSprop", "Rprop", "SGD", "SparseAdam"),
+    )
+)
+_PER_ELEMENT = frozenset(
+    (
+        *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
+        *("momentum_buffer", "prev", "square_avg", "step_size", "sum"),
+    )
+)
+"""What these optimizers keep has a value for each element of its parameter, in the entries of these names."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Made:
     """One entry of a parameter's state: what it is built from, None where the tensor that is there is filled; whether
@@ -56,9 +72,9 @@ class OptimizerFiller:
             return
         live_number, live_groups = groups
         steps_on_device = self._steps_on_device()
-        for index, (_, node) in enumerate(self._node.groups):
-            name = f"{self._name}.param_groups.{index}"
-            self._group(node, self._live.param_groups[live_groups[index]], name)
+        for (_, node), index in zip(self._node.groups, live_groups, strict=True):
+            # by the state's number: what is skipped stays as it is there
+            self._group(node, self._live.param_groups[index], f"{self._name}.param_groups.{index}")
         kept: set[Any] = set()
         for key, node in self._node.state:
             name = f"{self._name}.state.{self._node.part(key)}"
@@ -94,8 +110,10 @@ class OptimizerFiller:
                 return None
             order.append(found)
         if len(order) != len(there):
-            self._work.report.differs(
-                f"{self._name}.param_groups", f"{len(order)} groups", f"{len(there)} groups"
+            self._work.report.refuses(
+                f"{self._name}.param_groups",
+                f"the checkpoint has {len(order)} groups, the state has {len(there)}: make the optimizer with the "
+                f"groups that it had and call add_param_group() after the restore, or {self._anew()}",
             )
             return None
         if order != sorted(order) and self._work.is_scheduled(self._live):
@@ -132,8 +150,12 @@ class OptimizerFiller:
         self._work.report.refuses(
             f"{self._name}.param_groups.{index}",
             f"no parameter group of the state holds the same {len(group)} parameters; the nearest lacks "
-            f"{missing or 'none of them'} and has besides {more or 'no others'}: group the parameters as they were",
+            f"{missing or 'none of them'} and has besides {more or 'no others'}: group the parameters as they were, or "
+            f"{self._anew()}",
         )
+
+    def _anew(self) -> str:
+        return f"skip=[{self._name!r}] to begin with a new optimizer"
 
     def _steps_on_device(self) -> set[int]:
         found: set[int] = set()
@@ -219,6 +241,7 @@ class OptimizerFiller:
                 made.append(_Made(entry, None, target))
             else:
                 self._check_piece(child, key, below)
+                self._check_shape(entry, child, key, parameter, below)
                 if self._is_cut(child, key):
                     made.append(_Made(entry, self._block(child, key, target, below), target))
                     continue
@@ -239,6 +262,21 @@ class OptimizerFiller:
             f"{stored.lengths} at {stored.offset} of {stored.shape}",
             f"a parameter of which this rank has {there}",
         )
+
+    def _check_shape(
+        self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None, name: str
+    ) -> None:
+        """State that has its parameter's shape in the checkpoint is put beside a parameter of that shape alone: a fused
+        optimizer would walk beyond its end. ``stored`` is the parameter as the image has it."""
+        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
+            return
+        shape = _whole_shape(self._builder.header.tensors[node.slot])
+        known = type(self._live) in _ELEMENTWISE and entry in _PER_ELEMENT
+        follows = known or (stored is not None and _whole_shape(stored) == shape)
+        if shape and follows and tuple(parameter.shape) != shape:
+            self._work.report.differs(
+                name, f"shape {shape}", f"a parameter of shape {tuple(parameter.shape)}"
+            )
 
     def _is_cut(self, node: Node, parameter: Any) -> bool:
         """Say whether a whole tensor is to be state of a parameter that ranks hold in blocks, and cut as that is."""
@@ -348,6 +386,10 @@ class OptimizerFiller:
             else (self._numbering.part(number) if number is not None else "%")
         )
         return f"{self._name}.state.{part}"
+
+
+def _whole_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    return tensor.shape if tensor.piece is None else tensor.piece.shape
 
 
 def _laid_out_as(parameter: Any, built: Any) -> Any:

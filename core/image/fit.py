@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from tierfall.core.errors import RestoreError
 from tierfall.core.image import dtypes, tensors
-from tierfall.core.image.build import Builder
+from tierfall.core.image.build import CPU, Builder
 from tierfall.core.image.nodes import QuantizedNode
 from tierfall.core.image.report import Report
 from tierfall.core.image.sharded import (
@@ -35,6 +36,8 @@ class Fitter:
         self._targets: dict[int, list[tuple[torch.Tensor, str]]] = {}
         self._kept: list[tuple[torch.Tensor, str]] = []
         self.copies: list[Callable[[], None]] = []
+        self.checks: list[Callable[[], None]] = []
+        """What is to be looked at once all copies are made."""
 
     def compare(self, slot: int, live: torch.Tensor, name: str) -> bool:
         """Say whether dtype and shape are the same; report it where they are not."""
@@ -100,6 +103,43 @@ class Fitter:
         """Note what a caller wants to stay as it is."""
         if isinstance(live, torch.Tensor):
             self._kept.append((local_tensor(live), name))
+
+    def check_overlaps(self) -> None:
+        """Have targets that are filled from different slots, and overlap in part, compared once all are filled: both
+        can be right only where the checkpoint has the same bytes twice."""
+        stored = self._builder.header.tensors
+        spans = [
+            (str(live.device), *tensors.span(live), slot, live, name)
+            for claims in self._claims.values()
+            for live, slot, name in claims
+            if tensors.as_bytes(live) is not None and live.nbytes == stored[slot].length
+        ]
+        spans.sort(key=lambda span: span[:3])
+        overlapping: dict[str, tuple[int, torch.Tensor, str]] = {}
+        last = None  # of those before on this device, the one that ends last
+        for span in spans:
+            device, start, end, slot, live, name = span
+            if last is None or device != last[0] or start >= last[2]:
+                last = span
+                continue
+            overlapping.setdefault(last[5], (last[3], last[4], name))
+            overlapping.setdefault(name, (slot, live, last[5]))
+            last = span if end > last[2] else last
+        for name, (slot, live, other) in overlapping.items():
+            self._compare_filled(slot, live, name, other)
+
+    def _compare_filled(self, slot: int, live: torch.Tensor, name: str, other: str) -> None:
+        stored = self._builder.flat(slot, CPU)
+
+        def compare() -> None:
+            flat = tensors.as_bytes(live.detach())
+            if flat is None or not torch.equal(flat.cpu(), stored):
+                raise RestoreError(
+                    f"restore: {name} overlaps in part with {other} in the state, and the checkpoint has other values "
+                    "for both; clone one of them, or restore one with only=[...]"
+                )
+
+        self.checks.append(compare)
 
     def check_kept(self) -> None:
         """Report what is to stay as it is, and is memory that is filled under another name."""

@@ -10,8 +10,8 @@ _SHOWN = 10
 ABSENT = "in the checkpoint, not in the state"
 EXTRA = "in the state, not in the checkpoint"
 _ADVICE = (
-    "\nTo allow it by name: skip=[...] leaves what has a name as it is in the state, rename={...} restores it under "
-    "another name, only=[...] restores a part."
+    "\nTo allow it by name: skip=[...] leaves what has a name as it is in the state, rename={...} restores a "
+    "tensor or an entry of the state under another name, only=[...] restores a part."
 )
 
 

@@ -69,7 +69,7 @@ def _refuse_subclass(kind: type[torch.Tensor]) -> str:
     if issubclass(
         kind, torch.nn.parameter.UninitializedParameter | torch.nn.parameter.UninitializedBuffer
     ):
-        return "an uninitialized parameter has no data; run the module once before the first save"
+        return "an uninitialized parameter has no data; run the module once before"
     if kind.__name__ == "NestedTensor":
         return "a nested tensor cannot be saved; save its components instead"
     return f"tensors of class {kind.__module__}.{kind.__qualname__} cannot be saved; convert it to a plain tensor"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 
 from tierfall.core.errors import CaptureError
 from tierfall.core.image import arrays, codec, modules, naming, optimizers, random_state, tensors
@@ -467,6 +468,12 @@ class _Walk:
 
     def _stateful(self, value: Any, name: str, trail: Trail, depth: int) -> Node:
         self.types[name] = type_name(value)
+        if self.types[name] == "ZeroRedundancyOptimizer":
+            refuse(
+                trail,
+                "is a ZeroRedundancyOptimizer, each rank of which has the state of some parameters alone and does not "
+                "say which; shard by torch.distributed.fsdp.fully_shard (FSDP2)",
+            )
         state = asked(value.state_dict, "state_dict()", trail)
         return ("s", self._settle(self._walk(state, name, trail, depth + 1)))
 
@@ -484,8 +491,12 @@ def is_stateful(value: object) -> bool:
 
 
 def type_name(value: object) -> str:
-    """Name the class of an object; where it is defined may change from version to version."""
-    return type(value).__name__
+    """Name the class of an object, and of the schedulers in one; where it is defined may change from version to
+    version."""
+    name = type(value).__name__
+    if isinstance(value, ChainedScheduler | SequentialLR):
+        return f"{name}({', '.join(map(type_name, value._schedulers))})"
+    return name
 
 
 def _all_str(keys: Iterable[object]) -> bool:

@@ -58,7 +58,8 @@ class Work:
 
     def stages(self) -> tuple[tuple[Action, ...], ...]:
         """Return what is to be done, stage by stage."""
-        stages = (self.fitter.copies, self.puts, self.loads, [self._clear_gradients], self.last)
+        filled = [*self.fitter.copies, *self.fitter.checks]
+        stages = (filled, self.puts, self.loads, [self._clear_gradients], self.last)
         return tuple(tuple(stage) for stage in stages)
 
     def _clear_gradients(self) -> None:

@@ -60,8 +60,9 @@ class Spread:
         for check in self._checks:
             if not torch.equal(check.one, check.other):
                 raise RestoreError(
-                    f"{check.name} is a tensor of its own on {ranks_named(check.ranks)}, and they differ: make it a "
-                    "DTensor, or give the ranks' tensors different names"
+                    f"{check.name} is a tensor of its own on {ranks_named(check.ranks)}, and they differ: say "
+                    "what another number of ranks gets by tierfall.item(..., on_resize='per_rank', 'replicate' or "
+                    f"'drop') around it in the state, or leave it as it is by skip=[{check.name!r}]"
                 )
         with torch.no_grad():
             for target, source in self._copies:

@@ -84,9 +84,10 @@ class Capture(Section):
     ] = Field(
         default=Verify.SAMPLE,
         description="How much of a lazily captured image is compared with the state as it was at save, before the "
-        "image is sealed. sample: about a hundred places of each tensor, and in rotation as much as fits into 1 % of "
-        "a step. full (or true): every byte. off (or false): nothing; then frozen parameters are copied before save "
-        "returns. A snapshot that differs is given up, and the tensor named.",
+        "image is sealed. sample: short tensors whole, about a hundred places of longer ones, and in rotation as much "
+        "as fits into 1 % of a step. full (or true): every byte in host memory. off (or false): version counters and "
+        "addresses alone; then frozen parameters are copied before save returns. A snapshot that differs is given up, "
+        "and the tensor named.",
         examples=["full"],
     )
     bandwidth_bytes_per_s: Rate | None = Field(

@@ -38,14 +38,14 @@ def test_plain_values_are_put_back_whole_and_containers_stay_themselves() -> Non
         "extra": {"log": [9, 9, {"x": 0, "y": 5}, 4], "best": None},
         "list": [0, [0], 0],
         "seen": {7},
-        "order": OrderedDict(a=0, c=1),
+        "order": OrderedDict(a=0, c=1, b=0),
         "count": Counter(y=1),
         "array": np.zeros(3, dtype=np.int64),
         "rng": None,
     }
     kept = {key: value for key, value in state.items() if key not in ("epoch", "rng")}
     inner = state["extra"]["log"], state["extra"]["log"][2], state["list"][1]
-    restore(state, image)
+    restore(state, image, goes_back=True)
     assert state["array"].tolist() == [0, 1, 2]
     del saved["array"]
     assert {k: v for k, v in state.items() if k != "array"} == saved
@@ -155,13 +155,27 @@ def test_a_misspelt_key_of_a_plain_dict_is_an_error_and_a_dict_may_grow() -> Non
     assert state["extra"] == {"epoch": 3, "tokens": 5}
 
 
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("key", ["tokens", "train/tokens"])
+def test_a_key_that_the_checkpoint_does_not_have_is_an_error_at_a_programs_start(
+    kind: Any, key: str
+) -> None:
+    image, _ = make_image({"extra": kind(epoch=3), "rng": None})
+    state: dict[str, Any] = {"extra": kind({"epoch": 0, key: 7}), "rng": None}
+    with pytest.raises(RestoreError, match=r"tokens: in the state, not in the checkpoint"):
+        restore(state, image)
+    assert state["extra"] == {"epoch": 0, key: 7}
+    restore(state, image, skip=[f"extra.{key.replace('/', '%2F')}"])
+    assert state["extra"] == {"epoch": 3, key: 7}
+
+
 def test_a_key_that_a_restore_removes_is_said_and_can_be_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As one that came to the dict after the checkpoint that a loop goes back to."""
     image, _ = make_image({"extra": {"epoch": 3}, "rng": None})
     state: dict[str, Any] = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
-    restore(state, image)
+    restore(state, image, goes_back=True)
     assert state["extra"] == {"epoch": 3}
     assert "'best' of extra is not in the checkpoint, and is removed" in caplog.text
     state = {"extra": {"epoch": 9, "best": 0.5}, "rng": None}
@@ -281,6 +295,99 @@ def test_a_head_can_be_skipped_and_its_moments_stay() -> None:
     restore(state, image, skip=["net.head", "optimizer.state.net.head"])
     assert torch.equal(state["net"].head.weight, head)
     assert torch.equal(state["net"].encoder.weight, saved["net"].encoder.weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "skipped", [["net.head"], ["net"], ["net.head", "optimizer.state.net.head.weight"]]
+)
+def test_moments_are_not_put_beside_a_parameter_of_another_shape(
+    fused: bool, skipped: list[str]
+) -> None:
+    """A fused optimizer would walk on behind their end."""
+    saved = trained(Before())
+    image, _ = make_image(saved)
+    model = Before()
+    out, features = model.head.weight.shape
+    model.head = nn.Linear(features, 10 * out)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    state = {**saved, "net": model, "optimizer": optimizer}
+    with pytest.raises(
+        RestoreError, match=r"optimizer.state.net.head.bias.exp_avg: the checkpoint"
+    ):
+        restore(state, image, skip=skipped)
+    assert not optimizer.state
+    restore(state, image, skip=["net.head", "optimizer.state.net.head"])
+    assert len(optimizer.state) == len(saved["optimizer"].state) - 2
+
+
+def test_what_is_skipped_of_groups_in_another_order_goes_by_the_states_order() -> None:
+    def made(first: str, rates: list[float]) -> dict[str, Any]:
+        net = nn.Linear(2, 2)
+        names = [first, "bias" if first == "weight" else "weight"]
+        groups = [
+            {"params": [getattr(net, n)], "lr": lr} for n, lr in zip(names, rates, strict=True)
+        ]
+        return {"net": net, "optimizer": torch.optim.AdamW(groups), "rng": None}
+
+    image, _ = make_image(made("weight", [0.1, 0.2]))
+    state = made("bias", [0.8, 0.7])
+    restore(state, image, skip=["optimizer.param_groups.0.lr"])
+    assert [group["lr"] for group in state["optimizer"].param_groups] == [0.8, 0.1]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_parameters_that_overlap_in_part_are_right_or_refused(same: bool) -> None:
+    class Tied(nn.Module):
+        def __init__(self, overlapping: bool) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(6, 3)
+            self.head = nn.Linear(3, 4, bias=False)
+            if overlapping:
+                self.head.weight = nn.Parameter(self.embedding.weight.data[:4])
+
+    image, _ = make_image({"m": (saved := Tied(same)), "rng": None})
+    state = {"m": Tied(True), "rng": None}
+    if not same:
+        with pytest.raises(RestoreError, match=r"overlaps in part with m\."):
+            restore(state, image)
+        return
+    restore(state, image)
+    assert torch.equal(state["m"].embedding.weight, saved.embedding.weight)  # type: ignore[union-attr]
+
+
+def test_schedulers_in_a_scheduler_of_other_classes_are_refused() -> None:
+    def made(last: Any, *more: Any) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        lr = torch.optim.lr_scheduler
+        inner = [
+            lr.LinearLR(optimizer, total_iters=3),
+            *[make(optimizer) for make in (last, *more)],
+        ]
+        milestones = [3, 8][: len(inner) - 1]
+        return {"schedule": lr.SequentialLR(optimizer, inner, milestones), "rng": None}
+
+    def steps(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def cosine(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    image, _ = make_image(made(steps))
+    restore(made(steps), image)
+    for other in (made(cosine), made(steps, cosine)):
+        with pytest.raises(
+            RestoreError, match=r"has the state of a SequentialLR\(LinearLR, StepLR\)"
+        ):
+            restore(other, image)
+
+
+def test_a_module_that_has_not_run_is_refused_with_what_to_do() -> None:
+    ready = nn.LazyLinear(4)
+    ready(torch.ones(1, 3))
+    image, _ = make_image({"m": ready, "rng": None})
+    with pytest.raises(RestoreError, match=r"m.weight: .*uninitialized.*run the module once"):
+        restore({"m": nn.LazyLinear(4), "rng": None}, image)
 
 
 def test_a_skip_that_names_nothing_is_refused() -> None:
