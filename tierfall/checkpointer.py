@@ -513,6 +513,7 @@ class Checkpointer:
                 self._session.look(left_s(), last=True)
                 report = ordering.drain_here(self._session, left_s(), doing="close", goes_on=False)
             finally:
+                self._capturer.let_go()
                 together = ordering.settle(self._session, left_s)
             keep = must_keep_memory(self._session)
             say_left(self._session, report)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from itertools import chain, compress
@@ -50,6 +51,7 @@ class Barrier:
         self._pid = os.getpid()
         self.on_step: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self._recorded = recorded
+        self._lock = threading.Lock()  # optimizers may step on other threads while one saves
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_graphs: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._bracketed = False
@@ -66,7 +68,8 @@ class Barrier:
             self._in_graphs.add(optimizer)
             self._recorded()
             return
-        self._stepped.add(optimizer)
+        with self._lock:
+            self._stepped.add(optimizer)
         self.updates += 1
         try:
             self._reached()
@@ -88,7 +91,7 @@ class Barrier:
     def covered(self) -> frozenset[int]:
         """Return the ids of the parameters of the optimizers that were seen to step since ``forget``, but for frozen
         ones, which no step changes. The same object as before, where that holds the same."""
-        seen = (each.param_groups for each in self._stepped if each not in self._in_graphs)
+        seen = (each.param_groups for each in self._evident())
         held = [*chain.from_iterable(group["params"] for groups in seen for group in groups)]
         ids, trained = [*map(id, held)], [*map(_TRAINED, held)]
         if self._covered[:2] != (ids, trained):
@@ -99,9 +102,7 @@ class Barrier:
         """Return address and length of what the optimizers change that were seen to step since ``forget``: their
         parameters, and what they keep of each. A tensor that is none of these may change at any time."""
         found: set[tuple[int, int]] = set()
-        for optimizer in self._stepped:
-            if optimizer in self._in_graphs:
-                continue
+        for optimizer in self._evident():
             held = [p for group in optimizer.param_groups for p in group["params"]]
             for state in optimizer.state.values():
                 if isinstance(state, dict):
@@ -111,11 +112,16 @@ class Barrier:
 
     @property
     def seen(self) -> bool:
-        return self._bracketed or any(each not in self._in_graphs for each in self._stepped)
+        return self._bracketed or bool(self._evident())
+
+    def _evident(self) -> list[torch.optim.Optimizer]:
+        with self._lock:
+            return [each for each in self._stepped if each not in self._in_graphs]
 
     def forget(self) -> None:
         """Begin to gather evidence anew, as each save does."""
-        self._stepped.clear()
+        with self._lock:
+            self._stepped.clear()
         self._bracketed = False
 
     def close(self) -> None:

@@ -247,12 +247,16 @@ class Capturer:
 
     def close(self, timeout: float) -> None:
         """End the thread, once what was begun is captured; after ``timeout`` seconds it is left behind."""
-        self.barrier.close()
-        self._storages.close()
-        self._queue.put(None)
+        self.let_go()
         self._thread.join(timeout)
         if self._thread.is_alive():
             logger.warning("close: the capture thread did not end within %g s", timeout)
+
+    def let_go(self) -> None:
+        """Hold nobody at the barrier any more, and let the thread end; may be called twice."""
+        self.barrier.close()
+        self._storages.close()
+        self._queue.put(None)
 
     # The capture thread ----------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ class Evidence:
         self._changed: frozenset[str] = frozenset()
         self._frozen_change = False
         self._failures = 0
+        self._given_up: frozenset[str] = frozenset()
+        """What was changed when too many saves had failed; more may be found of saves that were under way then."""
         # Attempt and step of the last save that has begun, and of the last one that had when a failure was known.
         self._last = self._answered = (0, -1)
         self._frozen: frozenset[str] = frozenset()
@@ -55,7 +57,7 @@ class Evidence:
             return f"part of the state is on {min(elsewhere)}, which is not captured lazily"
         if self._failures >= FAILURES_MAX:
             return (
-                f"{self._failures} saves in a row were given up, since {_few(self._changed)} changed between save() "
+                f"{FAILURES_MAX} saves in a row were given up, since {_few(self._given_up)} changed between save() "
                 f"and the next optimizer step. {_REMEDY}"
             )
         if not self._barrier.seen:
@@ -132,6 +134,8 @@ class Evidence:
         self._answered = self._last
         changed = frozenset(error.tensors) - self._changed
         self._changed |= changed
+        if self._failures >= FAILURES_MAX and not self._given_up:
+            self._given_up = self._changed
         if changed & self._frozen:
             self._frozen_change = True
         if changed and self._failures < FAILURES_MAX:

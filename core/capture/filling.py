@@ -390,8 +390,9 @@ class Filling:
         """Raise StateChangedError where a source that is captured lazily was changed since save, as far as version
         counters, addresses and a few samples tell. Called at the barrier: then no write to it is under way."""
         self._at_barrier = True
+        watched = self._sources.watched  # held while it is read: another thread may release it
         changed = self._sources.changed()
-        if not changed and self._check is not None:  # else its memory may not be there
+        if not changed and watched and self._check is not None:  # else its memory may not be there
             changed = self._check.changed_now()
         if changed:
             self._sources.refuse(changed)

@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 
+from tierfall.core.image.sharded import local_tensor
+
 logger = logging.getLogger("tierfall")
 
 OPTIMIZERS_MAX = 8
 PARAMETERS_MAX = 256
 """So many of a group are looked at, to find a small one."""
+BYTES_MAX = 1 << 20
+"""Gradients that keep more memory alive are not watched, such as those that are views of one buffer."""
 
 
 @dataclass(slots=True)
@@ -28,8 +32,8 @@ class _Look:
     """The ``place`` of a parameter in its optimizer (group, number), its gradient at the last step, and an unused one
     at a save since, with the save's step.
 
-    ``used`` is None where that is not known. The gradients are held until the next step, and so are small ones; a weak
-    reference to a tensor would keep ``torch.utils.swap_tensors`` from working on it.
+    ``used`` is None where that is not known. The gradients are held until the next step, so that only small ones are
+    watched; a weak reference to a tensor would keep ``torch.utils.swap_tensors`` from working on it.
     """
 
     place: tuple[int, int]
@@ -108,6 +112,8 @@ def _parameter_at(optimizer: torch.optim.Optimizer, place: tuple[int, int]) -> t
 
 
 def _gradient_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a gradient; None for one that holds a graph, which is not to be kept."""
+    """Return a gradient; None for one that is not to be kept: it holds a graph, or much memory."""
     gradient = None if parameter is None else parameter.grad
-    return None if gradient is None or gradient.requires_grad else gradient
+    if gradient is None or gradient.requires_grad or gradient.layout is not torch.strided:
+        return None
+    return gradient if local_tensor(gradient).untyped_storage().nbytes() <= BYTES_MAX else None

@@ -34,8 +34,9 @@ class Sources:
         self.pointers = view.pointers
         self._lazy = lazy
         self._replaced: set[int] = set()
-        self._watched = [self._tensors[index] for index in lazy]
-        self._versions = _versions(self._watched)
+        self.watched = [self._tensors[index] for index in lazy]
+        """Those that are captured lazily; none once they are released."""
+        self._versions = _versions(self.watched)
 
     def tensor(self, index: int) -> torch.Tensor:
         return self._tensors[index]
@@ -46,7 +47,7 @@ class Sources:
         self._replaced.add(piece.index)
 
     def release(self) -> None:
-        self._tensors, self._watched = [], []
+        self._tensors, self.watched = [], []
 
     # Reading ---------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class Sources:
     def changed(self) -> list[int]:
         """Return the numbers of the lazily captured tensors that were written to since they were taken, or lie
         elsewhere, as far as counters and addresses tell."""
-        watched = self._watched  # another thread may release them
+        watched = self.watched  # another thread may release them
         if not watched:
             return []
         versions = _versions(watched)

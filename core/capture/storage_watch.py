@@ -32,7 +32,8 @@ class StorageWatch:
             _wrap()
 
     def reached(self, storage: torch.UntypedStorage) -> None:
-        if os.getpid() == self._pid and storage.nbytes():  # a forked child frees its own memory
+        # a forked child frees its own memory, and a fake or meta tensor has none
+        if os.getpid() == self._pid and storage.nbytes() and _has_memory(storage):
             self._before(storage.data_ptr(), storage.nbytes())
 
     def close(self) -> None:
@@ -41,6 +42,10 @@ class StorageWatch:
             _watches.remove(self)
             if not _watches:
                 _unwrap()
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type != "meta" and getattr(storage, "_fake_device", None) is None
 
 
 _watches: list[StorageWatch] = []

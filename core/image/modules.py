@@ -296,18 +296,15 @@ def tree_of(root: nn.Module) -> Tree | None:
 
 
 _PLAIN_KINDS = {torch.Tensor, nn.Parameter, type(None)}
-_stock: dict[type[nn.Module], bool] = {}
 
 
 def _is_stock(kind: type[nn.Module]) -> bool:
     """Say whether modules of a class make their state_dict as nn.Module does."""
-    known = _stock.get(kind)
-    if known is None:
-        known = _stock[kind] = all(
-            getattr(kind, name) is getattr(nn.Module, name)
-            for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
-        )
-    return known
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

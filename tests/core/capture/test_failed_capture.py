@@ -687,6 +687,9 @@ def test_a_save_that_had_begun_before_a_failure_was_known_is_no_second_failure()
         assert fails(2) is None
         assert fails(2) is None  # the thread at the barrier says it, and the capture thread too
         evidence.begun(CheckpointId(3, 1))
-        assert "2 saves in a row" in str(fails(3))
+        said = fails(3)
+        assert "2 saves in a row" in str(said)
+        evidence.failed(CheckpointId(4, 1), StateChangedError("changed", ("other",)))
+        assert evidence.why_blocking(elsewhere=(), first=False) == said, "said once, in one way"
     finally:
         barrier.close()

@@ -258,3 +258,23 @@ def test_a_parameter_that_knows_its_optimizer_is_let_go(make_config: MakeConfig)
         del t, parameter
         gc.collect()
         assert known() is None
+
+
+@pytest.mark.parametrize("one_buffer", [False, True])
+def test_large_gradients_are_let_go_of_where_the_loop_does(
+    make_config: MakeConfig, one_buffer: bool
+) -> None:
+    """Also small ones that are views of one large buffer, as data-parallel training makes them."""
+    model = nn.Linear(4, 4) if one_buffer else nn.Linear(600, 600, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tierfall.open(make_config()) as ckpt:
+        buffer = torch.ones(2 << 20)
+        for parameter in model.parameters():
+            part = buffer[: parameter.numel()].view_as(parameter)
+            parameter.grad = part if one_buffer else part.clone()
+            del part
+        alive = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+        optimizer.step()
+        ckpt.save(1, {"model": model, "optimizer": optimizer})
+        optimizer.zero_grad()
+        assert [gradient() for gradient in alive] == [None] * len(alive)

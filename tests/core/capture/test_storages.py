@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
+from torch._subclasses import FakeTensorMode
 
 import tierfall
 from tests.core.capture.lazy_help import (
@@ -302,3 +303,25 @@ def test_a_change_that_came_before_fails_the_save_and_the_storage_is_freed_all_t
             handle.captured(timeout=PATIENCE_S)
         trainer.step()
         ckpt.save(3, trainer.state, block=True)
+
+
+def test_a_storage_without_memory_may_be_freed(make_config: MakeConfig) -> None:
+    with tierfall.open(make_config()), FakeTensorMode():
+        torch.zeros(100).untyped_storage().resize_(0)
+        torch.zeros(100, device="meta").untyped_storage().resize_(0)
+
+
+def test_torch_is_as_it_was_after_a_close_that_was_interrupted(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = methods()
+    ckpt = tierfall.open(make_config())
+    assert methods() != before
+
+    def interrupted(timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ckpt._by_path, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    assert methods() == before

@@ -358,3 +358,20 @@ def test_what_left_the_state_is_forgotten() -> None:
     describe(run.state, recall)
     assert recall.part("model") is not None
     assert recall.part("optimizer.state") is None
+
+
+def test_a_class_that_is_given_a_state_dict_of_its_own_is_asked_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, recall = Run(), Recall()
+    for _ in range(2):
+        describe(run.state, recall)
+    whole = nn.Module.state_dict
+
+    def doubled(module: Net, *args: Any, **kwargs: Any) -> Any:
+        return {key: 2 * value for key, value in whole(module, *args, **kwargs).items()}
+
+    monkeypatch.setattr(Net, "state_dict", doubled)
+    view = describe(run.state, recall)
+    (weight,) = (t.tensor for t in view.tensors if t.name == "model.first.weight")
+    assert torch.equal(weight, 2 * run.model.first.weight)
