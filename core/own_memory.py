@@ -11,8 +11,8 @@ LINE_BYTES = 64
 
 
 class Memory:
-    """Memory from the first to the last of some tensors, as arrays whatever lies between; only what is known to be
-    there may be read. It owns nothing. ``lines`` begin where an address has this ``remainder`` by their length."""
+    """This process's memory between two addresses, as arrays. The caller must know that what it reads is mapped. It
+    owns nothing. ``lines`` begin where an address has this ``remainder`` by their length."""
 
     def __init__(self, low: int, high: int, *, remainder: int = 0) -> None:
         self.low = low - (low - remainder) % LINE_BYTES

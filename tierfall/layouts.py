@@ -177,4 +177,4 @@ def _planned(
 
 
 def _nobody(division: Division | None) -> None:
-    """Nobody waits yet."""
+    """The answer before a save waits for one."""

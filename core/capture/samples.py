@@ -491,7 +491,7 @@ def as_in_memory(
 
 
 def spread(counts: Integers) -> tuple[Integers, Integers]:
-    """Return, for ``counts[i]`` things of each i, whose each is, and the how-manieth there."""
+    """Return, for each of ``sum(counts)`` items, its group, and its index in the group."""
     of = np.repeat(np.arange(len(counts)), counts)
     return of, np.arange(len(of)) - (np.cumsum(counts) - counts)[of]
 

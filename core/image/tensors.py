@@ -272,8 +272,7 @@ _HELD_TENSOR = 3
 
 
 def _holds_memory_alone(tensor: torch.Tensor) -> bool:
-    """Say whether no other tensor, in Python or below, reads this memory, nor what lent it to torch, nor another
-    process."""
+    """Say whether this tensor alone holds its memory: no alias in Python or below, no lender, no other process."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     if getattr(tensor, "_use_count", _unknown)() != 1:
@@ -291,6 +290,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     return uses - 1  # without the Python object through which is asked
 
 
+# The counts hold for CPython up to 3.13: later versions do not count references of local variables.
 _HELD_STORAGE = 3
 """References to that object: the storage's own, the variable, and the one of the question."""
 
