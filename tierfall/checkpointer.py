@@ -27,6 +27,8 @@ from tierfall.core.errors import ConfigError, StepError, TierfallError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.image import (
     Choices,
+    FillPlan,
+    ImageHeader,
     Recall,
     StateView,
     describe,
@@ -362,10 +364,19 @@ class Checkpointer:
         self._finish_capture()
         self._wait_sealed()
         self._last = None  # the state is not that step's any more
-        with self._restorer.nothing_dropped(), self._restorer.half_filled_noted():
+        with (
+            self._restorer.nothing_dropped(),
+            self._restorer.half_filled_noted(choices.only) as begins,
+        ):
+
+            def plan(header: ImageHeader) -> FillPlan:
+                planned = plan_fill(state, header, choices)
+                begins()
+                return planned
+
             restored = self._restorer.fill(
                 request,
-                lambda header: plan_fill(state, header, choices),
+                plan,
                 Resize(rules=resize_rules(state)),
             )
             if restored is None:
@@ -379,6 +390,7 @@ class Checkpointer:
                 saved=self._line.saved_any,
                 timeout_s=self._restorer.slower_s,
             )
+            self._line.half_filled.discard(choices.only)
             if only is None:
                 self._restorer.continue_from(restored.checkpoint, any_saved)
                 self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)

@@ -30,8 +30,8 @@ class SavingLine:
         self.begun = begun
         self.saved_any = False
         self.started_from: CheckpointId | None = None
-        self.half_filled = False
-        """A restore ended in an error when part of the state was another step's already."""
+        self.half_filled: set[tuple[str, ...] | None] = set()
+        """The parts of the state (``only``; None: all of it) that restores which failed have left half filled."""
         self.ordinal = 0
         self._last_step: int | None = None
 
@@ -94,7 +94,7 @@ class SavingLine:
         """Go on from a checkpoint that is the ``ordinal``th of its line, as ``attempt``."""
         self.attempt = attempt
         self.saved_any = False
-        self.half_filled = False
+        self.half_filled.clear()
         self.started_from = checkpoint
         self._last_step = checkpoint.step
         self.ordinal = ordinal

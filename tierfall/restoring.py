@@ -64,12 +64,15 @@ class Restorer:
             session.tell(lambda: setattr(dropper, "paused", False))
 
     @contextmanager
-    def half_filled_noted(self) -> Iterator[None]:
-        """Let nothing be saved after an error that left the state half filled, until a restore succeeds."""
+    def half_filled_noted(self, only: tuple[str, ...] | None) -> Iterator[Callable[[], None]]:
+        """Let nothing be saved after an error that left the state, or this part of it, half filled, until a restore of
+        it succeeds. Yield what is called before the state is written to: an interrupt after that is such an error."""
+        begun: list[bool] = []
         try:
-            yield
+            yield lambda: begun.append(True)
         except BaseException as error:
-            self._line.half_filled |= HALF_FILLED in str(error) or not isinstance(error, Exception)
+            if HALF_FILLED in str(error) or (begun and not isinstance(error, Exception)):
+                self._line.half_filled.add(only)
             raise
 
     def request(

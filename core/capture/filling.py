@@ -77,8 +77,8 @@ class Filling:
         self._lock = threading.Lock()
         self._copying: set[int] = set()
         self._bells: list[Bell] = []
-        self._settled = threading.Event()
-        self._settled.set()
+        self._held: Bell | None = None
+        """Rung when the thread that copies alone is done; None while none does."""
         self._missing = cutting.missing.copy()
         self.digests: list[str] = [""] * len(self._missing)
         self.final_chunks = 0
@@ -208,7 +208,7 @@ class Filling:
         shelter: Shelter | None = None
         waiting: list[tuple[Segment, torch.Tensor]] = []
         try:
-            self._settled.clear()
+            self._held = Bell()
             shelter = self._take_shelter()
             waiting = list(shelter.rooms) if shelter is not None else []
             self._copy_to(waiting)
@@ -222,7 +222,10 @@ class Filling:
                 self._launch_from(shelter, waiting)
             return True
         finally:
-            self._settled.set()
+            # before any call: an interrupt could come before its first line
+            held, self._held = self._held, None
+            if held is not None:
+                held.ring()
             if shelter is not None and waiting:
                 shelter.leave(len(waiting))
 
@@ -281,12 +284,15 @@ class Filling:
         so ``alone``, the capture thread does nothing."""
         try:
             if alone:
-                self._settled.clear()
+                self._held = Bell()
             while self.copy_next():
                 continue
             return self.wait_idle(_left_s(deadline)) and self._wait_landed(deadline)
         finally:
-            self._settled.set()
+            # before any call: an interrupt could come before its first line
+            held, self._held = self._held, None
+            if held is not None:
+                held.ring()
 
     def _wait_landed(self, deadline: float | None) -> bool:
         while (flight := self._flights.first) is not None:
@@ -318,7 +324,7 @@ class Filling:
     def abandon(self) -> None:
         """After a failure: return when nothing writes into the memory any more."""
         self.wait_idle()
-        self._settled.wait()
+        self._wait_for_held()
         while (flight := self._flights.first) is not None:
             try:
                 self._land(flight)
@@ -355,16 +361,21 @@ class Filling:
             while self._advance():
                 continue
             self.wait_idle()
-            self._settled.wait()
+            self._wait_for_held()
             if self.failure is not None or not (self._segments or self._flights):
                 break
         while self.hash_ready():
             continue
 
+    def _wait_for_held(self) -> None:
+        """Wait while another thread copies alone."""
+        while (held := self._held) is not None:
+            held.wait(LOOK_AGAIN_S)
+
     def _advance(self) -> bool:
         """Do one thing; what keeps the bus to a device busy comes first. While a thread is held at the barrier, all
         cores and the whole bandwidth of the memory are for what it copies."""
-        self._settled.wait()
+        self._wait_for_held()
         self._keep_pace()
         claimed = not self._flights.is_full and self.copy_next()
         while (flight := self._flights.first) is not None and flight.mark.is_done():

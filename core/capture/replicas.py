@@ -10,9 +10,10 @@ save, both of what it writes and of what it leaves to others:
 * on a device the sums of SUMS_BYTES of whole tensors, in rotation. The host does not wait for them.
 
 Ranks that train apart differ in nearly all bytes: the first comparison of lines and sums shows it. A difference in few
-places is found within one rotation. Which bytes are read depends only on what all ranks agree on: the ordinal of the checkpoint,
-the keys of the tensors, and how much is shared. Two kinds of tensors are compared only when they are divided: those
-that fill no span of memory (a slice of a larger tensor), and those on a device whose copies no stream runs.
+places is found within one rotation. Which bytes are read depends only on what all ranks agree on: the ordinal of the
+checkpoint, the keys of the tensors, and how much is shared. Two kinds of tensors are compared only when they are
+divided: those that fill no span of memory (a slice of a larger tensor), and those on a device whose copies no stream
+runs.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ def main(seconds: float, seed: int, config: dict[str, Any]) -> None:
             hits += interrupted(work, draw.uniform(1e-5, 6e-3))
             step += 1
             try:
+                if work is look:  # the state may be half filled, and is not saved then
+                    look()
                 ckpt.save(step, state).wait(timeout=PATIENCE_S)
             except TimeoutError:
                 faulthandler.dump_traceback(all_threads=True)
