@@ -10,7 +10,7 @@ import time
 from tierfall.core.catalog import Listing, merge
 from tierfall.core.values import CheckpointId
 from tierfall.demo import chain as chains
-from tierfall.demo.chain import STORE
+from tierfall.demo.chain import HOST, STORE
 from tierfall.demo.events import Ended, Looked, Started, StepDone
 from tierfall.demo.process import DemoError
 from tierfall.demo.stage import Act, Stage, check_restored, show_tiers, tell_restored
@@ -55,9 +55,11 @@ def _is_ripe(stage: Stage, event: StepDone) -> bool:
     if tier is None or tier.arriving is None or event.totals is None:
         return False
     is_under_way = tier.arrived_bytes >= UNDER_WAY * event.totals.image_bytes
+    # A copy begins before its image is sealed, and of one that is not nothing outlives the trainer.
+    is_sealed = tier.arriving in event.tiers[HOST].whole
     # Of an older one, two newer would fill what the tier retains: the next start would not send it any more.
     is_wanted = event.step < chains.parse_checkpoint(tier.arriving).step + 4 * stage.every
-    return event.step >= KILL_FROM * stage.steps and is_under_way and is_wanted
+    return event.step >= KILL_FROM * stage.steps and is_under_way and is_sealed and is_wanted
 
 
 def _in_flight(stage: Stage, event: StepDone) -> CheckpointId | None:
