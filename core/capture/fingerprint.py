@@ -32,6 +32,8 @@ TENSOR_S = 2e-6
 """The time that one tensor is taken to cost."""
 STEP_SHARE = 0.01
 """Of a training step, the share that a fingerprint may take."""
+LEAST_S = 5e-4
+"""The time that a fingerprint may take however short a step is."""
 LINE_S = 5e-8
 """The time that one cache line is taken to cost."""
 LINES_MIN = 9
@@ -65,7 +67,7 @@ class Fingerprint:
     def __init__(self, state: Mapping[Any, object], step_s: float | None = None) -> None:
         """``step_s`` says how long a training step takes."""
         self._map = _Map(state)
-        budget_s = STEP_SHARE * (step_s or 0.0)
+        budget_s = max(LEAST_S, STEP_SHARE * (step_s or 0.0))
         self._map.choose(max(TENSORS_MIN, int(budget_s / TENSOR_S)))
         self._places = self._map.places
         tensor_s = budget_s / max(1, len(self._places)) - TENSOR_S
