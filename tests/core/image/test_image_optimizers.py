@@ -321,3 +321,13 @@ def test_bare_parameters_name_their_state() -> None:
     view = describe({"w": {"x": weight}, "optimizer": optimizer, "rng": None})
     assert {t.name for t in view.tensors} == {"w.x", "optimizer.state.w.x.momentum_buffer"}
     assert view.parameters == {id(weight): ("w.x", weight)}
+
+
+def test_an_optimizer_whose_ranks_keep_parts_without_names_is_refused_with_what_to_use() -> None:
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("call consolidate_state_dict")
+
+    optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters())
+    with pytest.raises(CaptureError, match=r'state\["optimizer"\] is a Zero.*fully_shard'):
+        describe({"optimizer": optimizer})
