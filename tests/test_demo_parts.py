@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -272,8 +273,9 @@ def test_trainer_that_ends_badly_is_quoted(tmp_path: Path) -> None:
         list(it.follow())
 
 
+@pytest.mark.parametrize("taken_by", ["the main thread", "another thread"])
 def test_an_interrupt_while_a_trainer_is_started_leaves_none_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    taken_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
@@ -281,11 +283,23 @@ def test_an_interrupt_while_a_trainer_is_started_leaves_none_behind(
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(self)
-            signal.raise_signal(signal.SIGINT)
+            if taken_by == "another thread":
+                assert other.ident is not None
+                signal.pthread_kill(other.ident, signal.SIGINT)
+                time.sleep(0.1)  # the handler runs in this thread all the same
+            else:
+                signal.raise_signal(signal.SIGINT)
 
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt), none_left():
-        Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
+    try:
+        with pytest.raises(KeyboardInterrupt), none_left():
+            Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True)
+    finally:
+        over.set()
+        other.join()
     assert started[0].returncode == -signal.SIGKILL
 
 

@@ -107,7 +107,7 @@ def test_server_stops_when_the_demo_is_interrupted(tmp_path: Path) -> None:
                 break
         assert answers(object_tier(folder)["options"]["endpoint_url"]), "".join(said)
         deadline_s = time.monotonic() + WAIT_S
-        while processes_in(folder) < 2:  # the demo, and its trainer a moment later
+        while processes_in(folder) < 3:  # the demo, its server, and its trainer a moment later
             assert time.monotonic() < deadline_s, "no trainer was started"
             time.sleep(0.01)
         demo.send_signal(signal.SIGINT)

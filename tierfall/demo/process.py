@@ -33,8 +33,12 @@ _started: list[subprocess.Popen[bytes]] = []
 def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process that ``none_left`` knows of from its first moment, whenever an interrupt comes.
 
-    It has SIGINT blocked, as this one has until it is known.
+    It has SIGINT blocked, as this one has until it is known. Call it in the main thread.
     """
+    came: list[int] = []
+    # Blocking it is not enough here: another thread, torch's or obstore's, takes the signal, and Python then runs the
+    # handler in the main thread all the same.
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
@@ -43,7 +47,10 @@ def start(command: list[str], output: IO[bytes], **options: Any) -> subprocess.P
         _started.append(process)
         return process
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # an interrupt comes here
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
