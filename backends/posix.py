@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,7 +39,8 @@ class PosixBackend:
 
     ``root`` is made where it is missing, and must be a folder that this process may write to. ``direct_io``: None
     takes direct I/O where a probe at open shows that it works, False never, True insists. While it is open, a root
-    that is unmounted, deleted or replaced raises UnreachableError. Call ``close`` when no other call is going on.
+    that is unmounted, deleted or replaced raises UnreachableError, until it is back as ``recognise`` says. Call
+    ``close`` when no other call is going on.
 
     ``read_only``: nothing is made, probed or changed; a root that is not there is UnreachableError (it may not be
     mounted), and writing and deleting are AccessDeniedError. Direct I/O is used for a file where the kernel says that
@@ -193,6 +194,10 @@ class PosixBackend:
             # A kill between the last file's end and its folder's leaves the folder.
             self._folders.remove_empty(folder)
         return count
+
+    def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
+        """Go on where the root is mounted anew, if the object ``key`` there says that it is the same."""
+        self._folders.recognise(check_key(key), is_same)
 
     def close(self) -> None:
         """Give the root back. Writers that are still open may go on to their abort, not to their publish."""

@@ -18,10 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierfall.backends.posix_errors import sync_error
-from tierfall.core.errors import AccessDeniedError, BackendError, UnreachableError
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    TierfallError,
+    UnreachableError,
+)
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _SETTLED_MAX = 4096
+PROOF_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +73,19 @@ class Folders:
         self._identity = _identity(os.fstat(self._root))
         self._settled: dict[str, tuple[int, int]] = {}
         self._shape = threading.Lock()
+        self._proof: tuple[str, Callable[[bytes], bool]] | None = None
+        self._left: list[int] = []
 
     def close(self) -> None:
-        root, self._root = self._root, -1
-        if root >= 0:
-            os.close(root)
+        roots, self._root = [self._root, *self._left], -1
+        self._left = []
+        for root in roots:
+            if root >= 0:
+                os.close(root)
+
+    def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
+        """Take another folder at the path for the same one where its file ``key`` is as ``is_same`` wants it."""
+        self._proof = key, is_same
 
     def verify(self) -> None:
         """Raise UnreachableError unless the path still leads to the folder that was opened."""
@@ -84,11 +98,40 @@ class Folders:
                 f"{self.path}: the tier's folder cannot be looked at ({error.strerror}); expected it as it was at "
                 "open: mount or restore it"
             ) from error
-        if found != self._identity:
+        if found != self._identity and not self._is_back(found):
             raise UnreachableError(
                 f"{self.path}: another folder stands where the tier's was at open (unmounted, or made anew?); "
                 "mount it again, or open the tier again"
             )
+
+    def _is_back(self, found: tuple[int, int]) -> bool:
+        """Go on with the folder that stands there now, if it is the same one, mounted anew."""
+        with self._shape:
+            if found == self._identity:
+                return True  # another thread was faster
+            try:
+                root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            except OSError:
+                return False
+            if not self._is_same(root):
+                os.close(root)
+                return False
+            self._left.append(self._root)  # a call that goes on in it fails by itself
+            self._root, self._identity = root, _identity(os.fstat(root))
+            self._settled.clear()
+            return True
+
+    def _is_same(self, root: int) -> bool:
+        """Say whether an open folder holds what proves that it is the tier's."""
+        if self._proof is None:
+            return False
+        key, is_same = self._proof
+        try:
+            file = os.open(key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=root)
+            with os.fdopen(file, "rb") as opened:
+                return is_same(opened.read(PROOF_BYTES_MAX))
+        except (OSError, TierfallError):  # not there, or not readable: then it proves nothing
+            return False
 
     def sync(self, folder: int, *, state: str) -> None:
         """Fsync an open folder; ``state`` says in the BackendError of a failure what is left then."""

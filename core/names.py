@@ -5,6 +5,7 @@
     <run>/step-00000400-a0007/index.zst: the merged index of several ranks
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
     <run>/latest
+    <run>/tier.json: which tier this is
 
 Numbers are padded to at least these widths and compared as integers. A name that does not parse is not ours: it is
 never touched.
@@ -22,8 +23,10 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 COMMIT_NAME = "commit.json"
 INDEX_NAME = "index.zst"
 LATEST_NAME = "latest"
+TIER_NAME = "tier.json"
 ATTEMPTS_FOLDER = "attempts"
 MARKS_FOLDER = "marks"
+PROBE_FOLDER = "probe"
 STORED_SUFFIX = ".stored.json"
 PIN_MARK = "pin"
 TOMBSTONE_MARK = "tombstone"

@@ -257,6 +257,76 @@ def read_attempt(data: bytes, *, what: str) -> Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownTier:
+    """What is remembered of a tier elsewhere: its id, where it was, whether all nodes saw its files (None: nobody had
+    to find out), and the number of the device that its folder lay on, which means something until the machine restarts.
+    """
+
+    id: str
+    place: str
+    shared: bool | None
+    device: int | None = None
+
+    def members(self) -> dict[str, object]:
+        return {"id": self.id, "place": self.place, "shared": self.shared, "device": self.device}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRecord:
+    """Which tier of a run this is: its random 128-bit id in hexadecimal; and ``others``, by name, of the same run.
+    ``shared`` is as in ``KnownTier``. This machine's memory of a run's tiers has an id of nothing."""
+
+    run: str
+    id: str
+    shared: bool | None
+    wall_time_s: float
+    others: Mapping[str, KnownTier] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                "run": self.run,
+                "tier_id": self.id,
+                "shared": self.shared,
+                "wall_time_s": self.wall_time_s,
+                "others": {name: tier.members() for name, tier in self.others.items()},
+            }
+        )
+
+
+def read_tier(data: bytes, *, what: str) -> TierRecord:
+    """Read a tier's record from bytes that nobody vouches for."""
+    members = documents.open_sealed(data, what=what)
+    reader = Members(members, what)
+    others = reader.get("others", dict)
+    return TierRecord(
+        run=reader.name("run"),
+        id=reader.get("tier_id", str),
+        shared=_maybe(reader, members, "shared"),
+        wall_time_s=reader.real("wall_time_s"),
+        others={name: _known_tier(tier, f"{what}: {name}") for name, tier in others.items()},
+    )
+
+
+def _known_tier(entry: object, what: str) -> KnownTier:
+    if not isinstance(entry, dict):
+        raise IntegrityError(f"{what}: it is not an object")
+    reader = Members(entry, what)
+    device = entry.get("device")
+    return KnownTier(
+        id=reader.get("id", str),
+        place=reader.get("place", str),
+        shared=_maybe(reader, entry, "shared"),
+        device=None if device is None else reader.number("device", 0, 1 << 64),
+    )
+
+
+def _maybe(reader: Members, members: Mapping[str, Any], name: str) -> bool | None:
+    """Read what is true, false, or not known."""
+    return None if members.get(name) is None else reader.flag(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """A note beside a checkpoint: pin, tombstone, tag. ``name`` is also the last part of its key."""
 

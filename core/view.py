@@ -61,12 +61,14 @@ class TierRules:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyView:
     """One copy: its state, its size on the tier, and whether somebody is reading or writing it. ``arrived_bytes`` of
-    the image are there of one that is arriving, as far as that is known."""
+    the image are there of one that is arriving, as far as that is known. ``verified``: this run has written the copy,
+    or has held all of it against its digests."""
 
     state: CopyState
     bytes: int
     leased: bool = False
     arrived_bytes: int = 0
+    verified: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,7 @@ class View:
     as number ``attempt``; ``restoring`` says that a restore is reading the tiers. ``wall_time_s`` is now, in seconds
     since 1970; ``many_ranks``: other ranks make a view of their own, in which metrics, tags and time may differ.
     ``read_bytes_per_s`` is how fast tiers were seen to be read, in bytes of images: what has no entry is not known.
+    ``trusting``: every committed copy counts as verified, as if each had been read and found good.
     """
 
     tiers: tuple[TierRules, ...]
@@ -122,6 +125,7 @@ class View:
     wall_time_s: float = 0.0
     many_ranks: bool = False
     read_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    trusting: bool = False
 
     def tier(self, name: str) -> TierRules:
         return next(tier for tier in self.tiers if tier.name == name)
@@ -130,6 +134,12 @@ class View:
         """Checkpoints with a whole copy on that tier, oldest first."""
         held = (c for c in self.checkpoints if c.readable_on(tier))
         return tuple(sorted(held, key=lambda c: c.id))
+
+    def is_safe(self, checkpoint: CheckpointView, tier: str) -> bool:
+        """Say whether another copy may go because of this one: it is committed, and verified."""
+        if checkpoint.state(tier) is not CopyState.COMMITTED:
+            return False
+        return self.trusting or checkpoint.copies[tier].verified
 
     def used_bytes(self, tier: str) -> int:
         return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)

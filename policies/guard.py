@@ -1,7 +1,8 @@
 """What no policy may drop: one list of reasons that retention, eviction and a person's prune all ask.
 
 Invariant 3: never a pinned checkpoint, nor, for each loss class, the newest checkpoint that survives that loss; and
-never a copy that somebody reads, or the only source of a copy that another tier is still owed.
+never a copy that somebody reads, or the only source of a copy that another tier is still owed. What a drop relies on
+is verified, or was written by this run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 def newest_of(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: frozenset[CheckpointId]
 ) -> LossClass | None:
-    """Name the loss class whose newest surviving live checkpoint this copy is, if it is one.
+    """Name the loss class whose newest surviving live checkpoint this copy is, if it is one; newer copies that nobody
+    has verified do not count.
 
     Copies in memory do not count here: they survive a process, but not the machine's restart, which files do.
     """
@@ -74,7 +76,7 @@ def _held(
         if not other.live or other.id < above.id or (not left and _is_being_left(view, other)):
             continue
         for tier in view.tiers:
-            if _RANK[tier.survives] < _RANK[lost] or other.state(tier.name) is not DURABLE:
+            if _RANK[tier.survives] < _RANK[lost] or not view.is_safe(other, tier.name):
                 continue
             if tier.name == without and (other.id == above.id or other.id in gone):
                 continue
@@ -131,7 +133,7 @@ def _continued(view: View, checkpoint: CheckpointView) -> bool:
         other.live
         and other.started_from == checkpoint.id
         and (view.attempt is None or other.id.attempt >= view.attempt)
-        and any(other.state(tier.name) is DURABLE for tier in view.tiers)
+        and any(view.is_safe(other, tier.name) for tier in view.tiers)
         for other in view.checkpoints
     )
 
@@ -143,7 +145,7 @@ def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules
         other.live
         and other.id.attempt > checkpoint.id.attempt
         and any(
-            _RANK[t.survives] >= _RANK[tier.survives] and other.state(t.name) is DURABLE
+            _RANK[t.survives] >= _RANK[tier.survives] and view.is_safe(other, t.name)
             for t in view.tiers
         )
         for other in view.checkpoints

@@ -12,6 +12,9 @@ from tierfall.core.values import CheckpointId
 from tierfall.core.view import CheckpointView, Decision, TierRules, TierView, Verdict, View
 from tierfall.policies.guard import line_is_safe_without, reason_to_keep
 
+KEPT_BY_AGE = 2
+"""So many verified checkpoints stay on a tier however old they are: a clock may be wrong, or a job down for long."""
+
 
 def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every whole copy that ``tier_name`` holds.
@@ -54,7 +57,17 @@ def wanted_of(
     for rule in tier.retain:
         for id, reason in rule.policy.decide(asked, rule.rules, view.wall_time_s).items():
             reasons.setdefault(id, []).append(reason)
+    if any(rule.policy.due is not None for rule in tier.retain):
+        for id in _too_few_without(view, asked):
+            reasons.setdefault(id, [f"age drops none of the last {KEPT_BY_AGE} verified"])
     return {id: "; ".join(found) for id, found in reasons.items()}
+
+
+def _too_few_without(view: View, asked: TierView) -> list[CheckpointId]:
+    """Name those on a tier of which fewer than ``KEPT_BY_AGE`` newer ones are verified there."""
+    ids = [c.id for c in asked.checkpoints]
+    safe = [c.id for c in asked.checkpoints if view.is_safe(c, asked.tier.name)]
+    return [id for id in ids if len(safe) < KEPT_BY_AGE or id >= safe[-KEPT_BY_AGE]]
 
 
 def next_due_s(view: View, tier_name: str) -> float | None:

@@ -16,6 +16,7 @@ from tests.open_ranks import SOON_S, Opener, close_all
 from tierfall import probing
 from tierfall.backends.posix import PosixBackend
 from tierfall.config import Config
+from tierfall.core import names
 from tierfall.core.errors import ConfigError, StorageFullError, UnreachableError
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.values import LossClass
@@ -47,7 +48,7 @@ def own_folders(rank: int) -> str:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if probing.FOLDER in path.parts]
+    return [path for path in folder.rglob("*") if names.PROBE_FOLDER in path.parts]
 
 
 @pytest.mark.parametrize(("where", "expected"), [(one_folder, True), (own_folders, False)])
@@ -116,7 +117,7 @@ def test_with_one_node_there_is_nothing_to_find_out(
         ckpts = Two(tmp_path, both, one_folder).all_open(shared=False)
         close_all(ckpts)
     assert written
-    assert not [key for key in written if probing.FOLDER in key]
+    assert not [key for key in written if names.PROBE_FOLDER in key]
 
 
 def test_what_a_network_file_system_shows_late_is_waited_for(
@@ -127,7 +128,7 @@ def test_what_a_network_file_system_shows_late_is_waited_for(
     real = PosixBackend.stat
 
     def stat(self: PosixBackend, key: str) -> Any:
-        late = probing.FOLDER in key and next(looks) < 4
+        late = names.PROBE_FOLDER in key and next(looks) < 4
         return real(self, f"{key}-not-yet" if late else key)
 
     monkeypatch.setattr(PosixBackend, "stat", stat)
@@ -144,7 +145,7 @@ def test_a_tier_that_does_not_answer_the_probe_is_left_out_by_all(
     real = getattr(PosixBackend, method)
 
     def stand_in(self: PosixBackend, key: str, **options: Any) -> Any:
-        if probing.FOLDER in key:
+        if names.PROBE_FOLDER in key:
             raise UnreachableError(f"{key}: nobody answers")
         return real(self, key, **options)
 
@@ -163,7 +164,7 @@ def test_a_full_tier_is_taken_for_what_is_set(
     real = PosixBackend.create
 
     def create(self: PosixBackend, key: str, **options: Any) -> Any:
-        if probing.FOLDER in key:
+        if names.PROBE_FOLDER in key:
             raise StorageFullError(f"{key}: no space")
         return real(self, key, **options)
 
@@ -176,8 +177,8 @@ def test_a_full_tier_is_taken_for_what_is_set(
 def test_a_file_that_a_killed_start_has_left_goes_with_a_later_one(
     tmp_path: Path, ranks: list[Ranks]
 ) -> None:
-    old = tmp_path / "far/run" / probing.FOLDER / "1000-abc"
-    fresh = tmp_path / "far/run" / probing.FOLDER / f"{int(time.time())}-abc"
+    old = tmp_path / "far/run" / names.PROBE_FOLDER / "1000-abc"
+    fresh = tmp_path / "far/run" / names.PROBE_FOLDER / f"{int(time.time())}-abc"
     old.parent.mkdir(parents=True)
     for path in (old, fresh):
         path.write_bytes(b"\n")

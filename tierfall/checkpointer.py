@@ -128,6 +128,7 @@ class Checkpointer:
                 undo.callback(self._saves_on.close)
             if fresh:
                 say_left_behind(run, self._session.known(), None)
+                self._session.coordinator.ledger.knows_what_is_good()
             self._session.start()
             self._on_signal = None
             if config.drain is not None:
@@ -381,6 +382,7 @@ class Checkpointer:
             )
             if restored is None:
                 self._line.begun = True
+                self._session.ask(self._session.coordinator.ledger.knows_what_is_good)
                 return None
             any_saved = finish_together(
                 self._session.ranks,
@@ -392,7 +394,11 @@ class Checkpointer:
             )
             self._line.half_filled.discard(choices.only)
             if only is None:
-                self._restorer.continue_from(restored.checkpoint, any_saved)
+                self._restorer.continue_from(
+                    restored.checkpoint,
+                    any_saved,
+                    verified=restored.verified(self._session.ranks.shard),
+                )
                 self._saver.counts.steps.go_on_from(restored.checkpoint.id.step)
         report = telling.restore_report(restored, time.monotonic() - began)
         self._session.tell(partial(telling.note_reads, self._session.coordinator.rates, report))

@@ -85,6 +85,7 @@ def drain(
         session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
         planned = _plan(session)
         session.build()
+        session.coordinator.ledger.knows_what_is_good()  # room is made for what memory holds
         until_s = None if deadline_s is None else began + deadline_s
         if until_s is not None:  # before anything begins in another order
             session.coordinator.draining.begin(session, until_s, time.monotonic())

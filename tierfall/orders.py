@@ -326,7 +326,7 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
         coordinator = session.coordinator
 
         def plan() -> tuple[Decision, ...]:
-            view = coordinator.ledger.view()
+            view = replace(coordinator.ledger.view(), trusting=True)
             return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
 
         def still_there() -> tuple[Decision, ...]:
@@ -341,7 +341,7 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
         decisions = session.ask(plan)
         drops = [d for d in decisions if d.verdict is Verdict.DROP]
         total = sum(drop.bytes for drop in drops)
-        session.ask(coordinator.dropper.survey_all)
+        session.ask(coordinator.dropper.trust)
         while not session.wait_idle(POLL_S):
             watch(total - sum(drop.bytes for drop in session.ask(still_there)), total)
         left = session.ask(still_there)

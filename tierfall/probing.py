@@ -1,7 +1,8 @@
 """Which folders all nodes see: rank 0 leaves a file in each, and the first rank of every other node looks for it.
 
-What is found is put into the configuration of the session, where it says nothing, and held against what it says. With
-one node there is nothing to find out.
+What is found is put into the configuration of the session, where it says nothing, and held against what it says, and
+against what the tier's own records say of earlier starts: a node on which a shared file system is not mounted finds an
+empty folder there. With one node there is nothing to find out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.core import names
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import (
     BackendError,
@@ -23,7 +25,9 @@ from tierfall.core.errors import (
     UnreachableError,
 )
 from tierfall.core.ranks.council import Bodies
+from tierfall.core.restore.describing import named_shards
 from tierfall.core.words import ranks_named
+from tierfall.tiers.arena_folder import file_system_of
 from tierfall.tiers.stored import StoredTier
 
 if TYPE_CHECKING:
@@ -31,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tierfall")
 
-FOLDER = "probe"
 PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
 """How long a file is looked for, by what the configuration says of the tier: a network file system may show it late."""
 PAUSE_S = 0.1
@@ -58,6 +61,8 @@ def probe(session: Session, token: str, written: Sequence[str]) -> tuple[Config,
     looks = topology.is_leader and topology.node != 0
     tiers = [tier for tier in to_probe(session) if tier.name in written]
     body = look(session, tiers, token) if looks else {"seen": {}, "failed": {}}
+    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(session, t))}
+    body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
     found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, bodies))
     shared: Mapping[str, bool] = found["shared"]
     for tier in tiers:
@@ -149,7 +154,7 @@ class Probe:
 
 
 def _prefix(run: str) -> str:
-    return f"{run}/{FOLDER}/"
+    return f"{run}/{names.PROBE_FOLDER}/"
 
 
 def _key(run: str, token: str) -> str:
@@ -172,6 +177,8 @@ def _decide(tiers: Tiers, bodies: Bodies) -> dict[str, Any]:
         seen = {rank: b["seen"][tier.name] for rank, b in bodies.items() if tier.name in b["seen"]}
         if tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
+            if _setting(tier) is None and not shared[tier.name]:
+                _check_doubt(tier, bodies)
     return {"shared": shared, "failed": failed}
 
 
@@ -197,6 +204,48 @@ def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
             "set shared: true, or give each node a folder of its own"
         )
     return found
+
+
+def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies) -> None:
+    """Raise ConfigError where something says that a tier is shared, and the nodes do not see the same files."""
+    where = f"open: tier {tier.name} ({tier.folder})"
+    advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
+    for rank, body in bodies.items():
+        if tier.name in body["shared_before"]:
+            raise ConfigError(
+                f"{where}: other nodes do not see what rank 0 writes there, and rank {rank} finds that "
+                f"{body['shared_before'][tier.name]}. {advice}"
+            )
+    lies_on = {r: b["lies_on"][tier.name] for r, b in bodies.items() if tier.name in b["lies_on"]}
+    others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
+    if others:
+        raise ConfigError(
+            f"{where}: on rank 0 it lies on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: whether "
+            f"that is wanted cannot be told. {advice}"
+        )
+
+
+def _shared_before(session: Session, tier: FileTier | ObjectTier) -> str | None:
+    """Say by what this rank knows that all nodes saw a tier's files at an earlier start."""
+    if session.identities.is_shared(tier.name):
+        return "all nodes saw the same files there before"
+    listing = next(x for x in session.listings if x.tier == tier.name)
+    world_size = session.ranks.topology.world_size
+    for copy in listing.copies:
+        if copy.commit is None or copy.commit.world_size != world_size:
+            continue
+        if len(named_shards(copy.commit, world_size)) == world_size:
+            return f"the commit record of {copy.id} there names the images of all ranks"
+    return None
+
+
+def _file_system(tier: FileTier | ObjectTier) -> str:
+    """Name the kind of file system that a folder lies on, as this machine's kernel calls it."""
+    assert tier.folder is not None
+    try:
+        return file_system_of(tier.folder) or "an unknown file system"
+    except OSError as error:
+        return f"what cannot be looked at ({error.strerror})"
 
 
 # The first rank of each other node -------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tierfall.core.lock import Owner, RunLock
 from tierfall.core.packing.files import files_of
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.identity import Identities
 from tierfall.origin import moved_run, moved_shard, moved_step
 from tierfall.slots import find_owner
 from tierfall.stores import SLOT, any_slot, list_all, open_stores, run_folder
@@ -65,6 +66,11 @@ class Reader:
 
     def list(self) -> tuple[Listing, ...]:
         listings = list_all(self.config, self.host, self.stores, self.errors)
+        missing = Identities(self.config, self.stores, self._folder).missing(listings)
+        listings = tuple(
+            Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
+            for x in listings
+        )
         if self._host_error is None:
             return listings
         return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])

@@ -164,8 +164,11 @@ class Restorer:
         """What opens images, those in the memory of this process too."""
         return self._session.open_image(regions_in(self._session.hosts()))
 
-    def continue_from(self, checkpoint: KnownCheckpoint, any_saved: bool) -> None:
-        """The line goes on from here; what this start saved before, on any rank, belongs to another one."""
+    def continue_from(
+        self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()
+    ) -> None:
+        """The line goes on from here; what this start saved before, on any rank, belongs to another one. All of this
+        rank's part was read, and was good, on the tiers ``verified``."""
         id, commit = checkpoint.id, checkpoint.commit
         assert commit is not None
         attempt = self._line.attempt
@@ -174,8 +177,13 @@ class Restorer:
             attempt = self._session.take_attempt()
         self._line.continue_from(commit, attempt)
         say_left_behind(self._session.run, self._session.known(), id)
-        ledger = self._session.coordinator.ledger
-        self._session.ask(lambda: ledger.go_on_from(id, attempt=attempt.number))
+        coordinator = self._session.coordinator
+
+        def go_on() -> None:
+            coordinator.verifier.restored(id, verified)
+            coordinator.ledger.go_on_from(id, attempt=attempt.number)
+
+        self._session.ask(go_on)
         self.has_gone_on(id.step)
 
 

@@ -41,6 +41,7 @@ from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, Shard
+from tierfall.identity import Identities
 from tierfall.inheriting import (
     AdoptedSlot,
     adopt_slots,
@@ -130,6 +131,7 @@ class Session:
                     problem,
                 )
             self.listings = self.list_now()
+            self._find_out_which_tiers()
             self._held = self.listings
             self._seen: frozenset[str] = frozenset()
             self._scattered: frozenset[CheckpointId] = frozenset()
@@ -148,6 +150,23 @@ class Session:
             self._let_go(keep=True)
             raise
         self._say_unreadable()
+
+    def _find_out_which_tiers(self) -> None:
+        """Refuse two tiers that are one, and go on without those that are not mounted."""
+        self.identities = Identities(self.config, self.stores, self._folder)
+        self.identities.refuse_aliases()
+        for name, error in self.identities.missing(self.listings).items():
+            self._leave_out(name, error)
+            logger.warning(
+                "open: goes on without tier %s, for as long as this process runs: %s", name, error
+            )
+
+    def _leave_out(self, name: str, error: TierfallError) -> None:
+        self.stores.pop(name).close()
+        self.errors[name] = error
+        self.listings = tuple(
+            Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+        )
 
     def _say_unreadable(self) -> None:
         for listing in self.listings:
@@ -223,12 +242,7 @@ class Session:
         for name, why in tiers.items():
             if name in self.errors:
                 continue
-            self.stores.pop(name).close()
-            error = UnreachableError(f"{name}: other ranks cannot reach it: {why}")
-            self.errors[name] = error
-            self.listings = tuple(
-                Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
-            )
+            self._leave_out(name, UnreachableError(f"{name}: other ranks cannot reach it: {why}"))
             logger.warning(
                 "open: all ranks go on without tier %s, for as long as they run: %s", name, why
             )
@@ -239,6 +253,13 @@ class Session:
         reachable = [s for s in reversed(self.stores.values()) if s.name in answered]
         if not self._take(attempt, reachable):
             return False
+        if self.attempt is None:
+            self.identities.leave(
+                attempt,
+                self.config,
+                owned=frozenset(t.name for t in self.config.stored if is_owner(t, self.ranks)),
+                leads=self.ranks.topology.is_leader,
+            )
         self.attempt = attempt
         return True
 
@@ -311,6 +332,7 @@ class Session:
             council=self.ranks.council if self.puts_together else None,
             shared={tier.name: is_shared(tier) for tier in self.config.stored},
             set_pace=lambda tier, bytes_per_s: self.stores[tier].keep_to(bytes_per_s),
+            verify_bytes_per_s=self.config.verify_bytes_per_s,
             notify=self.journal.notify,
         )
         self.coordinator.mind(self.inheritance)

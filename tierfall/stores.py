@@ -132,7 +132,10 @@ def _store(tier: FileTier | ObjectTier, backend: Backend, config: Config, run: s
     pace = Pace(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     wrapped = wrap(backend, bandwidth=limit, writes=pace)
     packing = _packing(tier, config)
-    return StoredTier(name=tier.name, run=run, backend=wrapped, packing=packing, pace=pace)
+    recognise = backend.recognise if isinstance(backend, PosixBackend) else None
+    return StoredTier(
+        name=tier.name, run=run, backend=wrapped, packing=packing, pace=pace, recognise=recognise
+    )
 
 
 def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:

@@ -197,12 +197,17 @@ def room_for_arena(folder: Path) -> RoomReport:
 
 
 def _lies_in_memory(folder: Path) -> bool:
+    return file_system_of(folder) in _MEMORY_FILE_SYSTEMS
+
+
+def file_system_of(folder: Path) -> str | None:
+    """Name the kind of file system that a folder lies on; None where the kernel does not say. Raises OSError."""
     device = os.stat(folder).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     for fields in (line.split() for line in _read(_MOUNTS).splitlines()):
         if len(fields) > 6 and fields[2] == name:
-            return fields[fields.index("-") + 1] in _MEMORY_FILE_SYSTEMS
-    return False
+            return fields[fields.index("-") + 1]
+    return None
 
 
 def _memory_free_bytes() -> int | None:

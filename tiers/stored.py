@@ -6,8 +6,10 @@ again (commit record first). It decides nothing, and it is handed its backend.
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
@@ -27,15 +29,19 @@ from tierfall.core.records import (
     Attempt,
     Commit,
     Mark,
+    TierRecord,
     read_attempt,
     read_commit,
     read_mark,
+    read_tier,
     stops_drop,
 )
 from tierfall.core.snapshot import Geometry
 from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
+
+Recognise = Callable[[str, Callable[[bytes], bool]], None]
 
 
 class StoredTier:
@@ -49,9 +55,11 @@ class StoredTier:
         backend: Backend,
         packing: Packing | None = None,
         pace: Pace | None = None,
+        recognise: Recognise | None = None,
     ) -> None:
         """With ``packing``, images are stored packed; those that lie there otherwise are read as well. ``pace`` is what
-        writes of ``backend`` keep to, where they keep to any."""
+        writes of ``backend`` keep to, where they keep to any. ``recognise`` tells a backend whose folder may be mounted
+        anew by which object, and what it says, that is the same."""
         self.name = name
         self.backend = backend
         self._run = run
@@ -59,6 +67,7 @@ class StoredTier:
         self._pace = pace
         self._at_most = None if pace is None else pace.bytes_per_second
         self._documents = Documents(name, backend)
+        self._recognise = recognise
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
 
@@ -269,6 +278,45 @@ class StoredTier:
 
     def forget_latest(self) -> None:
         self.backend.delete(f"{self._run}/{names.LATEST_NAME}")
+
+    # Which tier it is ----------------------------------------------------------------------------
+
+    def read_tier(self) -> TierRecord | None:
+        """Read which tier this is; None where nothing says so yet."""
+        key = f"{self._run}/{names.TIER_NAME}"
+        try:
+            return read_tier(self._documents.read(key), what=self._documents.what(key))
+        except KeyNotFoundError:
+            return None
+
+    def write_tier(self, record: TierRecord, *, again: bool = False) -> TierRecord:
+        """Say which tier this is, or read what it says already; ``again``: in the place of that."""
+        key = f"{self._run}/{names.TIER_NAME}"
+        try:
+            (self._documents.replace if again else self._documents.create)(key, record.encode())
+        except KeyExistsError:
+            return read_tier(self._documents.read(key), what=self._documents.what(key))
+        return record
+
+    def is_known_by(self, id: str) -> None:
+        """Go on with a folder that is mounted anew where it says that it is this tier."""
+        key = f"{self._run}/{names.TIER_NAME}"
+        if self._recognise is not None:
+            self._recognise(
+                key, lambda data: read_tier(data, what=self._documents.what(key)).id == id
+            )
+
+    def is_seen_by(self, other: StoredTier) -> bool:
+        """Say whether what is written here lies there, too: two that say the same of themselves may be copies."""
+        key = f"{self._run}/{names.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
+        self._documents.replace(key, b"\n")
+        try:
+            other.backend.stat(key)
+        except KeyNotFoundError:
+            return False
+        finally:
+            self.backend.delete(key)
+        return True
 
     # Attempts ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from tierfall.core.errors import (
     RestoreError,
     TierfallError,
 )
+from tierfall.core.packing.files import image_file
 from tierfall.core.restore.choosing import Request, choose
 from tierfall.core.restore.exchange import Exchange
 from tierfall.core.restore.job import NOWHERE, PASSABLE, OpenImage
@@ -51,6 +52,16 @@ class Restored:
     checkpoint: KnownCheckpoint
     plan: Plan
     tally: Tally
+
+    def verified(self, shard: Shard) -> tuple[str, ...]:
+        """Name the tiers of which all chunks of a shard's image were read, and were good. None where a part was read,
+        or was got from elsewhere."""
+        commit = self.checkpoint.commit
+        image = None if commit is None else image_file(commit, shard)
+        if image is None:
+            return ()
+        size = image.file.raw_bytes or image.file.bytes
+        return tuple(tier for tier, read in self.tally.bytes.items() if read == size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,12 +50,14 @@ from tierfall.core.scheduler.tasks import (
     CaptureFailed,
     CaptureSealed,
     ChangeMark,
+    CheckChunk,
     CommitCopy,
     CopyRun,
     DivisionAsked,
     DropCopy,
     Event,
     Landed,
+    OpenCheck,
     OpenShard,
     Order,
     Outcome,
@@ -66,6 +68,7 @@ from tierfall.core.scheduler.tasks import (
     Task,
 )
 from tierfall.core.scheduler.turns import Turns
+from tierfall.core.scheduler.verifying import Verifier
 from tierfall.core.snapshot import HostMemory
 from tierfall.core.values import CheckpointId, SaveOutcome, WhenFull
 
@@ -97,11 +100,13 @@ class Coordinator:
         council: Council | None = None,
         shared: Mapping[str, bool] | None = None,
         set_pace: Callable[[str, float | None], None] = lambda tier, bytes_per_s: None,
+        verify_bytes_per_s: float | None = None,
         notify: Notify = ignore,
     ) -> None:
         """``unread`` names the tiers that could not be looked at when the run was opened. With other ranks, they are
         reached by ``council``, and ``shared`` says of each tier whether all of them see it. ``set_pace`` has
-        a tier be written at so many bytes per second from now on (None: at any); ``notify`` is told of each event."""
+        a tier be written at so many bytes per second from now on (None: at any); ``verify_bytes_per_s`` is how much of
+        a tier is read, in the background, to verify what lies there; ``notify`` is told of each event."""
         self.ledger = ledger
         self._policies = policies
         self._submit = submit
@@ -181,6 +186,16 @@ class Coordinator:
         if council is not None:
             self._join(council, shared or {})
         self._orders = self._make_orders(council, unread)
+        self.verifier = Verifier(
+            ledger=ledger,
+            council=council,
+            is_split=self.dropper.is_split,
+            dispatch=self._dispatch,
+            bytes_per_s=verify_bytes_per_s,
+            waits=lambda: self.dropper.paused or self.draining.active,
+            changed=lambda tier: self.dropper.survey_all(),
+        )
+        self.dropper.verifies = self.verifier.verify
         self.finder = Finder(
             ledger=ledger, council=council, found=self._has_found, dispatch=self._dispatch
         )
@@ -394,6 +409,7 @@ class Coordinator:
             self.dropper.retry(now_s)
             self._collect_unfinished()
             self.dropper.dispatch_surveys()
+            self.verifier.tick(now_s)
         if self._idle_bells and not self.busy():
             while self._idle_bells:
                 self._idle_bells.pop().ring()
@@ -442,6 +458,8 @@ class Coordinator:
         """Other ranks have said something."""
         if isinstance(self._orders, OrdersTogether) and self._orders.is_about(news):
             self._orders.hear(news)
+        elif self.verifier.is_about(news):
+            self.verifier.hear(news)
         elif self.finder.is_about(news):
             self.finder.hear(news)
         elif self._marks is not None and self._marks.is_about(news):
@@ -468,8 +486,9 @@ class Coordinator:
                 take(task, outcome)
             case ChangeMark() as task:
                 self._orders.take_mark(task, outcome)
-            case ReadCommit():
-                self.finder.took(outcome)
+            case ReadCommit() | OpenCheck() | CheckChunk() as task:
+                looks = self.finder if isinstance(task, ReadCommit) else self.verifier
+                looks.took(outcome, now_s)
             case CommitCopy():
                 assert self.commits is not None
                 self.commits.took(outcome, now_s)
@@ -561,6 +580,7 @@ class Coordinator:
         waits += [lane.not_before_s for lane in self.lanes.values() if lane.not_before_s > now_s]
         retries = [self.dropper.next_s(), self._orders.next_s(), self.pressure.next_s(now_s)]
         retries += [self.pacing.next_s(now_s), self.draining.next_s()]
+        retries.append(self.verifier.next_s(now_s))
         if self.commits is not None:
             retries.append(self.commits.next_s(now_s))
         return min([*waits, *(when for when in retries if when is not None)], default=None)

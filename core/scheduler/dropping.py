@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from tierfall.core.records import Commit, stops_drop
@@ -28,6 +29,12 @@ PlanRetention = Callable[[View, str], tuple[Decision, ...]]
 
 class MissingMetrics(Protocol):
     def __call__(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
+
+
+class Verifies(Protocol):
+    """Has what nobody has verified on a tier read; False where there is nothing to. ``hurry``: room waits for it."""
+
+    def __call__(self, tier: str, *, hurry: bool = False) -> bool: ...
 
 
 class Dropper:
@@ -68,7 +75,9 @@ class Dropper:
         self._changed: set[CheckpointId] = set()
         self.dropped = 0
         self.paused = False
+        self.trusts = False
         self.plans = True
+        self.verifies: Verifies = lambda tier, *, hurry=False: False
         self.has_dropped: Callable[[DropCopy], None] = lambda task: None
         self.read_marks: Callable[[ReadMarks], None] = dispatch
         self.asks_first: Callable[[DropCopy], bool] = lambda task: False
@@ -81,6 +90,17 @@ class Dropper:
         if self.plans and not self._cancelled:
             self._due.add(tier)
 
+    @property
+    def gated(self) -> bool:
+        """Say whether nothing may be dropped by rule yet: what is good is known once this start has restored, or has
+        committed a checkpoint of its own."""
+        return not (self._ledger.knows_good or self.trusts)
+
+    def trust(self) -> None:
+        """Carry a person's order out to apply the rules now, as if every copy had been verified."""
+        self.trusts = True
+        self.survey_all()
+
     def survey_all(self) -> None:
         for tier in self._leaving:
             self.survey(tier)
@@ -90,7 +110,8 @@ class Dropper:
         under_way = self._under_way()
         if tier is not None:
             return any(name == tier for name, _ in under_way)
-        return bool(self._due or self._surveying or under_way)
+        due = self._due and not self.gated
+        return bool(due or self._surveying or under_way)
 
     def _under_way(self) -> set[tuple[str, CheckpointId]]:
         leaving = {(name, id) for name, ids in self._leaving.items() for id in ids}
@@ -124,7 +145,7 @@ class Dropper:
         return min(times, default=None)
 
     def _looks_by_itself(self) -> bool:
-        return self.plans and not self.paused and not self._cancelled
+        return self.plans and not (self.paused or self.gated or self._cancelled)
 
     def reserve(self, id: CheckpointId) -> None:
         """A person's order begins to change this checkpoint's marks: what a survey has read of them is old."""
@@ -137,8 +158,8 @@ class Dropper:
         return bool(self._under_way())
 
     def dispatch_surveys(self) -> None:
-        """Read the marks that are due, unless a restore is reading the tiers."""
-        if self.paused:
+        """Read the marks that are due, unless a restore is reading the tiers, or nothing may be dropped yet."""
+        if self.paused or self.gated:
             return
         for tier in sorted(self._due - self._surveying):
             self._due.discard(tier)
@@ -196,9 +217,17 @@ class Dropper:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
-        view = self._ledger.view()
+        view = replace(self._ledger.view(), trusting=self.trusts)
         self._ageing.note(view, tier)
         self._say_what_is_missing(view)
+        planned = self._drops(view, tier)
+        if self._ledger.has_unverified and len(planned) < len(
+            self._drops(replace(view, trusting=True), tier)
+        ):
+            self.verifies(tier)
+        return planned
+
+    def _drops(self, view: View, tier: str) -> list[Decision]:
         return [
             decision
             for decision in self._plan_retention(view, tier)

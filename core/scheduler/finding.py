@@ -66,7 +66,7 @@ class Finder:
             self._under_way[id] = self._newest
             self._dispatch(ReadCommit(tier=self._expected[id], id=id))
 
-    def took(self, outcome: Outcome) -> None:
+    def took(self, outcome: Outcome, now_s: float) -> None:
         """Take what came of a look at one commit record."""
         task = outcome.task
         assert isinstance(task, ReadCommit)
@@ -144,5 +144,7 @@ class Finder:
         id = commit.line.checkpoint
         entry = entry_of(id, commit, self._ledger.shard)
         entry.set_state(tier, CopyState.COMMITTED, commit.stored_bytes)
+        entry.verified.add(tier)  # this start has it written
+        self._ledger.knows_what_is_good()
         self._ledger.entries[id] = entry
         self._found(entry, tier)

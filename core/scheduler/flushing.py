@@ -163,6 +163,8 @@ class Flusher:
         fits = free >= need
         if not fits and not self.others.land_only and self._clear_up(lane, entry):
             return False
+        if self._dropper.gated:
+            return fits  # room is made once this start knows what is good
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
         if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
@@ -172,6 +174,8 @@ class Flusher:
             return False
         if fits:
             return True  # above the high watermark, where nothing more may go
+        if self.others.decides and self._dropper.verifies(lane.tier, hurry=True):
+            return False  # what was not read yet may let others go
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
@@ -284,6 +288,9 @@ class Flusher:
         entry, lane = self._ledger.entries[id], self._lanes[tier]
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
         entry.marks[lane.tier] = frozenset(mark.name for mark in self.marks_of(entry))
+        entry.verified.add(lane.tier)
+        if entry.handle is not None:
+            self._ledger.knows_what_is_good()
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
         entry.in_doubt.discard(lane.tier)

@@ -27,7 +27,8 @@ class Entry:
     """One checkpoint; its commit record is the plain one, however tiers pack the image.
 
     ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier why
-    the commit record there cannot be used: such a copy has no state, and protects nothing. ``in_doubt`` names tiers
+    the copy there cannot be used: such a copy has no state, and protects nothing. ``verified`` names the tiers whose
+    copy this run has written, or has held against its digests whole. ``in_doubt`` names tiers
     where a try to commit it ended without an answer. ``awaits_others``: this rank's image is sealed in memory, others'
     may not be; ``landed`` names tiers that have it, and not all others' yet; ``lost`` says that it was given up while
     its capture was under way; ``share`` is as its snapshot has it. ``parts``: other ranks than those of now saved it,
@@ -56,6 +57,7 @@ class Entry:
     states: dict[str, CopyState] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     damage: dict[str, str] = field(default_factory=dict)
+    verified: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
     landed: set[str] = field(default_factory=set)
@@ -138,6 +140,7 @@ class Entry:
             self.states.pop(tier, None)
             self.bytes.pop(tier, None)
             self.marks.pop(tier, None)
+            self.verified.discard(tier)
             return
         self.states[tier] = state
         if bytes is not None:
@@ -169,8 +172,9 @@ class Ledger:
         """``shard`` is this rank's part of every checkpoint that is saved now. ``partial`` is as in ``note_partial``;
         ``scattered`` are those whose parts are all somewhere, but not on one tier: they can be restored, and no rank
         flushes its part, as another may have none to bring; ``deleted`` bear a tombstone where any rank looked.
-        ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but by a
-        person's order. ``now_s`` is the time of the last step; ``read_rates`` says how fast tiers were seen to be
+        ``knows_good``: this start has restored, or has committed a checkpoint of its own; before, no rule drops
+        anything. ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but
+        by a person's order. ``now_s`` is the time of the last step; ``read_rates`` says how fast tiers were seen to be
         read."""
         self.shard = shard
         self.rules = rules
@@ -180,6 +184,7 @@ class Ledger:
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered: frozenset[CheckpointId] = frozenset()
         self.deleted: frozenset[CheckpointId] = frozenset()
+        self.knows_good = False
         self.reading: Counter[CheckpointId] = Counter()
         self.failing: dict[str, BaseException] = {}
         self.restored_from: CheckpointId | None = None
@@ -241,6 +246,11 @@ class Ledger:
         """Note what was restored, and as which attempt the line goes on."""
         self.restored_from, self.attempt = checkpoint, attempt
         self.least_ordinal = 0
+        self.knows_good = True
+
+    def knows_what_is_good(self) -> None:
+        """Note that copies may be dropped by rule from now on."""
+        self.knows_good = True
 
     def ordered(self) -> list[Entry]:
         """Entries in the order in which they came to be."""
@@ -299,6 +309,7 @@ class Ledger:
                     state=state,
                     bytes=entry.bytes.get(tier, 0),
                     leased=held or (read and tier != self.host) or entry.leases.get(tier, 0) > 0,
+                    verified=tier in entry.verified,
                 )
                 for tier, state in entry.states.items()
             },
@@ -309,6 +320,32 @@ class Ledger:
             tags=entry.tags,
             wall_time_s=commit.wall_time_s if commit else None,
         )
+
+    @property
+    def has_unverified(self) -> bool:
+        """Say whether a tier holds a committed copy that nobody has verified."""
+        return any(
+            state is CopyState.COMMITTED and tier not in entry.verified
+            for entry in self.entries.values()
+            for tier, state in entry.states.items()
+        )
+
+    def unverified(self, tier: str) -> list[Entry]:
+        """Name the committed copies on a tier that nobody has verified, newest first; what was left behind, or
+        deleted, is not among them: nothing relies on it."""
+        left = self.abandoned()
+        return [
+            entry
+            for _, entry in sorted(self.entries.items(), reverse=True)
+            if entry.state(tier) is CopyState.COMMITTED and tier not in entry.verified
+            if entry.id not in left and not entry.tombstoned
+        ]
+
+    def is_damaged(self, entry: Entry, tier: str, why: str) -> None:
+        """A copy that counted as good is damaged: it protects nothing from now on."""
+        size, marks = entry.bytes.get(tier, 0), entry.marks.get(tier, frozenset())
+        entry.set_state(tier, CopyState.ABSENT)
+        entry.damage[tier], entry.bytes[tier], entry.marks[tier] = why, size, marks
 
     def used_bytes(self, tier: str) -> int:
         """Bytes that a tier holds of this run, half-done copies included."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing
@@ -18,19 +19,28 @@ from tierfall.core.documents import Spliced
 from tierfall.core.errors import BackendError, IntegrityError, TierfallError
 from tierfall.core.pace import waited_s
 from tierfall.core.packing.files import files_of, with_packed
+from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import Attempt, Commit, Manifest, Mark, read_manifest
-from tierfall.core.restore.images import Image, ReadableStore, StoredImage, unpacked
+from tierfall.core.restore.images import (
+    Image,
+    ReadableStore,
+    StoredImage,
+    checked_manifest,
+    unpacked,
+)
 from tierfall.core.scheduler.indexing import Indexer
 from tierfall.core.scheduler.sharing import SharedReads
 from tierfall.core.scheduler.tasks import (
     AbortShard,
     ChangeMark,
+    CheckChunk,
     CommitCopy,
     CopyRun,
     DropCopy,
     FinishCopy,
     ImageWriter,
     Landed,
+    OpenCheck,
     OpenShard,
     Outcome,
     ReadCommit,
@@ -109,6 +119,7 @@ class TaskRunner:
     ) -> None:
         self._stores = stores
         self._clock = clock
+        self._pools = pools
         self._shared = SharedReads(pools)
         self._attempt = attempt
         self._images: dict[tuple[str, str, CheckpointId], Image] = {}
@@ -148,12 +159,21 @@ class TaskRunner:
                 return task.writer.abort()
             case DropCopy():
                 return self._drop(task, store)
+            case ChangeMark():
+                return _change_mark(task, store)
+            case _:
+                return self._look(task, store)
+
+    def _look(self, task: ReadMarks | ReadCommit | OpenCheck | CheckChunk, store: Store) -> Any:
+        match task:
             case ReadMarks():
                 return {id: store.marks(id) for id in task.ids}
             case ReadCommit():
                 return store.read_commit(task.id)
-            case ChangeMark():
-                return _change_mark(task, store)
+            case OpenCheck():
+                return _open_check(task, store)
+            case CheckChunk():
+                return self._check_chunk(task)
 
     def _drop(self, task: DropCopy, store: Store) -> Any:
         if not task.unfinished:
@@ -260,6 +280,15 @@ class TaskRunner:
                 "its digest"
             )
 
+    def _check_chunk(self, task: CheckChunk) -> None:
+        start, end = task.manifest.chunk_range(task.index)
+        with self._pools[task.tier].take(frame_bytes_max(end - start)) as buffer:
+            view = task.image.read(task.manifest, task.index, buffer, again=True)
+            if chunk_digest(view) != task.manifest.digests[task.index]:
+                raise IntegrityError(
+                    f"{task.tier}: chunk {task.index} of {task.id} does not match its digest"
+                )
+
     def _finish(self, task: FinishCopy, store: Store) -> Commit | Landed:
         try:
             files = task.writer.finish(task.manifest)
@@ -305,6 +334,18 @@ class TaskRunner:
 def _own(shard: Shard) -> Shard | None:
     """Whose files may go from a folder: all, where no other rank writes there."""
     return shard if shard.world_size > 1 else None
+
+
+def _open_check(task: OpenCheck, store: Store) -> tuple[tuple[Image, Manifest], ...]:
+    commit = store.read_commit(task.id)
+    named = {names.parse_shard(file.name) for file in commit.files if file.digest is None}
+    shards = sorted((s for s in named if s is not None), key=lambda shard: shard.rank)
+    opened = []
+    for shard in shards[task.turn :: task.of]:
+        image = StoredImage(store, task.id, shard)
+        manifest = checked_manifest(image, commit, shard)
+        opened.append((unpacked(image, commit, manifest), manifest))
+    return tuple(opened)
 
 
 def _change_mark(task: ChangeMark, store: Store) -> None:

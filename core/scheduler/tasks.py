@@ -12,6 +12,7 @@ from tierfall.core.documents import Spliced
 from tierfall.core.image.dividing import Division, Shareable
 from tierfall.core.ranks.ranks import News
 from tierfall.core.records import Commit, Manifest, Mark, NamedFile
+from tierfall.core.restore.images import Image
 from tierfall.core.snapshot import Geometry, HostRegion, Snapshot
 from tierfall.core.values import CheckpointId, SaveOutcome, Shard
 
@@ -173,6 +174,28 @@ class ReadCommit:
     id: CheckpointId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheck:
+    """Read the records of a committed copy that is to be verified. Of the images that its commit record names, sorted
+    by rank, each ``of``th from ``turn`` on is read: they are the outcome's value, each with its manifest."""
+
+    tier: str
+    id: CheckpointId
+    turn: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckChunk:
+    """Hold one chunk of a copy against its digest."""
+
+    tier: str
+    id: CheckpointId
+    image: Image
+    manifest: Manifest
+    index: int
+
+
 Task = (
     OpenShard
     | CopyRun
@@ -183,6 +206,8 @@ Task = (
     | ReadMarks
     | ChangeMark
     | ReadCommit
+    | OpenCheck
+    | CheckChunk
 )
 
 

@@ -13,7 +13,7 @@ from tierfall.announcing import AnnouncedSteps
 from tierfall.core.scheduler import dropping
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.values import CopyState
-from tierfall.core.view import CheckpointView, CopyView
+from tierfall.core.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, guard
 from tierfall.tiers import stored
 
@@ -27,12 +27,16 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
         state = real(view, tier)
         return CopyState.COMMITTED if state is CopyState.ARRIVING else state
 
-    real = CheckpointView.state
+    def is_safe(view: View, checkpoint: CheckpointView, tier: str) -> bool:
+        return safe(view, checkpoint, tier) or real(checkpoint, tier) is CopyState.ARRIVING
+
+    real, safe = CheckpointView.state, View.is_safe
     held = guard._held
 
     def held_soon(*arguments: Any, **more: Any) -> bool:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(CheckpointView, "state", is_there)
+            inside.setattr(View, "is_safe", is_safe)
             return held(*arguments, **more)
 
     patch.setattr(guard, "_held", held_soon)

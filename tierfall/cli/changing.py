@@ -147,6 +147,11 @@ def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
+UNREAD = (
+    "What stays was not read, and counts as good by its commit record: 'tierfall verify' reads it."
+)
+
+
 # prune -----------------------------------------------------------------------------------------------
 
 
@@ -184,6 +189,8 @@ def prune(
         "notes": (notes := orders.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
+    if any(decision.verdict is Verdict.DROP for decision in pruned.decisions):
+        answer.show(UNREAD)
     if dry_run:  # else it was logged
         answer.show(*notes)
     for tier, error in pruned.unread.items():

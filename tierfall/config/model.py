@@ -20,6 +20,7 @@ from tierfall.config.fields import (
     Flag,
     Folder,
     Name,
+    Rate,
     Size,
     Url,
     Wait,
@@ -288,6 +289,14 @@ class Config(Section):
         description="The unit of copying, checksum and retry: a multiple of 4KiB from 4KiB to 1GiB.",
         examples=["16MiB"],
         json_schema_extra={"default": "16MiB"},
+    )
+    verify_bytes_per_s: Rate = Field(
+        default=64 << 20,
+        alias="verify_bandwidth",
+        description="The most that each rank reads of a tier, in the background, to verify copies of earlier starts "
+        "before an older one is dropped because of them.",
+        examples=["64MiB/s"],
+        json_schema_extra={"default": "64MiB/s"},
     )
     events: Annotated[Events, BeforeValidator(expand_events, str | Events)] | None = Field(
         default=None,

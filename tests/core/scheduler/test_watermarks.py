@@ -59,6 +59,7 @@ def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off
     world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
     world.crash()
     world.start()
+    world.coordinator.ledger.knows_what_is_good()
     assert world.steps_on("nvme") == []
     owed = {(id.step, tier) for id, tier in world.coordinator.left_undone()}
     assert owed == {(1, "nvme"), (2, "nvme")}
@@ -75,6 +76,7 @@ def test_what_a_failed_try_left_and_cannot_be_removed_is_said_to_keep_the_tier_f
     world.disks["nvme"].delete("run/step-00000002-a0001/commit.json")
     world.crash()
     world.start()
+    world.coordinator.ledger.knows_what_is_good()
     with mock.patch.object(MemoryBackend, "delete_some", side_effect=AccessDeniedError("kept")):
         world.settle(limit_s=1.0)
         assert isinstance(world.coordinator.ledger.failing["nvme"], CapacityError)

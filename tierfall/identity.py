@@ -1,0 +1,235 @@
+"""Which tier is which: an id that each tier of a run bears, and what the others and this machine remember of it.
+
+A folder in which nothing lies was never used, or was emptied, or is a mount point without its file system. A tier that
+all nodes see, and of which another tier or this machine remembers an id, counts as the third: it could not be looked
+at. One that a node alone sees may be empty at any start, as another node's is; but not where this machine remembers
+that its folder lay on another device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.core import documents
+from tierfall.core.catalog import Listing
+from tierfall.core.errors import (
+    AccessDeniedError,
+    ConfigError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.records import Attempt, KnownTier, TierRecord, read_tier
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+
+MEMORY_NAME = "tiers.json"
+"""What this machine remembers of a run's tiers until it is restarted: a file beside the run's host memory."""
+
+
+class Identities:
+    """What the tiers of a run say of themselves and of each other, and what this machine remembers of them."""
+
+    def __init__(self, config: Config, stores: Mapping[str, StoredTier], folder: Path) -> None:
+        """Read it from all ``stores``; ``folder`` is the run's in host memory."""
+        self._config = config
+        self._stores = stores
+        self._memory = folder / MEMORY_NAME
+        self.records: dict[str, TierRecord] = {}
+        self._copies: set[str] = set()
+        for name, store in stores.items():
+            try:
+                record = store.read_tier()
+            except TierfallError as error:
+                logger.warning("tier %s: which tier it is could not be read: %s", name, error)
+                continue
+            if record is not None:
+                self.records[name] = record
+        self._remembered = self._read_memory()
+
+    def _read_memory(self) -> TierRecord | None:
+        try:
+            return read_tier(self._memory.read_bytes(), what=str(self._memory))
+        except FileNotFoundError:
+            return None
+        except (OSError, TierfallError) as error:
+            logger.warning("what this machine remembers of the tiers could not be read: %s", error)
+            return None
+
+    def _remembers(self, name: str) -> KnownTier | None:
+        """Say what was remembered last of a tier."""
+        said = [record for tier, record in self.records.items() if tier != name]
+        said += [self._remembered] if self._remembered is not None else []
+        found = [record for record in said if name in record.others]
+        newest = max(found, key=lambda record: record.wall_time_s, default=None)
+        return None if newest is None else newest.others[name]
+
+    # What is missing -------------------------------------------------------------------------------
+
+    def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
+        """Name the tiers in which nothing lies, and something must, with why they could not be looked at."""
+        found = {listing.tier: listing for listing in listings}
+        whys = {
+            tier.name: self._why_missing(tier, found[tier.name]) for tier in self._config.stored
+        }
+        return {name: why for name, why in whys.items() if why is not None}
+
+    def _why_missing(
+        self, tier: FileTier | ObjectTier, listing: Listing
+    ) -> UnreachableError | None:
+        if tier.name not in self._stores or tier.name in self.records or listing.error is not None:
+            return None
+        known, place = self._remembers(tier.name), self._stores[tier.name].place
+        holds = listing.copies or listing.unfinished or listing.attempts or listing.damaged
+        if holds or known is None or known.place != place:
+            return None
+        if not known.shared and known.device in (None, _device(tier)):
+            return None
+        return UnreachableError(
+            f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
+            "system not mounted there? Mount it, and open again. If the files were removed on purpose, say so by "
+            f"'tierfall forget {tier.name}'"
+        )
+
+    def is_shared(self, name: str) -> bool:
+        """Say whether all nodes saw a tier's files at an earlier start, as far as that is known here."""
+        record, known = self.records.get(name), self._remembers(name)
+        return bool(record and record.shared) or bool(known and known.shared)
+
+    # What is there twice ---------------------------------------------------------------------------
+
+    def refuse_aliases(self) -> None:
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses."""
+        names: dict[str, str] = {}
+        for name, record in list(self.records.items()):
+            other = names.setdefault(record.id, name)
+            if other == name:
+                continue
+            one, two = self._stores[other], self._stores[name]
+            if one.is_seen_by(two):
+                raise ConfigError(
+                    f"open: tiers {other} ({one.place}) and {name} ({two.place}) are one folder, and one copy would "
+                    "count as two: give each a folder of its own, or leave one of them out"
+                )
+            del self.records[name]  # a copy of that folder: it gets an id of its own
+            self._copies.add(name)
+
+    # Remembering -----------------------------------------------------------------------------------
+
+    def leave(
+        self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
+    ) -> None:
+        """Give each tier that has none an id, and let all of them, and this machine, remember the others.
+
+        ``config`` says which tiers all nodes see, as far as that was found out. This process writes what the tiers
+        ``owned`` remember, and what this machine does where it ``leads`` the ranks of it. Raises ConfigError where two
+        tiers turn out to be one.
+        """
+        self._config = config
+        tiers = [tier for tier in config.stored if tier.name in self._stores]
+        for tier in tiers:
+            if tier.name not in self.records:
+                self._give_id(tier, attempt)
+        self.refuse_aliases()
+        known = {tier.name: self._known(tier) for tier in config.stored}
+        there = {name: tier for name, tier in known.items() if tier is not None}
+        for tier in tiers:
+            if tier.name not in self.records:
+                continue
+            self._stores[tier.name].is_known_by(self.records[tier.name].id)
+            if tier.name in owned:
+                self._remember(tier, attempt, there)
+        if leads:
+            self._write_memory(attempt, there)
+
+    def _give_id(self, tier: FileTier | ObjectTier, attempt: Attempt) -> None:
+        """All ranks of a start that see the same files come to the same id."""
+        whose = "all" if _shared(tier) else attempt.node if tier.folder else "all"
+        id = documents.sha256(f"{attempt.id} {tier.name} {whose}".encode())
+        record = TierRecord(
+            run=attempt.run,
+            id=id.removeprefix("sha256:")[:32],
+            shared=_shared(tier),
+            wall_time_s=attempt.wall_time_s,
+        )
+        with _passing_over(tier.name):
+            self.records[tier.name] = self._stores[tier.name].write_tier(
+                record, again=tier.name in self._copies
+            )
+
+    def _known(self, tier: FileTier | ObjectTier) -> KnownTier | None:
+        """Say what is to be remembered of a tier; where it does not answer, what was before."""
+        record = self.records.get(tier.name)
+        if record is None:
+            return self._remembers(tier.name)
+        return KnownTier(
+            id=record.id,
+            place=self._stores[tier.name].place,
+            shared=_shared(tier),
+            device=_device(tier),
+        )
+
+    def _remember(
+        self, tier: FileTier | ObjectTier, attempt: Attempt, there: Mapping[str, KnownTier]
+    ) -> None:
+        old = self.records[tier.name]
+        others = {n: replace(t, device=None) for n, t in there.items() if n != tier.name}
+        shared = old.shared if _shared(tier) is None else _shared(tier)
+        if (old.others, old.shared) == (others, shared):
+            return
+        new = replace(old, others=others, shared=shared, wall_time_s=attempt.wall_time_s)
+        with _passing_over(tier.name):
+            self.records[tier.name] = self._stores[tier.name].write_tier(new, again=True)
+
+    def _write_memory(self, attempt: Attempt, there: Mapping[str, KnownTier]) -> None:
+        record = TierRecord(
+            run=attempt.run, id="", shared=None, wall_time_s=attempt.wall_time_s, others=there
+        )
+        unfinished = self._memory.with_suffix(".new")
+        try:
+            unfinished.write_bytes(record.encode())
+            unfinished.replace(self._memory)
+        except OSError as error:
+            logger.warning("this machine does not remember the run's tiers: %s", error)
+
+    def forget(self, name: str, attempt: Attempt) -> None:
+        """Let every other tier, and this machine, forget a tier whose files were removed on purpose."""
+        for tier in self._config.stored:
+            record = self.records.get(tier.name)
+            if record is not None and name in record.others:
+                others = {n: t for n, t in record.others.items() if n != name}
+                new = replace(record, others=others, wall_time_s=attempt.wall_time_s)
+                self._stores[tier.name].write_tier(new, again=True)
+        remembered = self._remembered.others if self._remembered is not None else {}
+        self._write_memory(attempt, {n: t for n, t in remembered.items() if n != name})
+
+
+def _shared(tier: FileTier | ObjectTier) -> bool | None:
+    """Say whether all nodes see a tier's files; None where nobody said, or had to find out."""
+    return True if isinstance(tier, ObjectTier) else tier.shared
+
+
+def _device(tier: FileTier | ObjectTier) -> int | None:
+    """Return the number of the device that a tier's folder lies on."""
+    if tier.folder is None:
+        return None
+    try:
+        return os.stat(tier.folder).st_dev
+    except OSError:
+        return None
+
+
+@contextmanager
+def _passing_over(tier: str) -> Iterator[None]:
+    """Go on where a tier does not take at present what it and others are to remember: the next start tries again."""
+    try:
+        yield
+    except (StorageFullError, UnreachableError, AccessDeniedError) as error:
+        logger.warning("open: tier %s did not take its record: %s", tier, error)
