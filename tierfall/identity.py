@@ -21,6 +21,7 @@ from tierfall.core.catalog import Listing
 from tierfall.core.errors import (
     AccessDeniedError,
     ConfigError,
+    IntegrityError,
     StorageFullError,
     TierfallError,
     UnreachableError,
@@ -43,12 +44,14 @@ class Identities:
         self._stores = stores
         self._memory = folder / MEMORY_NAME
         self.records: dict[str, TierRecord] = {}
-        self._copies: set[str] = set()
+        self._anew: set[str] = set()
         for name, store in stores.items():
             try:
                 record = store.read_tier()
             except TierfallError as error:
                 logger.warning("tier %s: which tier it is could not be read: %s", name, error)
+                if isinstance(error, IntegrityError):
+                    self._anew.add(name)
                 continue
             if record is not None:
                 self.records[name] = record
@@ -119,7 +122,7 @@ class Identities:
                     "count as two: give each a folder of its own, or leave one of them out"
                 )
             del self.records[name]  # a copy of that folder: it gets an id of its own
-            self._copies.add(name)
+            self._anew.add(name)
 
     # Remembering -----------------------------------------------------------------------------------
 
@@ -147,7 +150,7 @@ class Identities:
             if tier.name in owned:
                 self._remember(tier, attempt, there)
         if leads:
-            self._write_memory(attempt, there)
+            self._write_memory(there, attempt.wall_time_s)
 
     def _give_id(self, tier: FileTier | ObjectTier, attempt: Attempt) -> None:
         """All ranks of a start that see the same files come to the same id."""
@@ -161,7 +164,7 @@ class Identities:
         )
         with _passing_over(tier.name):
             self.records[tier.name] = self._stores[tier.name].write_tier(
-                record, again=tier.name in self._copies
+                record, again=tier.name in self._anew
             )
 
     def _known(self, tier: FileTier | ObjectTier) -> KnownTier | None:
@@ -188,9 +191,9 @@ class Identities:
         with _passing_over(tier.name):
             self.records[tier.name] = self._stores[tier.name].write_tier(new, again=True)
 
-    def _write_memory(self, attempt: Attempt, there: Mapping[str, KnownTier]) -> None:
+    def _write_memory(self, there: Mapping[str, KnownTier], wall_time_s: float) -> None:
         record = TierRecord(
-            run=attempt.run, id="", shared=None, wall_time_s=attempt.wall_time_s, others=there
+            run=self._config.run, id="", shared=None, wall_time_s=wall_time_s, others=there
         )
         unfinished = self._memory.with_suffix(".new")
         try:
@@ -199,16 +202,29 @@ class Identities:
         except OSError as error:
             logger.warning("this machine does not remember the run's tiers: %s", error)
 
-    def forget(self, name: str, attempt: Attempt) -> None:
-        """Let every other tier, and this machine, forget a tier whose files were removed on purpose."""
-        for tier in self._config.stored:
-            record = self.records.get(tier.name)
-            if record is not None and name in record.others:
-                others = {n: t for n, t in record.others.items() if n != name}
-                new = replace(record, others=others, wall_time_s=attempt.wall_time_s)
-                self._stores[tier.name].write_tier(new, again=True)
-        remembered = self._remembered.others if self._remembered is not None else {}
-        self._write_memory(attempt, {n: t for n, t in remembered.items() if n != name})
+    def forget(
+        self, name: str, *, wall_time_s: float
+    ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
+        """Let every other tier, and this machine, forget a tier; return who did, and what kept others from it."""
+        forgot: list[str] = []
+        failed: dict[str, TierfallError] = {}
+        for tier, record in self.records.items():
+            if name not in record.others:
+                continue
+            others = {n: known for n, known in record.others.items() if n != name}
+            try:
+                self._stores[tier].write_tier(
+                    replace(record, others=others, wall_time_s=wall_time_s), again=True
+                )
+            except TierfallError as error:
+                failed[tier] = error
+            else:
+                forgot.append(tier)
+        if self._remembered is not None and name in self._remembered.others:
+            left = {n: known for n, known in self._remembered.others.items() if n != name}
+            self._write_memory(left, wall_time_s)
+            forgot.append("this machine")
+        return tuple(forgot), failed
 
 
 def _shared(tier: FileTier | ObjectTier) -> bool | None:

@@ -30,10 +30,11 @@ from tierfall.core.records import Attempt, Mark
 from tierfall.core.scheduler.tasks import Order, PersonsOrder
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Decision, Verdict, View
+from tierfall.identity import Identities
 from tierfall.inheriting import images_in
 from tierfall.policies.bundle import missing_metrics, plan_retention, still_owed
 from tierfall.session import Session
-from tierfall.stores import open_stores, tier_rules
+from tierfall.stores import open_stores, run_folder, tier_rules
 from tierfall.tiers.stored import StoredTier
 
 POLL_S = 0.2
@@ -347,3 +348,17 @@ def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
         left = session.ask(still_there)
         silent = unread(session.listings)
     return Pruned(decisions=decisions, left=left, unread=silent)
+
+
+def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
+    """Let the other tiers of a run, and this machine, forget which tier ``tier`` was, so that an empty folder in its
+    place is a new one; return who did, and which tiers could not."""
+    stores, failed = open_stores(config, config.run)
+    try:
+        folder = run_folder(config, config.run)
+        forgot, refused = Identities(config, stores, folder).forget(tier, wall_time_s=time.time())
+    finally:
+        for store in stores.values():
+            store.close()
+    failed.pop(tier, None)  # it need not answer
+    return forgot, {**failed, **refused}

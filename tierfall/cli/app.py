@@ -111,6 +111,7 @@ for _function, _summary in (
     (changing.pin, "Keep a step, whatever the rules say."),
     (changing.unpin, "Take the pin off a step."),
     (changing.rm, "Delete a step from every tier."),
+    (changing.forget, "Let the others forget a tier that was emptied on purpose."),
     (draining.drain, "Finish the flush of what a dead trainer left in memory."),
     (watching.watch, "Show tiers, copies and transfers as they are, live."),
     (looking.schema, "Print the JSON schema of the YAML file."),

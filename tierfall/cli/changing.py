@@ -1,4 +1,4 @@
-"""``prune``, ``pin``, ``unpin`` and ``rm``: a person's orders about what stays and what goes."""
+"""``prune``, ``pin``, ``unpin``, ``rm`` and ``forget``: a person's orders about what stays and what goes."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ from tierfall.core.units import format_size
 from tierfall.core.view import Decision, Verdict
 from tierfall.reading import Reader
 
+UNREAD = (
+    "What stays was not read, and counts as good by its commit record: 'tierfall verify' reads it."
+)
 _DID = {PersonsOrder.PIN: "pinned", PersonsOrder.UNPIN: "unpinned", PersonsOrder.DELETE: "deleted"}
 
 
@@ -147,11 +150,6 @@ def at_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-UNREAD = (
-    "What stays was not read, and counts as good by its commit record: 'tierfall verify' reads it."
-)
-
-
 # prune -----------------------------------------------------------------------------------------------
 
 
@@ -228,3 +226,38 @@ def _decided(pruned: orders.Pruned, dry_run: bool) -> Sequence[Table | str]:
     copies = counted(len(pruned.decisions), "copy", "copies")
     summary = f"{len(drops)} of {copies} {verb}, {total}"
     return (made, summary) if pruned.decisions else (summary,)
+
+
+# forget ----------------------------------------------------------------------------------------------
+
+
+def forget(
+    tier: Annotated[str, typer.Argument(help="The tier's name in the configuration.")],
+    config: ConfigOption = None,
+    run: RunOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the other tiers, and this machine, forget a tier whose files were removed on purpose."""
+    settings = load_settings(config, run)
+    answer = Answer(as_json)
+    if tier not in [stored.name for stored in settings.stored]:
+        names = ", ".join(stored.name for stored in settings.stored)
+        refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
+    forgot, failed = orders.forget(settings, tier)
+    answer.document = {
+        "run": settings.run,
+        "tier": tier,
+        "forgotten_by": list(forgot),
+        "failed": {name: str(error) for name, error in failed.items()},
+    }
+    if forgot:
+        answer.show(
+            f"{tier} is forgotten by {', '.join(forgot)}: an empty folder there is taken for a new one"
+        )
+    elif not failed:
+        answer.show(
+            f"nothing remembers {tier}: an empty folder there is taken for a new one already"
+        )
+    for name, error in failed.items():
+        answer.problem(f"forget {tier}: {of_tier(name, error)}")
+    answer.finish()

@@ -1,0 +1,220 @@
+"""A tier is known again: an empty mount point is never taken for a run without checkpoints, nor one folder for two."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tierfall
+from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tierfall.backends.posix import PosixBackend
+from tierfall.cli.app import app
+from tierfall.core.errors import ConfigError, RestoreError, UnreachableError
+from tierfall.core.records import read_tier
+
+
+def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "kind": "file", "path": str(root / name), **more}
+
+
+def chain(root: Path, *stored: dict[str, Any], memory: str = "memory") -> dict[str, Any]:
+    host = {"name": "host", "kind": "host", "folder": str(root / memory)}
+    return {"run": "run", "max_wait": "20s", "tiers": [host, *stored]}
+
+
+def save(config: dict[str, Any], *steps: int) -> None:
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        for step in steps:
+            ckpt.save(step, state_of(step), block=True)
+
+
+def restored(config: dict[str, Any], **more: Any) -> int | None:
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state, **more)
+        assert report is None or step_in(state) == report.step
+        return None if report is None else report.step
+
+
+def unmount(folder: Path) -> Path:
+    """Leave an empty folder in the place of a mounted one; return where its files are now."""
+    away = folder.with_name(f"{folder.name}-away")
+    folder.rename(away)
+    folder.mkdir()
+    return away
+
+
+def mount_again(folder: Path, away: Path) -> None:
+    shutil.rmtree(folder)
+    away.rename(folder)
+
+
+def test_an_empty_mount_point_is_not_a_run_without_checkpoints(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
+    save(config, 100, 200)
+    away = unmount(tmp_path / "pfs")
+    with pytest.raises(RestoreError, match="is a file system not mounted there"):
+        restored(config)
+    with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.errors.StepError):
+        ckpt.save(1, state_of(1))
+    assert steps_on(tmp_path / "pfs") == []
+    mount_again(tmp_path / "pfs", away)
+    assert restored(config) == 200
+
+
+def test_another_node_learns_it_from_the_other_tiers(tmp_path: Path) -> None:
+    """Its memory knows nothing: what the disk remembers of the shared file system counts."""
+    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(chain(tmp_path, *tiers), 1)
+    unmount(tmp_path / "pfs")
+    with pytest.raises(
+        RestoreError, match="tier pfs could not be read and may hold something newer"
+    ):
+        restored(chain(tmp_path, *tiers, memory="other"))
+    assert restored(chain(tmp_path, *tiers, memory="third"), unreachable="ignore") == 1
+
+
+def test_a_node_of_its_own_disk_may_find_it_empty(tmp_path: Path) -> None:
+    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(chain(tmp_path, *tiers), 1, 2)
+    shutil.rmtree(tmp_path / "disk")
+    assert restored(chain(tmp_path, *tiers, memory="other")) == 2
+
+
+def test_a_disk_that_lay_on_another_device_is_not_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = chain(tmp_path, tier(tmp_path, "disk"))
+    save(config, 1)
+    unmount(tmp_path / "disk")
+    assert restored(config) is None, "the same device: somebody emptied it"
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk-away").rename(tmp_path / "disk")
+    save(config, 3)
+    unmount(tmp_path / "disk")
+    parents = os.stat(tmp_path / "disk").st_dev + 1
+    monkeypatch.setattr("tierfall.identity._device", lambda tier: parents)
+    with pytest.raises(RestoreError, match="is a file system not mounted there"):
+        restored(config)
+
+
+def test_reading_commands_say_it_too(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    unmount(tmp_path / "pfs")
+    path = tmp_path / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    said = CliRunner().invoke(app, ["ls", "--config", str(path)])
+    assert said.exit_code != 0
+    assert "is a file system not mounted there" in " ".join(said.output.split())
+
+
+def test_what_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
+    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    config = chain(tmp_path, *tiers)
+    save(config, 1)
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    shutil.rmtree(tmp_path / "pfs")
+    path = tmp_path / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    said = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
+    assert said.exit_code == 0, said.output
+    assert "this machine" in said.output
+    assert restored(config) is None
+    save(config, 5)
+    assert steps_on(tmp_path / "pfs") == [5]
+
+
+def test_a_tier_that_moved_is_a_new_one(tmp_path: Path) -> None:
+    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
+    moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
+    assert restored(chain(tmp_path, tier(tmp_path, "disk"), moved)) == 1
+
+
+def test_checkpoints_of_a_version_without_records_are_found(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    (tmp_path / "pfs/run/tier.json").unlink()
+    assert restored(config) == 1
+    assert (tmp_path / "pfs/run/tier.json").exists()
+
+
+def test_a_damaged_record_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    (tmp_path / "pfs/run/tier.json").write_bytes(b"")
+    assert restored(config) == 1
+    assert "which tier it is could not be read" in caplog.text
+
+
+# One folder twice -------------------------------------------------------------------------------------
+
+
+def test_one_folder_by_two_ways_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a bind mount, or one export that is mounted twice: two paths, and neither is a link to the other."""
+    real = PosixBackend.__init__
+
+    def init(self: PosixBackend, root: Path, **more: Any) -> None:
+        real(self, tmp_path / "one" if Path(root).name == "two" else root, **more)
+
+    monkeypatch.setattr(PosixBackend, "__init__", init)
+    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
+    for _ in range(2):  # at the first start, and at a later one
+        with pytest.raises(ConfigError, match=r"tiers one .* and two .* are one folder"):
+            tierfall.open(config)
+
+
+def test_a_copy_of_a_folder_is_another_tier(tmp_path: Path) -> None:
+    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
+    save(config, 3)
+    ids = {
+        read_tier((tmp_path / name / "run/tier.json").read_bytes(), what=name).id
+        for name in ("one", "two")
+    }
+    assert len(ids) == 2
+    assert steps_on(tmp_path / "two") == [1, 2, 3]
+
+
+# Mounted anew in mid-run -----------------------------------------------------------------------------
+
+
+def test_a_tier_that_is_mounted_again_in_mid_run_goes_on(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "disk"))
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(1, state_of(1), block=True)
+        away = unmount(tmp_path / "disk")
+        ckpt.save(2, state_of(2)).captured()
+        wait_until(lambda: ckpt.statistics().flush_failures > 0, "it is noticed")
+        assert not list((tmp_path / "disk").iterdir())
+        # another mount of the same files: the folder is another one for the kernel
+        shutil.rmtree(tmp_path / "disk")
+        shutil.copytree(away, tmp_path / "disk")
+        wait_until(lambda: steps_on(tmp_path / "disk") == [1, 2], "it goes on")
+
+
+def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> None:
+    """A tier of another run's, or of another disk."""
+    save(chain(tmp_path, tier(tmp_path, "other"), memory="other-memory"), 7)
+    backend = PosixBackend(tmp_path / "disk")
+    with backend.create("run/tier.json") as writer:
+        data = (tmp_path / "other/run/tier.json").read_bytes()
+        writer.write(0, memoryview(bytearray(data)))
+        writer.publish()
+    backend.recognise("run/tier.json", lambda found: found != data)
+    unmount(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
+    shutil.copytree(tmp_path / "other", tmp_path / "disk")
+    with pytest.raises(UnreachableError, match="another folder stands"):
+        backend.create("run/x")
+    backend.close()
