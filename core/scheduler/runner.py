@@ -283,11 +283,13 @@ class TaskRunner:
     def _check_chunk(self, task: CheckChunk) -> None:
         start, end = task.manifest.chunk_range(task.index)
         with self._pools[task.tier].take(frame_bytes_max(end - start)) as buffer:
-            view = task.image.read(task.manifest, task.index, buffer, again=True)
-            if chunk_digest(view) != task.manifest.digests[task.index]:
-                raise IntegrityError(
-                    f"{task.tier}: chunk {task.index} of {task.id} does not match its digest"
-                )
+            for _ in range(2):  # a bit that flips on its way is no damage of the copy
+                view = task.image.read(task.manifest, task.index, buffer, again=True)
+                if chunk_digest(view) == task.manifest.digests[task.index]:
+                    return
+        raise IntegrityError(
+            f"{task.tier}: chunk {task.index} of {task.id} does not match its digest"
+        )
 
     def _finish(self, task: FinishCopy, store: Store) -> Commit | Landed:
         try:
