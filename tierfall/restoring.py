@@ -112,6 +112,7 @@ class Restorer:
                 return None
             open_image = session.open_image(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
+            seen.callback(session.report_damage, listings, tally)
             return fill_first(
                 candidates,
                 listings,

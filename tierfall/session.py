@@ -33,6 +33,7 @@ from tierfall.core.lock import RunLock
 from tierfall.core.ranks.ranks import News, Ranks
 from tierfall.core.records import Attempt, Commit
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
+from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.ring import Ring
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Ledger
@@ -432,6 +433,27 @@ class Session:
             return RegionImage(tier, region)
 
         return open_one
+
+    def report_damage(self, listings: Iterable[Listing], tally: Tally) -> None:
+        """Let the ledger know what a reader of this process has found damaged, in a listing or while it read."""
+        for listing in listings:
+            for copy in listing.copies:
+                if copy.damage is not None and copy.repairable and copy.commit is not None:
+                    self._has_found(listing.tier, copy.id, str(copy.damage), repairable=True)
+        for (tier, id, _), error in tally.damaged.items():
+            if tier not in self.stores:
+                continue
+            try:
+                there = self.stores[tier].holds(id)
+            except TierfallError as failure:
+                logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
+                continue
+            gone = "" if there else "; its commit record has gone, too"
+            self._has_found(tier, id, f"{error}{gone}", repairable=there)
+
+    def _has_found(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
+        damages = self.coordinator.damages
+        self.tell(lambda: damages.found(tier, id, why, repairable=repairable))
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
         return merge(self.listings)

@@ -26,6 +26,7 @@ from tierfall.core.restore.device_copies import DeviceCopies, Piece
 from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
 from tierfall.core.restore.landing import Landing, copy_bytes
 from tierfall.core.streams import Streams
+from tierfall.core.values import CheckpointId, Shard
 
 logger = logging.getLogger("tierfall")
 
@@ -41,14 +42,19 @@ class Fallback:
     reason: str
 
 
+DamagedImage = tuple[str, CheckpointId, Shard]
+"""The copy of a rank's image on a tier."""
+
+
 @dataclass(slots=True)
 class Tally:
-    """What a restore has read, by tier, what it got from other ranks, by tier and rank, and what it passed over. Shared
-    by the reading threads."""
+    """What a restore has read, by tier, what it got from other ranks, by tier and rank, what it passed over, and which
+    copies of which images it found damaged. Shared by the reading threads."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
+    damaged: dict[DamagedImage, TierfallError] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, tier: str, bytes: int) -> None:
@@ -63,6 +69,12 @@ class Tally:
     def passed_over(self, what: str, reason: object) -> None:
         with self.lock:
             self.fallbacks.append(Fallback(what=what, reason=str(reason)))
+
+    def note_damage(self, tier: str, id: CheckpointId, shard: Shard, error: TierfallError) -> None:
+        """Note that a copy of an image is not what was written, or is not there; an error that says neither is none."""
+        if isinstance(error, (IntegrityError, KeyNotFoundError)):
+            with self.lock:
+                self.damaged.setdefault((tier, id, shard), error)
 
 
 class ChunkReader:
@@ -92,6 +104,9 @@ class ChunkReader:
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
                 self._tally.passed_over(self._what(image, index), error)
+                manifest = self._manifest
+                id = manifest.line.checkpoint
+                self._tally.note_damage(image.tier, id, manifest.shard, error)
                 continue
             self._tally.read(image.tier, end - start)
             return view, image.tier

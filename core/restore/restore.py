@@ -260,6 +260,7 @@ def _half(touched: bool) -> str:
 
 
 def _tiers(checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]) -> list[str]:
-    """Name the tiers that a checkpoint may be read from, fastest first."""
+    """Name the tiers that a checkpoint may be read from, fastest first; after them those whose copy lacks files."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    return [tier for tier in held if request.tier in (None, tier)]
+    read = [tier for tier in held if request.tier in (None, tier)]
+    return sorted(read, key=lambda tier: checkpoint.copies[tier].damage is not None)
