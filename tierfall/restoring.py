@@ -97,7 +97,7 @@ class Restorer:
     ) -> Restored | None:
         """Fill what ``make_plan`` plans from the newest checkpoint that is good, on all ranks; None where there is
         none. Raises RestoreError."""
-        session, tally = self._session, Tally()
+        session, tally = self._session, self._session.tally()
         listings = session.list_now()
         hosts = session.hosts()
         ranks, many = session.ranks, session.ranks.many
@@ -112,7 +112,6 @@ class Restorer:
                 return None
             open_image = session.open_image(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
-            seen.callback(session.report_damage, listings, tally)
             return fill_first(
                 candidates,
                 listings,

@@ -123,7 +123,7 @@ def find_images(
                     manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
                 image = unpacked(image, found.commit, manifest)
             except TierfallError as error:
-                tally.note_damage(tier, checkpoint.id, shard, error)
+                tally.note_damage(tier, checkpoint.id, error)
                 raise
         except PASSABLE as error:
             failures.append(error)

@@ -76,6 +76,7 @@ def restore(
     ring: Ring | None = None,
     chunks_max: int | None = None,
     resize: Resize = RESIZE,
+    tally: Tally | None = None,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
@@ -85,7 +86,7 @@ def restore(
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
     was tried; its text says when targets are half filled.
     """
-    tally = Tally()
+    tally = tally or Tally()
     candidates = choose(listings, request, tally)
     if not candidates:
         return None
