@@ -19,7 +19,9 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
-    """A checkpoint that has a commit record on a tier; ``damage`` says why the record cannot be used."""
+    """A checkpoint that has a commit record on a tier. ``damage`` says what is wrong with it: a copy without ``commit``
+    has a record that cannot be read, or is not this checkpoint's; one with it lacks files that the record names. What
+    is left of such a copy is read where nothing better is there, and counts for nothing else."""
 
     id: CheckpointId
     state: CopyState
@@ -27,6 +29,13 @@ class FoundCopy:
     commit: Commit | None
     damage: TierfallError | None = None
     marks: frozenset[str] = frozenset()
+    foreign: bool = False
+
+    @property
+    def repairable(self) -> bool:
+        """Say whether a damaged copy may be written anew: not one of another life of this run, which is ``foreign``,
+        nor what a newer tierfall wrote."""
+        return isinstance(self.damage, IntegrityError) and not self.foreign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCheckpoint:
-    """One checkpoint over all tiers that answered. ``commit`` is None where every record of it is damaged."""
+    """One checkpoint over all tiers that answered. ``commit`` is None where no record of it can be read."""
 
     id: CheckpointId
     commit: Commit | None
@@ -101,6 +110,7 @@ def of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
             copy,
             commit=None,
             marks=frozenset(),
+            foreign=True,
             damage=IntegrityError(
                 f"{tier}: {copy.id} is of another life of this run, and another tier holds a newer one of that name"
             ),

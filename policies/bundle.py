@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierfall.policies.capture_mode import Trial, choose_lazy
 from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
+from tierfall.policies.flush import plan_flush, still_owed, tiers_owed, wants_repair
 from tierfall.policies.forecast import forecast
 from tierfall.policies.metric_names import missing_metrics
 from tierfall.policies.relief import plan_relief
@@ -31,4 +31,5 @@ __all__ = [
     "plan_yield",
     "still_owed",
     "tiers_owed",
+    "wants_repair",
 ]

@@ -53,6 +53,18 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     )
 
 
+def wants_repair(view: View, checkpoint: CheckpointView, tier_name: str) -> bool:
+    """Say whether the damaged copy of a checkpoint on a tier is written anew: it can be read from another one, and what
+    the tier retains would keep a whole copy there."""
+    if not checkpoint.live:
+        return False
+    if not any(checkpoint.readable_on(t.name) for t in view.tiers if t.name != tier_name):
+        return False
+    tier = view.tier(tier_name)
+    reason = _why_not_any_more(view, checkpoint, tier, view.on(tier_name))
+    return checkpoint.pinned or reason is None
+
+
 def plan_flush(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every live checkpoint that ``tier_name`` is owed and that is not on its way there: first what is given
     up, the newest first, then the others in the order in which the tier takes them."""

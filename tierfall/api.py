@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from tierfall.checkpointer import Checkpointer
+from tierfall.checkpointer import Checkpointer, damage_noted
 from tierfall.config import Config, load_config
 from tierfall.core.catalog import Listing
 from tierfall.core.errors import ConfigError, RestoreError
 from tierfall.core.image import plan_load
 from tierfall.core.restore.images import Image, StoredImage
 from tierfall.core.restore.job import OpenImage
+from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.restore import Request, restore
 from tierfall.core.values import CheckpointId, Shard
@@ -85,7 +86,10 @@ def load(
             return _load_path(path, request, map_location)
     config = load_config(config_or_path)
     with Reader(config) as reader:
-        return _load(reader.list(), request, reader.opener(), map_location, SHARD, config.run)
+        places = {name: store.place for name, store in reader.stores.items()}
+        tally = Tally(found_damage=damage_noted(config.run, places))
+        what = config.run
+        return _load(reader.list(), request, reader.opener(), map_location, SHARD, what, tally)
 
 
 def _check_device(map_location: str | torch.device) -> None:
@@ -116,6 +120,7 @@ def _load_path(path: Path, request: Request, map_location: str | torch.device) -
             map_location,
             place.shard or SHARD,
             str(path),
+            Tally(found_damage=damage_noted(place.run, {store.name: store.place})),
         )
     except RestoreError as error:
         elsewhere = moved(place)
@@ -148,6 +153,7 @@ def _load(
     map_location: str | torch.device,
     shard: Shard,
     what: str,
+    tally: Tally,
 ) -> dict[str, Any]:
     restored = restore(
         listings,
@@ -157,6 +163,7 @@ def _load(
         shard=shard,
         chunks_max=LOAD_CHUNKS,
         resize=Resize(values_of=0),
+        tally=tally,
     )
     if restored is None:
         raise RestoreError(f"load: {what} holds no checkpoint")

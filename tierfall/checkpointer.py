@@ -39,6 +39,7 @@ from tierfall.core.image import (
 from tierfall.core.image.files import check_no_files
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.restore.agreeing import finish_together
+from tierfall.core.restore.reader import FoundDamage
 from tierfall.core.restore.resharding import Resize
 from tierfall.core.restore.wire import Connect
 from tierfall.core.scheduler.tasks import PersonsOrder
@@ -640,6 +641,21 @@ class Checkpointer:
 def opened_runs() -> list[PathSaves]:
     """Return how each run that is open in this process is saved by path."""
     return [one._by_path for one in list(_open) if one._pid == os.getpid()]
+
+
+def damage_noted(run: str, places: Mapping[str, str]) -> FoundDamage:
+    """Return what a reader beside the runs that are open in this process tells of damaged copies; ``places`` are those
+    of the tiers that it reads, by its names for them."""
+
+    def note(tier: str, id: CheckpointId, error: TierfallError) -> None:
+        for ckpt in list(_open):
+            if ckpt._run != run or ckpt._pid != os.getpid():
+                continue
+            for name, store in ckpt._session.stores.items():
+                if store.place == places.get(tier):
+                    ckpt._session.note_damaged(name, id, error)
+
+    return note
 
 
 def _check_first(config: Config, run: str) -> None:

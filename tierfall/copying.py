@@ -38,7 +38,6 @@ from tierfall.transfer import (
     marks_of,
     origin,
     owning,
-    remove_other_forms,
     writable,
     write_files,
     writing_attempt,
@@ -171,7 +170,7 @@ def _copy(
     try:
         discard_unfinished(store, reader.run, checkpoint.id)
         commit = write_files(store, lane_limits(store, reader.config), source, counter.add)
-        remove_other_forms(store, reader.run, commit)  # of a copy that was never finished
+        store.remove_other_forms(commit)  # of a copy that was never finished
         store.commit(commit, attempt=attempt, marks=marks)
     except BaseException:
         _take_back(store, checkpoint.id)

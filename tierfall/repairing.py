@@ -36,7 +36,6 @@ from tierfall.transfer import (
     discard_unfinished,
     mark_of,
     origin,
-    remove_other_forms,
     replace_document,
     writable,
     write_files,
@@ -180,7 +179,7 @@ class Repairer:
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
         self._replace_records(store, commit)
-        remove_other_forms(store, self._reader.run, commit)
+        store.remove_other_forms(commit)
         return f"written anew from {', '.join(source.tally.bytes)}"
 
     def _replace_records(

@@ -97,7 +97,7 @@ class Restorer:
     ) -> Restored | None:
         """Fill what ``make_plan`` plans from the newest checkpoint that is good, on all ranks; None where there is
         none. Raises RestoreError."""
-        session, tally = self._session, Tally()
+        session, tally = self._session, self._session.tally()
         listings = session.list_now()
         hosts = session.hosts()
         ranks, many = session.ranks, session.ranks.many

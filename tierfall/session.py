@@ -33,6 +33,7 @@ from tierfall.core.lock import RunLock
 from tierfall.core.ranks.ranks import News, Ranks
 from tierfall.core.records import Attempt, Commit
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
+from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.ring import Ring
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.ledger import Ledger
@@ -424,10 +425,14 @@ class Session:
     # Reading -----------------------------------------------------------------------------------------
 
     def list_now(self) -> tuple[Listing, ...]:
-        """Ask every tier what it holds; in memory, what lies in the slots of this process."""
-        return self.with_memory(
-            list_all(self.config, self.host, self.stores, self.errors), self.hosts()
-        )
+        """Ask every tier what it holds; in memory, what lies in the slots of this process. Copies that lack files reach
+        the ledger, once there is one."""
+        found = list_all(self.config, self.host, self.stores, self.errors)
+        for listing in found if hasattr(self, "coordinator") else ():
+            for copy in listing.copies:
+                if copy.damage is not None and copy.commit is not None:
+                    self._tell_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
+        return self.with_memory(found, self.hosts())
 
     def with_memory(
         self, listings: Iterable[Listing], hosts: Sequence[HostTier]
@@ -454,6 +459,27 @@ class Session:
             return RegionImage(tier, region)
 
         return open_one
+
+    def tally(self) -> Tally:
+        """Begin to read, in this process: what turns out to be damaged reaches the ledger."""
+        return Tally(found_damage=self.note_damaged)
+
+    def note_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
+        """Let the ledger know of a copy on a stored tier that was found damaged; for any thread."""
+        store = self.stores.get(tier)
+        if store is None:
+            return  # an image in memory: restores take another one, and the next start frees its place
+        try:
+            there = store.holds(id)
+        except TierfallError as failure:
+            logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
+            return
+        why = str(error) if there else f"{error}; its commit record has gone, too"
+        self._tell_damage(tier, id, why, repairable=there)
+
+    def _tell_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
+        damages = self.coordinator.damages
+        self.tell(lambda: damages.found(tier, id, why, repairable=repairable))
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
         return merge(self.listings)

@@ -6,7 +6,7 @@ puts that together: a checkpoint is there when every rank's part of it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from tierfall import probing
 from tierfall.config import Config, ObjectTier
 from tierfall.config import StoredTier as StoredSection
 from tierfall.core.catalog import FoundCopy, Listing, merge
-from tierfall.core.errors import RanksError, TierfallError
+from tierfall.core.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.packing.files import image_file
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
@@ -38,7 +38,8 @@ class Start:
     """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
     there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
     ``first``: no rank found any; ``inherited`` as in ``inheriting.inherited``. ``marks``, per tier, are those that any
-    rank found there; ``deleted`` bear a tombstone somewhere, and no pin."""
+    rank found there; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired, each
+    with what is wrong with it."""
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
@@ -48,6 +49,7 @@ class Start:
     inherited: tuple[Commit, ...] = ()
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
+    damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -110,6 +112,10 @@ def start_together(session: Session) -> Start:
                 ),
                 marks={tier: _marks(said) for tier, said in found["marks"].items()},
                 deleted=_ids(found["deleted"]),
+                damaged={
+                    tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
+                    for tier, said in found["damaged"].items()
+                },
             )
         number = attempt.number + 1
     raise RanksError(
@@ -208,9 +214,21 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
             ]
             for listing in listings
         },
+        "damaged": damaged_copies(listings, host=session.config.host.name),
         "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
         "first": all(body["nothing"] for body in bodies.values()),
     }
+
+
+def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
+    """Say what is wrong with the copies on each tier that may be repaired; what lies in memory is not."""
+    found: dict[str, list[list[Any]]] = {}
+    for checkpoint in merge(listings):
+        for tier, copy in checkpoint.copies.items():
+            if copy.repairable and tier != host:
+                said = [checkpoint.id.step, checkpoint.id.attempt, str(copy.damage)]
+                found.setdefault(tier, []).append(said)
+    return found
 
 
 def _refused(bodies: Bodies) -> list[int]:
@@ -234,15 +252,20 @@ def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
     """Leave out, of what this rank found, what other ranks do not have their parts of.
 
     What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is
-    another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all.
+    another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all, and so does
+    damage that may be repaired.
     """
     host, shard = session.config.host.name, session.ranks.shard
 
     def counts(tier: str, copy: FoundCopy) -> bool:
         if tier != host:
-            return copy.id in start.whole[tier]
+            return copy.id in start.whole[tier] or copy.id in start.damaged.get(tier, {})
         is_ours = copy.commit is None or image_file(copy.commit, shard) is not None
         return is_ours and copy.id in start.complete
+
+    def damage_of(tier: str, copy: FoundCopy) -> TierfallError | None:
+        why = start.damaged.get(tier, {}).get(copy.id)
+        return copy.damage if why is None else IntegrityError(why)
 
     return tuple(
         replace(
@@ -251,6 +274,7 @@ def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
                 replace(
                     copy,
                     marks=copy.marks | start.marks.get(listing.tier, {}).get(copy.id, frozenset()),
+                    damage=damage_of(listing.tier, copy),
                 )
                 for copy in listing.copies
                 if counts(listing.tier, copy)

@@ -18,7 +18,7 @@ from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing
-from tierfall.core.contracts import Publish, delete_all
+from tierfall.core.contracts import Publish
 from tierfall.core.documents import sha256
 from tierfall.core.errors import IntegrityError, StepError, TierfallError
 from tierfall.core.index.reading import make_index
@@ -30,7 +30,7 @@ from tierfall.core.restore.job import find_images
 from tierfall.core.restore.reader import ChunkReader, Tally, in_threads
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.snapshot import geometry
-from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.core.values import CheckpointId, Shard
 from tierfall.orders import check_folders
 from tierfall.reading import Reader
 from tierfall.stores import SLOT, open_stores, run_folder
@@ -241,16 +241,6 @@ def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
     """Remove what an earlier process that was killed had not finished writing in the folder of a step: whoever holds
     the run's lock is alone there."""
     store.backend.discard_unfinished(names.step_prefix(run, id))
-
-
-def remove_other_forms(store: StoredTier, run: str, commit: Commit) -> None:
-    """Remove what images left in the folder of a step where they were packed otherwise before."""
-    prefix = names.step_prefix(run, commit.line.checkpoint)
-    shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
-    forms = [names.shard_name(shard, codec) for shard in shards for codec in Codec]
-    forms += [names.stored_name(shard) for shard in shards]
-    kept = {file.name for file in commit.files}
-    delete_all(store.backend, [prefix + name for name in forms if name not in kept])
 
 
 def replace_document(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from tierfall.core import names
 from tierfall.core.catalog import FoundCopy, Listing
@@ -24,7 +25,7 @@ from tierfall.core.errors import (
     TierfallError,
 )
 from tierfall.core.pace import Pace
-from tierfall.core.packing.files import without_index
+from tierfall.core.packing.files import without_index, wrong_files
 from tierfall.core.records import (
     Attempt,
     Commit,
@@ -96,6 +97,30 @@ class StoredTier:
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
+        folders, attempts = self._scan()
+        found = [
+            self._found(checkpoint, files)
+            for checkpoint, files in folders.items()
+            if names.COMMIT_NAME in files
+        ]
+        copies = [copy for copy in found if copy is not None]
+        if any(copy.commit is not None and copy.damage is not None for copy in copies):
+            # the folder of what was committed during the scan may have been read in part: look once more
+            again, _ = self._scan()
+            copies = [self._judged(c, again[c.id]) for c in copies if c.id in again]
+        return Listing(
+            tier=self.name,
+            copies=tuple(sorted(copies, key=lambda c: c.id)),
+            unfinished={
+                checkpoint: _bytes(files.values())
+                for checkpoint, files in folders.items()
+                if names.COMMIT_NAME not in files
+            },
+            attempts=attempts,
+        )
+
+    def _scan(self) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...]]:
+        """Return the files of every step's folder, by their names in it, and the numbers of the attempts."""
         folders: dict[CheckpointId, dict[str, Stored]] = {}
         attempts: list[int] = []
         for stored in self.backend.scan(f"{self._run}/"):
@@ -104,21 +129,7 @@ class StoredTier:
                 attempts.append(number)
             elif checkpoint := names.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
-        copies = [
-            self._found(checkpoint, files)
-            for checkpoint, files in folders.items()
-            if names.COMMIT_NAME in files
-        ]
-        return Listing(
-            tier=self.name,
-            copies=tuple(sorted((c for c in copies if c is not None), key=lambda c: c.id)),
-            unfinished={
-                checkpoint: _bytes(files.values())
-                for checkpoint, files in folders.items()
-                if names.COMMIT_NAME not in files
-            },
-            attempts=tuple(sorted(attempts)),
-        )
+        return folders, tuple(sorted(attempts))
 
     def _found(self, checkpoint: CheckpointId, files: dict[str, Stored]) -> FoundCopy | None:
         commit: Commit | None = None
@@ -130,7 +141,7 @@ class StoredTier:
         except (IntegrityError, NotSupportedError) as error:
             damage = error
         prefix = f"{names.MARKS_FOLDER}/"
-        return FoundCopy(
+        found = FoundCopy(
             id=checkpoint,
             state=CopyState.COMMITTED,
             bytes=_bytes(files.values()),
@@ -138,6 +149,21 @@ class StoredTier:
             damage=damage,
             marks=frozenset(f.removeprefix(prefix) for f in files if f.startswith(prefix)),
         )
+        return self._judged(found, files)
+
+    def _judged(self, copy: FoundCopy, files: Mapping[str, Stored]) -> FoundCopy:
+        """Hold the files of a checkpoint's folder, by name and size, against its commit record: what lacks one that the
+        record names is damaged, whoever took it. The index is made of the manifests: a copy is whole without it."""
+        if copy.commit is None:
+            return copy
+        sizes = {name: stored.bytes for name, stored in files.items()}
+        wrong = list(wrong_files(without_index(copy.commit), sizes))
+        if not wrong:
+            return replace(copy, damage=None)
+        name, problem = wrong[0]
+        more = f"; {len(wrong) - 1} more of its files are not whole" if wrong[1:] else ""
+        what = self._documents.what(self._key(copy.id, name))
+        return replace(copy, damage=IntegrityError(f"{what}: {problem}{more}"))
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         key = self._key(checkpoint, names.COMMIT_NAME)
@@ -240,16 +266,28 @@ class StoredTier:
     def write_index(self, checkpoint: CheckpointId, data: bytes) -> None:
         self._documents.replace(self._key(checkpoint, names.INDEX_NAME), data)
 
-    def commit(self, commit: Commit, *, attempt: Attempt, marks: Iterable[Mark] = ()) -> None:
+    def commit(
+        self,
+        commit: Commit,
+        *,
+        attempt: Attempt,
+        marks: Iterable[Mark] = (),
+        repairs: bool = False,
+    ) -> None:
         """Make a checkpoint exist here, unless a newer attempt than the writer's own does.
 
         Called again for the same checkpoint (after a lost reply, or by the next start) it succeeds. Raises FencedError,
-        and IntegrityError where another checkpoint of that name was committed: it is never overwritten.
+        and IntegrityError where another checkpoint of that name was committed: it is never overwritten. ``repairs``:
+        what is there is known to be this very checkpoint, damaged; its record is replaced, and other forms of it go.
         """
         self.check_fence(attempt)
         checkpoint = commit.line.checkpoint
         for mark in marks:
             self.add_mark(mark)
+        if repairs:
+            self._documents.replace(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
+            self.remove_other_forms(commit)
+            return
         try:
             self._documents.create(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
         except KeyExistsError:
@@ -263,6 +301,15 @@ class StoredTier:
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
+
+    def remove_other_forms(self, commit: Commit) -> None:
+        """Remove what images left in the folder of a step where they were packed otherwise before."""
+        prefix = names.step_prefix(self._run, commit.line.checkpoint)
+        kept = {file.name for file in commit.files}
+        shards = {names.parse_shard(name) for name in kept} - {None}
+        there = [stored.key for stored in self.files(commit.line.checkpoint)]
+        others = [n for n in there if n not in kept and names.parse_shard(n) in shards]
+        delete_all(self.backend, [prefix + name for name in others])
 
     def name_latest(self, checkpoint: CheckpointId) -> None:
         """Leave the hint for people; the truth is the commit records."""

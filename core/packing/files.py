@@ -6,6 +6,7 @@ holds, what the ledger keeps, and what the record of any tier is made of.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,6 +57,17 @@ def with_packed(commit: Commit, shard: Shard, files: tuple[NamedFile, ...]) -> C
 def files_of(commit: Commit, shard: Shard) -> tuple[NamedFile, ...]:
     """Return what a commit record names of one shard: its image, its manifest, the record of its frames."""
     return tuple(file for file in commit.files if names.parse_shard(file.name) == shard)
+
+
+def wrong_files(commit: Commit, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file that a commit record names and that is missing, or not as long as it says, and what
+    is wrong with it. ``sizes`` are the bytes of the files in the folder of the checkpoint, by name."""
+    for file in commit.files:
+        found = sizes.get(file.name)
+        if found is None:
+            yield file.name, "it is missing"
+        elif found != file.bytes:
+            yield file.name, f"it has {found} bytes, the commit record says {file.bytes}"
 
 
 def with_index(commit: Commit, data: bytes) -> Commit:

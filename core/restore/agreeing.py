@@ -201,7 +201,7 @@ def _held_to(lives: Mapping[CheckpointId, str], listing: Listing) -> Listing:
         damage = IntegrityError(
             f"{listing.tier}: {copy.id} is of another life of this run than the one that the ranks agreed on"
         )
-        return replace(copy, commit=None, marks=frozenset(), damage=damage)
+        return replace(copy, commit=None, marks=frozenset(), damage=damage, foreign=True)
 
     return replace(listing, copies=tuple(map(held, listing.copies)))
 
@@ -272,9 +272,11 @@ def complete(
 
 
 def whole_on(listing: Listing, id: CheckpointId) -> bool:
-    """Say whether every shard of a checkpoint is on one tier."""
+    """Say whether every shard of a checkpoint is on one tier, as far as a look at it tells."""
     copy = listing.copy(id)
-    return copy is not None and copy.commit is not None and not _absent([copy.commit])
+    if copy is None or copy.commit is None or copy.damage is not None:
+        return False
+    return not _absent([copy.commit])
 
 
 def _lack(known: KnownCheckpoint, tier: str | None = None) -> str:

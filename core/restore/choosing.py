@@ -65,7 +65,9 @@ def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
 def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
     """A step that was asked for by name, and is there, needs no look at the other tiers."""
     return request.step is not None and any(
-        copy.id.step == request.step and request.attempt in (None, copy.id.attempt)
+        copy.id.step == request.step
+        and request.attempt in (None, copy.id.attempt)
+        and copy.damage is None
         for listing in listings
         for copy in listing.copies
     )

@@ -25,7 +25,7 @@ from tierfall.core.errors import (
 from tierfall.core.image import read_header
 from tierfall.core.index.index import read_index
 from tierfall.core.index.reading import checked_index
-from tierfall.core.packing.files import image_file
+from tierfall.core.packing.files import image_file, wrong_files
 from tierfall.core.packing.packed import Packed, read_packed
 from tierfall.core.records import (
     Commit,
@@ -177,14 +177,8 @@ class CopyCheck:
             ):
                 if file is None:
                     self._note(names.COMMIT_NAME, f"it does not name {name}")
-        for file in commit.files:
-            if file.name not in sizes:
-                self._note(file.name, "it is missing")
-            elif sizes[file.name] != file.bytes:
-                self._note(
-                    file.name,
-                    f"it has {sizes[file.name]} bytes, the commit record says {file.bytes}",
-                )
+        for name, problem in wrong_files(commit, sizes):
+            self._note(name, problem)
 
     def _shards(self, sizes: dict[str, int]) -> list[Shard]:
         """The shards that should be here; without a commit record, those that are."""

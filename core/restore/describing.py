@@ -36,6 +36,7 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, A
                     "bytes": copy.bytes,
                     "marks": sorted(copy.marks),
                     "damage": _said(copy.damage),
+                    "foreign": copy.foreign,
                     "commit": None if copy.commit is None else copy.commit.encode().decode(),
                 }
                 for copy in listing.copies
@@ -95,7 +96,9 @@ def unite(found: Mapping[str, FoundCopy]) -> tuple[FoundCopy, list[TierfallError
     if not good:
         return replace(next(iter(copies.values())), marks=marks), damages[1:]
     sizes = {frozenset(copy.commit.files): copy.bytes for copy in good.values() if copy.commit}
-    one = replace(next(iter(good.values())), bytes=sum(sizes.values()), marks=marks, damage=None)
+    lacks = next((copy.damage for copy in good.values() if copy.damage is not None), None)
+    damages = [damage for damage in damages if damage is not lacks]
+    one = replace(next(iter(good.values())), bytes=sum(sizes.values()), marks=marks, damage=lacks)
     try:
         commit = _unite_records({where: copy.commit for where, copy in good.items() if copy.commit})
     except IntegrityError as error:
@@ -128,6 +131,7 @@ def _copy(member: Mapping[str, Any], rank: int, tier: str) -> FoundCopy:
         bytes=member["bytes"],
         commit=None if commit is None else read_commit(commit.encode(), what=what),
         damage=None if damage is None else _heard(damage, rank),
+        foreign=member["foreign"],
         marks=frozenset(member["marks"]),
     )
 

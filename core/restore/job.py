@@ -114,13 +114,17 @@ def find_images(
             if found.commit is None:
                 raise found.damage or IntegrityError(f"{tier}: no commit record")
             image = open_image(tier, checkpoint.id, shard)
-            if manifest is None:
-                manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
-            elif not _vouch_for_the_same(vouched, found.commit, shard):
+            if manifest is not None and not _vouch_for_the_same(vouched, found.commit, shard):
                 raise IntegrityError(
                     f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
                 )
-            image = unpacked(image, found.commit, manifest)
+            try:
+                if manifest is None:
+                    manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
+                image = unpacked(image, found.commit, manifest)
+            except TierfallError as error:
+                tally.note_damage(tier, checkpoint.id, error)
+                raise
         except PASSABLE as error:
             failures.append(error)
             tally.passed_over(f"{checkpoint.id} on {tier}", error)

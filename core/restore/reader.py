@@ -26,6 +26,7 @@ from tierfall.core.restore.device_copies import DeviceCopies, Piece
 from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
 from tierfall.core.restore.landing import Landing, copy_bytes
 from tierfall.core.streams import Streams
+from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -41,14 +42,24 @@ class Fallback:
     reason: str
 
 
+FoundDamage = Callable[[str, CheckpointId, TierfallError], None]
+
+
+def _nobody_minds(tier: str, id: CheckpointId, error: TierfallError) -> None:
+    """Nobody asked to hear of damaged copies."""
+
+
 @dataclass(slots=True)
 class Tally:
     """What a restore has read, by tier, what it got from other ranks, by tier and rank, and what it passed over. Shared
-    by the reading threads."""
+    by the reading threads, of which any tells ``found_damage``, once for each copy that is not what was written, or is
+    not there."""
 
     bytes: dict[str, int] = field(default_factory=dict)
     received: dict[tuple[str, int], int] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
+    found_damage: FoundDamage = _nobody_minds
+    damaged: set[tuple[str, CheckpointId]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, tier: str, bytes: int) -> None:
@@ -63,6 +74,16 @@ class Tally:
     def passed_over(self, what: str, reason: object) -> None:
         with self.lock:
             self.fallbacks.append(Fallback(what=what, reason=str(reason)))
+
+    def note_damage(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
+        """Note what kept a copy from being read: that it could not be asked says nothing of it."""
+        if not isinstance(error, (IntegrityError, KeyNotFoundError)):
+            return
+        with self.lock:
+            known = (tier, id) in self.damaged
+            self.damaged.add((tier, id))
+        if not known:
+            self.found_damage(tier, id, error)
 
 
 class ChunkReader:
@@ -92,6 +113,7 @@ class ChunkReader:
             except (IntegrityError, BackendError) as error:
                 failures.append(error)
                 self._tally.passed_over(self._what(image, index), error)
+                self._tally.note_damage(image.tier, self._manifest.line.checkpoint, error)
                 continue
             self._tally.read(image.tier, end - start)
             return view, image.tier

@@ -87,6 +87,7 @@ def restore(
     ring: Ring | None = None,
     chunks_max: int | None = None,
     resize: Resize = RESIZE,
+    tally: Tally | None = None,
 ) -> Restored | None:
     """Fill the targets of a plan from the newest restorable checkpoint; ``listings`` stand fastest first.
 
@@ -96,7 +97,7 @@ def restore(
     Returns None only when every tier answered and none holds a checkpoint. Raises RestoreError otherwise, with all that
     was tried; its text says when targets are half filled.
     """
-    tally = Tally()
+    tally = tally or Tally()
     candidates = choose(listings, request, tally)
     if not candidates:
         return None
@@ -271,6 +272,7 @@ def _half(touched: bool) -> str:
 
 
 def _tiers(checkpoint: KnownCheckpoint, request: Request, listings: Sequence[Listing]) -> list[str]:
-    """Name the tiers that a checkpoint may be read from, fastest first."""
+    """Name the tiers that a checkpoint may be read from, fastest first; after them those whose copy lacks files."""
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    return [tier for tier in held if request.tier in (None, tier)]
+    read = [tier for tier in held if request.tier in (None, tier)]
+    return sorted(read, key=lambda tier: checkpoint.copies[tier].damage is not None)

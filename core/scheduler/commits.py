@@ -133,7 +133,7 @@ class Commits(Alone):
 
     def give_up(self, tier: str, id: CheckpointId, reason: str, *, by_rule: bool = False) -> None:
         """Let all ranks give a copy up; for rank 0. ``by_rule``: because a policy says so, which is no failure."""
-        if self._has_ended(tier, id):
+        if self.has_ended(tier, id):
             return
         _remember(self._ended, (tier, id), None)
         complete = (tier, id) in self._complete
@@ -161,7 +161,10 @@ class Commits(Alone):
         """One image of those that this rank brings lies on a tier; with the last, it says so."""
         if tier not in entry.owed:  # it was given up while its end was under way
             entry.set_state(tier, CopyState.ABSENT)
-            self._dropper.collect(tier, entry.id, "it was given up", shard=_own_shard(entry))
+            if (
+                tier not in entry.damage
+            ):  # what a repair has written stays with the rest of the copy
+                self._dropper.collect(tier, entry.id, "it was given up", shard=_own_shard(entry))
             self._ledger.forget_if_gone(entry)
             return
         entry.landed.add(tier)
@@ -238,7 +241,7 @@ class Commits(Alone):
         """Rank 0 hears what one rank cannot do: that decides for all, once."""
         if what in ("late", "lost") and self.divider.end_naming(id):
             return
-        if self._has_ended(tier, id):
+        if self.has_ended(tier, id):
             return
         if what == "stuck":
             self._council.announce(_topic("stuck", id, tier), [rank, str(body)])
@@ -261,7 +264,7 @@ class Commits(Alone):
         else:
             self._council.announce(_topic("gone", id), [f"rank {rank}: {body[0]}", body[1]])
 
-    def _has_ended(self, tier: str, id: CheckpointId) -> bool:
+    def has_ended(self, tier: str, id: CheckpointId) -> bool:
         """Rank 0 has given it up: everywhere, or on this tier."""
         return (tier, id) in self._ended or ("", id) in self._ended
 
@@ -298,7 +301,7 @@ class Commits(Alone):
     # Whole in memory -------------------------------------------------------------------------------
 
     def _all_sealed(self, id: CheckpointId, bodies: Bodies) -> None:
-        if self._has_ended("", id):
+        if self.has_ended("", id):
             return
         ordinals = {rank: ordinal for rank, (ordinal, _) in bodies.items()}
         others = [rank for rank, ordinal in ordinals.items() if ordinal != ordinals[0]]
@@ -392,7 +395,7 @@ class Commits(Alone):
         if here_only:
             return
         entry = self._ledger.entries.get(id)
-        if entry is None or entry.commit is None or self._has_ended(tier, id):
+        if entry is None or entry.commit is None or self.has_ended(tier, id):
             return
         self._complete.add((tier, id))
         if self._shared[tier]:
@@ -435,6 +438,7 @@ class Commits(Alone):
             marks=self._flusher.marks_of(entry),
             name_latest=self._flusher.is_newest(tier, entry),
             tables=tables,
+            repairs=tier in entry.damage,
         )
         self._committing.begin(task)
 
@@ -445,14 +449,16 @@ class Commits(Alone):
         """Take what became of a commit."""
         task = outcome.task
         assert isinstance(task, CommitCopy)
-        wanted = self._committing.is_wanted(task) and not self._has_ended(task.tier, task.id)
+        wanted = self._committing.is_wanted(task) and not self.has_ended(task.tier, task.id)
         if wanted and getattr(outcome.error, "retryable", False):
             assert outcome.error is not None
             self._committing.again(task, outcome.error, now_s)
             return
         self._committing.ended(task.tier, task.id)
-        if not wanted:
+        if not wanted and not task.repairs:
             self._take_back(task.tier, task.id, "it was given up meanwhile, by all")
+        elif not wanted:
+            logger.warning("%s: the repair of %s was given up meanwhile", task.tier, task.id)
         elif outcome.error is None:
             size = outcome.value.stored_bytes
             if self._shared[task.tier]:
@@ -491,7 +497,7 @@ class Commits(Alone):
         return min((when for when in waits if when > now_s), default=None)
 
     def _all_committed(self, id: CheckpointId, tier: str, sizes: Mapping[str, int]) -> None:
-        if not self._has_ended(tier, id):
+        if not self.has_ended(tier, id):
             self._council.announce(_topic("there", id, tier), sizes)
 
     def _there(self, entry: Entry, tier: str, sizes: Mapping[str, int]) -> None:
@@ -553,6 +559,8 @@ class Commits(Alone):
         if brought is None:
             return
         entry.set_state(tier, CopyState.ABSENT)
+        if tier in entry.damage:
+            return  # the copy was there before, and what is good of it stays
         if not complete:
             if brought:
                 self._dropper.collect(tier, entry.id, reason, shard=_own_shard(entry))
@@ -577,8 +585,7 @@ class Commits(Alone):
             return  # it said so, and is at it
         reason, tombstoned, latest = body
         if self._shared[tier] or not self._topology.is_leader:
-            entry.set_state(tier, CopyState.ABSENT)
-            entry.damage.pop(tier, None)
+            entry.note_gone(tier)
             self._ledger.forget_if_gone(entry)
             return
         self._dropper.leave(

@@ -27,6 +27,7 @@ from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.admission import Admissions
 from tierfall.core.scheduler.commits import Commits
+from tierfall.core.scheduler.damages import Damages
 from tierfall.core.scheduler.draining import Draining
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.finding import Finder
@@ -194,11 +195,24 @@ class Coordinator:
             bytes_per_s=verify_bytes_per_s,
             waits=lambda: self.dropper.paused or self.draining.active,
             changed=lambda tier: self.dropper.survey_all(),
+            is_damaged=lambda tier, id, why: self.damages.found(tier, id, why),
         )
         self.dropper.verifies = self.verifier.verify
         self.finder = Finder(
             ledger=ledger, council=council, found=self._has_found, dispatch=self._dispatch
         )
+        self.damages = Damages(
+            ledger=ledger,
+            tiers=self.lanes,
+            wants_repair=policies.wants_repair,
+            has_lost=self.dropper.survey,
+            may_write=lambda: self.fenced is None and not self._tending,
+            council=council,
+            commits=self.commits,
+        )
+        for lane in self.lanes.values():
+            lane.found_damage = self.damages.found
+        self._flusher.has_committed = self._has_committed
         self.dropper.delete = self._orders.finish_deletion
         self.dropper.was_deleted = self._orders.was_deleted
         self.pacing.hurries = lambda: self._admissions.is_short() or self.draining.hurries
@@ -221,11 +235,17 @@ class Coordinator:
         reading, and gives room where a save finds none."""
 
         def committed(tier: str, entry: Entry) -> None:
+            self._has_committed(tier, entry)
             if not self.dropper.paused:
                 inheritance.committed(tier, entry)
 
         self._flusher.has_committed = committed
         self._admissions.last_resort = inheritance.make_room
+
+    def _has_committed(self, tier: str, entry: Entry) -> None:
+        """A copy is there from which a damaged one on another tier may be written anew."""
+        if entry.repairable:
+            self.damages.plan_repairs(entry)
 
     def _join(self, council: Council, shared: Mapping[str, bool]) -> None:
         """Decide together with the other ranks from now on: each part that decided alone asks them."""
@@ -331,6 +351,7 @@ class Coordinator:
     def start(self) -> None:
         """Work out, from what was found at open, which copies are owed and what is to be collected."""
         self._note_owed()
+        self.damages.plan_repairs()
         self._finish_deletions()
         self.dropper.survey_all()
 
@@ -460,6 +481,8 @@ class Coordinator:
             self._orders.hear(news)
         elif self.verifier.is_about(news):
             self.verifier.hear(news)
+        elif self.damages.is_about(news):
+            self.damages.hear(news)
         elif self.finder.is_about(news):
             self.finder.hear(news)
         elif self._marks is not None and self._marks.is_about(news):

@@ -7,7 +7,7 @@ the deletions third. Nothing here does I/O; it says what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
-from tierfall.core.view import Decision, Verdict, View
+from tierfall.core.view import CheckpointView, CopyView, Decision, Verdict, View
 
 logger = logging.getLogger("tierfall")
 
@@ -163,9 +163,7 @@ class Dropper:
             return
         for tier in sorted(self._due - self._surveying):
             self._due.discard(tier)
-            ids = tuple(
-                e.id for e in self._ledger.ordered() if e.state(tier) is CopyState.COMMITTED
-            )
+            ids = tuple(e.id for e in self._ledger.ordered() if _has_record(e, tier))
             if ids:
                 self._surveying.add(tier)
                 self.read_marks(ReadMarks(tier=tier, ids=ids))
@@ -211,7 +209,7 @@ class Dropper:
     def _learn(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
             entry = self._ledger.entries.get(id)
-            if entry is not None and entry.state(tier) is CopyState.COMMITTED:
+            if entry is not None and _has_record(entry, tier):
                 entry.marks[tier] = marks
                 if entry.tombstoned and self.alone:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
@@ -228,12 +226,33 @@ class Dropper:
         return planned
 
     def _drops(self, view: View, tier: str) -> list[Decision]:
+        decisions = (*self._plan_retention(view, tier), *self._plan_damaged(view, tier))
         return [
             decision
-            for decision in self._plan_retention(view, tier)
+            for decision in decisions
             if decision.verdict is Verdict.DROP
             and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
         ]
+
+    def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
+        """Decide on damaged copies that are not written anew: each goes where a whole one in its place would go. Good
+        copies are decided on without them."""
+        left = {
+            e.id: e.bytes.get(tier, 0)
+            for e in self._ledger.entries.values()
+            if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
+        }
+        if not left:
+            return
+
+        def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
+            if checkpoint.id not in left:
+                return checkpoint
+            copy = CopyView(state=CopyState.COMMITTED, bytes=left[checkpoint.id])
+            return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
+
+        whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
+        yield from (d for d in self._plan_retention(whole, tier) if d.checkpoint in left)
 
     def _say_what_is_missing(self, view: View) -> None:
         """A rule that goes by a metric which no save gives is said once."""
@@ -273,7 +292,7 @@ class Dropper:
         entry = self._ledger.entries.get(task.id)
         if entry is None:
             return
-        entry.set_state(task.tier, CopyState.COMMITTED)
+        entry.note_kept(task.tier)
         if self._cancelled:
             return
         if outcome.error is not None:
@@ -366,8 +385,7 @@ class Dropper:
             self._stays(entry, task, outcome.value)
             return False
         self.notes.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
-        entry.set_state(task.tier, CopyState.ABSENT)
-        entry.damage.pop(task.tier, None)
+        entry.note_gone(task.tier)
         self.dropped += 1
         if tells:
             self.has_dropped(task)
@@ -377,11 +395,11 @@ class Dropper:
     def _stays(self, entry: Entry, task: DropCopy, marks: frozenset[str]) -> None:
         logger.info("%s: %s stays after all: it was marked", task.tier, entry.id)
         if self.is_split(task.tier):  # other nodes' parts are gone, or may be
-            entry.set_state(task.tier, CopyState.ABSENT)
+            entry.note_gone(task.tier)
             self._ledger.partial.add((task.tier, entry.id))
             self._ledger.forget_if_gone(entry)
         elif entry.state(task.tier) is CopyState.LEAVING:
-            entry.set_state(task.tier, CopyState.COMMITTED)
+            entry.note_kept(task.tier)
             entry.marks[task.tier] = marks
             self.survey(task.tier)
 
@@ -398,3 +416,9 @@ class Dropper:
             ),
             default=None,
         )
+
+
+def _has_record(entry: Entry, tier: str) -> bool:
+    """Say whether a commit record of it is on a tier, of a good copy or of a damaged one."""
+    state = entry.state(tier)
+    return state is CopyState.COMMITTED or (state is CopyState.ABSENT and tier in entry.damage)

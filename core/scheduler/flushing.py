@@ -12,7 +12,14 @@ from functools import partial
 from typing import Protocol
 
 from tierfall.core import names
-from tierfall.core.errors import CapacityError, FencedError, FlushError, StorageFullError
+from tierfall.core.errors import (
+    CapacityError,
+    FencedError,
+    FlushError,
+    IntegrityError,
+    NotSupportedError,
+    StorageFullError,
+)
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.draining import GaveWayError
 from tierfall.core.scheduler.dropping import Dropper
@@ -29,6 +36,8 @@ from tierfall.core.view import Decision, Eviction, View
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
 DURABLE_REMEMBERED = 1024
+_NO_REPAIR = (FlushError, IntegrityError, NotSupportedError, StorageFullError)
+"""What ends the repair of a damaged copy at once: it has no source or no room, or it is not ours to replace."""
 
 
 class PlanEviction(Protocol):
@@ -143,11 +152,13 @@ class Flusher:
         """Admit a copy to a tier before it begins: drop what may go, and wait while it goes."""
         if self._dropper.paused or self._dropper.busy(lane.tier):
             return False
-        if not self.others.decides and not lane.full:
+        if not self.others.decides and (not lane.full or lane.tier in entry.damage):
             return True  # rank 0 has made it
         rules = next(r for r in self._ledger.rules if r.name == lane.tier)
         capacity = rules.capacity_bytes
         need, free = self._need_and_free(lane, entry, capacity)
+        if lane.tier in entry.damage:
+            return self._has_room_for_repair(lane, entry, need=need, free=free)
         if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return True
         held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
@@ -155,6 +166,19 @@ class Flusher:
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
         return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
+
+    def _has_room_for_repair(self, lane: Lane, entry: Entry, *, need: int, free: int) -> bool:
+        """Say whether a damaged copy can be written anew in the room that it takes and that is free: no good copy goes
+        for its sake. Where it cannot, it stays as it is."""
+        free += entry.bytes.get(lane.tier, 0)  # it is written over
+        if free >= need:
+            return True
+        error = CapacityError(
+            f"repair of {entry.id} on {lane.tier}: it needs {format_size(need)}, there is room for "
+            f"{format_size(max(free, 0))}, and no other copy is dropped for it"
+        )
+        self.give_up_for_all(entry, lane.tier, error)
+        return False
 
     def _go_by(
         self, plan: Eviction, lane: Lane, entry: Entry, *, need: int, free: int, now_s: float
@@ -286,8 +310,12 @@ class Flusher:
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint is committed on a tier, where it takes ``stored_bytes``."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
+        marks = (
+            entry.marks.get(lane.tier, frozenset()) if lane.tier in entry.damage else frozenset()
+        )
+        entry.forget_damage(lane.tier)
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
-        entry.marks[lane.tier] = frozenset(mark.name for mark in self.marks_of(entry))
+        entry.marks[lane.tier] = marks.union(mark.name for mark in self.marks_of(entry))
         entry.verified.add(lane.tier)
         if entry.handle is not None:
             self._ledger.knows_what_is_good()
@@ -313,7 +341,8 @@ class Flusher:
         assert error is not None
         self.notes.flush_failed(lane.tier, entry.id, error)
         entry.set_state(lane.tier, CopyState.ABSENT)
-        if transfer.published:
+        repairs = lane.tier in entry.damage  # what is there stays, and is known
+        if transfer.published and not repairs:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
             entry.in_doubt.add(lane.tier)
         if isinstance(error, FencedError):
@@ -327,6 +356,9 @@ class Flusher:
         if isinstance(error, GaveWayError):
             logger.info("%s", error)
             return
+        if repairs and isinstance(error, _NO_REPAIR):
+            self.give_up_for_all(entry, lane.tier, error)
+            return
         if isinstance(error, StorageFullError):
             lane.full = True
             logger.warning("flush of %s to %s: no space: %s", entry.id, lane.tier, error)
@@ -339,6 +371,9 @@ class Flusher:
             entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
         )  # fmt: skip
         lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
+        if repairs and lasting:
+            self.give_up_for_all(entry, lane.tier, error)
+            return
         if lasting or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
@@ -399,6 +434,10 @@ class Flusher:
 
     def give_up_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
         entry.owed.discard(tier)
+        if tier in entry.damage:
+            logger.warning("%s: %s stays damaged: %s", tier, entry.id, error)
+            self.stop_copy(entry, tier, error)
+            return
         self.counters.given_up_copies += 1
         self.notes.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)

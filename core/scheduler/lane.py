@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierfall.core.contracts import part_bytes
-from tierfall.core.errors import FlushError
+from tierfall.core.errors import FlushError, IntegrityError
 from tierfall.core.records import Commit, Manifest, Mark
 from tierfall.core.scheduler.ledger import Entry
 from tierfall.core.scheduler.sources import Sources
@@ -82,6 +82,7 @@ class Lane:
         self.spare_memory = False
         self.land_only = False
         self.stalled: BaseException | None = None
+        self.found_damage: Callable[[str, CheckpointId, str], None] = _nobody_minds
         self.edge_bytes: dict[str, int] = {}
 
     # Driving ---------------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ class Lane:
                 pieces=entry.pieces,
                 leftover=leftover,
                 source=source if needs_reading else None,
+                repairs=self.tier in entry.damage,
             )
         )
 
@@ -243,6 +245,8 @@ class Lane:
         if source is None or getattr(error, "retryable", False):
             return False
         self._sources.strike(transfer.entry.id, source.tier)
+        if isinstance(error, IntegrityError) and source.region is None:
+            self.found_damage(source.tier, transfer.entry.id, str(error))
         return self._source(transfer.entry) is not None
 
     # Dispatching -----------------------------------------------------------------------------------
@@ -353,6 +357,7 @@ class Lane:
                 marks=tuple(marks),
                 name_latest=name_latest,
                 land_only=self.land_only,
+                repairs=self.tier in entry.damage,
             )
         )
 
@@ -410,6 +415,10 @@ class Lane:
         self.failing_since_s = None
         self.not_before_s = 0.0
         self.full = False
+
+
+def _nobody_minds(tier: str, id: CheckpointId, why: str) -> None:
+    """Nobody asked to hear what a source gave wrong."""
 
 
 def _wait_s(failures: int) -> float:

@@ -26,9 +26,10 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 class Entry:
     """One checkpoint; its commit record is the plain one, however tiers pack the image.
 
-    ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier why
-    the copy there cannot be used: such a copy has no state, and protects nothing. ``verified`` names the tiers whose
-    copy this run has written, or has held against its digests whole. ``in_doubt`` names tiers
+    ``final_chunks`` counts the leading chunks of its image in memory that will not change; ``damage`` says per tier
+    what is wrong with the copy there: such a copy has no state, and protects nothing. It takes room and bears marks;
+    those ``repairable`` are this checkpoint's own, and are written anew from a good copy. ``verified`` names the tiers
+    whose copy this run has written, or has held against its digests whole. ``in_doubt`` names tiers
     where a try to commit it ended without an answer. ``awaits_others``: this rank's image is sealed in memory, others'
     may not be; ``landed`` names tiers that have it, and not all others' yet; ``lost`` says that it was given up while
     its capture was under way; ``share`` is as its snapshot has it. ``parts``: other ranks than those of now saved it,
@@ -58,6 +59,7 @@ class Entry:
     bytes: dict[str, int] = field(default_factory=dict)
     damage: dict[str, str] = field(default_factory=dict)
     verified: set[str] = field(default_factory=set)
+    repairable: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
     owed: set[str] = field(default_factory=set)
     landed: set[str] = field(default_factory=set)
@@ -138,13 +140,36 @@ class Entry:
     def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
         if state is CopyState.ABSENT:
             self.states.pop(tier, None)
-            self.bytes.pop(tier, None)
-            self.marks.pop(tier, None)
+            self.states.pop(tier, None)
             self.verified.discard(tier)
+            if tier not in self.damage:
+                self.bytes.pop(tier, None)
+                self.marks.pop(tier, None)
             return
         self.states[tier] = state
         if bytes is not None:
             self.bytes[tier] = bytes
+
+    def note_damage(self, tier: str, why: str, *, repairable: bool) -> None:
+        """The copy on a tier counts for nothing from now on."""
+        self.damage[tier] = why
+        if repairable:
+            self.repairable.add(tier)
+        self.set_state(tier, CopyState.ABSENT)
+
+    def forget_damage(self, tier: str) -> None:
+        """What was damaged on a tier was written anew, or has gone."""
+        self.damage.pop(tier, None)
+        self.repairable.discard(tier)
+
+    def note_gone(self, tier: str) -> None:
+        """Nothing of it is on a tier any more."""
+        self.forget_damage(tier)
+        self.set_state(tier, CopyState.ABSENT)
+
+    def note_kept(self, tier: str) -> None:
+        """What was to leave a tier stays there: a good copy, or what is left of a damaged one."""
+        self.set_state(tier, CopyState.ABSENT if tier in self.damage else CopyState.COMMITTED)
 
     def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
         """These tiers are not owed a copy any more; whoever waits for one is told."""
@@ -207,8 +232,8 @@ class Ledger:
             entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)
             for tier, copy in checkpoint.copies.items():
                 if copy.damage is not None:
-                    entry.damage[tier] = str(copy.damage)
                     entry.bytes[tier] = copy.bytes
+                    entry.note_damage(tier, str(copy.damage), repairable=copy.repairable)
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
                 entry.marks[tier] = copy.marks
@@ -240,7 +265,7 @@ class Ledger:
 
     def _has(self, tier: str, id: CheckpointId) -> bool:
         entry = self.entries.get(id)
-        return entry is not None and tier in entry.states
+        return entry is not None and (tier in entry.states or tier in entry.damage)
 
     def go_on_from(self, checkpoint: CheckpointId | None, *, attempt: int) -> None:
         """Note what was restored, and as which attempt the line goes on."""
@@ -340,12 +365,6 @@ class Ledger:
             if entry.state(tier) is CopyState.COMMITTED and tier not in entry.verified
             if entry.id not in left and not entry.tombstoned
         ]
-
-    def is_damaged(self, entry: Entry, tier: str, why: str) -> None:
-        """A copy that counted as good is damaged: it protects nothing from now on."""
-        size, marks = entry.bytes.get(tier, 0), entry.marks.get(tier, frozenset())
-        entry.set_state(tier, CopyState.ABSENT)
-        entry.damage[tier], entry.bytes[tier], entry.marks[tier] = why, size, marks
 
     def used_bytes(self, tier: str) -> int:
         """Bytes that a tier holds of this run, half-done copies included."""

@@ -27,7 +27,7 @@ from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.ledger import Entry
 from tierfall.core.scheduler.orders import DELETED, Orders
 from tierfall.core.scheduler.tasks import DropCopy, Order, Outcome, PersonsOrder, ReadMarks, Task
-from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -132,8 +132,7 @@ class OrdersTogether(Orders):
             super()._let_go(tier, id)
         elif self._dropper.is_split(tier):  # else rank 0 says so once it is gone
             entry = self._ledger.entries[id]
-            entry.set_state(tier, CopyState.ABSENT)
-            entry.damage.pop(tier, None)
+            entry.note_gone(tier)
 
     def _try_later(self, id: CheckpointId, now_s: float) -> None:
         if self._conducts:

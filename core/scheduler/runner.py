@@ -16,7 +16,7 @@ from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing
 from tierfall.core.documents import Spliced
-from tierfall.core.errors import BackendError, IntegrityError, TierfallError
+from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.pace import waited_s
 from tierfall.core.packing.files import files_of, with_packed
 from tierfall.core.packing.frames import frame_bytes_max
@@ -76,7 +76,14 @@ class Store(ReadableStore, Protocol):
 
     def write_index(self, checkpoint: CheckpointId, data: bytes) -> None: ...
 
-    def commit(self, commit: Commit, *, attempt: Attempt, marks: tuple[Mark, ...] = ()) -> None: ...
+    def commit(
+        self,
+        commit: Commit,
+        *,
+        attempt: Attempt,
+        marks: tuple[Mark, ...] = (),
+        repairs: bool = False,
+    ) -> None: ...
 
     def name_latest(self, checkpoint: CheckpointId) -> None: ...
 
@@ -193,7 +200,9 @@ class TaskRunner:
         The fence comes first: what another process writes into a folder of that name must not be touched.
         """
         store.check_fence(self._attempt())
-        if store.holds(task.id):
+        if task.repairs:
+            _check_same(task, store)
+        elif store.holds(task.id):
             commit = store.read_commit(task.id)
             if commit.line.attempt_id != task.attempt_id:
                 raise IntegrityError(
@@ -251,8 +260,18 @@ class TaskRunner:
                 # from the medium itself: what a cache says of a copy must not count against it
                 view = image.read(task.manifest, index, buffer[start - task.start :], again=True)
                 self._check(task, index, view)
+        except KeyNotFoundError as error:
+            raise _SourceError from self._missing(task, error)
         except TierfallError as error:
             raise _SourceError from error
+
+    def _missing(self, task: CopyRun, error: KeyNotFoundError) -> TierfallError:
+        """Return what it means that a file of a source is not there: damage where its commit record still is."""
+        try:
+            there = self._stores[task.source.tier].holds(task.id)
+        except TierfallError as failure:
+            return failure
+        return IntegrityError(f"{error}, and its commit record is there") if there else error
 
     def _image(self, task: CopyRun, manifest: Manifest) -> Image:
         """Return the image to read from: how it is packed is read once for a copy."""
@@ -297,9 +316,9 @@ class TaskRunner:
             commit = with_packed(task.commit, task.shard, files)
             store.write_manifest(task.id, task.shard, task.manifest.encode())
             if not task.land_only:
-                store.commit(commit, attempt=self._attempt(), marks=task.marks)
+                self._write_commit(commit, task, store)
         except BaseException as error:
-            if not getattr(error, "retryable", False):
+            if not (task.repairs or getattr(error, "retryable", False)):
                 self._take_back(task, store)
             raise  # else all that is there serves the next try
         self._forget(task.tier)
@@ -310,11 +329,15 @@ class TaskRunner:
 
     def _commit(self, task: CommitCopy, store: Store) -> Commit:
         commit = task.commit
-        if task.tables and not store.holds(task.id):  # an index that is named stays as it is
+        if task.tables and (task.repairs or not store.holds(task.id)):
+            # an index that is named stays as it is
             commit = self._indexer.leave(store, commit, task.tables)
-        store.commit(commit, attempt=self._attempt(), marks=task.marks)
+        self._write_commit(commit, task, store)
         self._name_latest(task, store)
         return commit
+
+    def _write_commit(self, commit: Commit, task: FinishCopy | CommitCopy, store: Store) -> None:
+        store.commit(commit, attempt=self._attempt(), marks=task.marks, repairs=task.repairs)
 
     def _name_latest(self, task: FinishCopy | CommitCopy, store: Store) -> None:
         if not task.name_latest:
@@ -348,6 +371,28 @@ def _open_check(task: OpenCheck, store: Store) -> tuple[tuple[Image, Manifest], 
         manifest = checked_manifest(image, commit, shard)
         opened.append((unpacked(image, commit, manifest), manifest))
     return tuple(opened)
+
+
+def _check_same(task: OpenShard, store: Store) -> None:
+    """Raise IntegrityError where what is committed there is another checkpoint: by its commit record, or, where that
+    cannot be read, by a manifest that can."""
+    refused = IntegrityError(
+        f"repair of {task.id} on {task.tier}: another checkpoint of that name lies there; it is left as it is"
+    )
+    try:
+        if store.read_commit(task.id).line.attempt_id != task.attempt_id:
+            raise refused
+        return
+    except (IntegrityError, KeyNotFoundError) as error:
+        if error is refused:
+            raise
+    try:
+        data = store.read_manifest(task.id, task.shard)
+        line = read_manifest(data, what=f"manifest of {task.id} on {task.tier}").line
+    except (IntegrityError, KeyNotFoundError):
+        return
+    if line.attempt_id != task.attempt_id or line.checkpoint != task.id:
+        raise refused
 
 
 def _change_mark(task: ChangeMark, store: Store) -> None:

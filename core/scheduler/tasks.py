@@ -50,7 +50,8 @@ class OpenShard:
     """Begin the image of a copy on ``tier``; a manifest that is not known yet is read from ``source``. ``attempt_id``
     tells whether what is committed there already is this very checkpoint: its commit record is the outcome's value
     then, else the writer, and the manifest if it was read. ``leftover``: an earlier try left something in its folder,
-    perhaps packed otherwise, which goes first."""
+    perhaps packed otherwise, which goes first. ``repairs``: the copy that is committed there is damaged, and is to be
+    written anew, unless it is another checkpoint's."""
 
     tier: str
     id: CheckpointId
@@ -60,6 +61,7 @@ class OpenShard:
     pieces: Spliced | None
     source: Source | None
     leftover: bool = False
+    repairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,8 @@ class CopyRun:
 class FinishCopy:
     """Publish the image, write the manifest, and commit, unless a newer attempt exists. The outcome's value is the
     commit record as it stands on the tier. ``land_only``: the commit is left to whoever knows that all ranks' images
-    are there, and the value is what this rank's came to be (``Landed``)."""
+    are there, and the value is what this rank's came to be (``Landed``). ``repairs``: it takes the place of a damaged
+    copy."""
 
     tier: str
     id: CheckpointId
@@ -98,6 +101,7 @@ class FinishCopy:
     marks: tuple[Mark, ...]
     name_latest: bool
     land_only: bool = False
+    repairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +115,7 @@ class Landed:
 class CommitCopy:
     """Commit what all ranks have brought, unless a newer attempt exists. The outcome's value is the commit record as it
     stands on the tier. ``tables``: the digests of all ranks' tables of tensors, of which an index is left beside it;
-    none where the tier has the images of some ranks alone."""
+    none where the tier has the images of some ranks alone. ``repairs`` is as in ``FinishCopy``."""
 
     tier: str
     id: CheckpointId
@@ -119,6 +123,7 @@ class CommitCopy:
     marks: tuple[Mark, ...]
     name_latest: bool
     tables: tuple[str, ...] = ()
+    repairs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

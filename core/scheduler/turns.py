@@ -49,8 +49,8 @@ class Turns:
             )
         elif self.draining is not None and self.draining.active:
             yield from self.draining.turns(tier, waiting)
-        elif tier in self._in_order or not waiting:
-            yield from waiting
+        elif tier in self._in_order or not waiting:  # what is not there yet comes before repairs
+            yield from sorted(waiting, key=lambda entry: tier in entry.damage)
         else:
             yield from self._planned(tier, {entry.id: entry for entry in waiting})
 

@@ -43,8 +43,8 @@ class _Check:
 
 class Verifier:
     """See the module. ``waits`` says that nothing is to be read at present; ``changed`` is told of each tier of which
-    more is known now. ``bytes_per_s`` bounds what is read of a tier by this rank (None: nothing does), unless room
-    waits for it."""
+    more is known now, ``is_damaged`` of each copy that is not what was written. ``bytes_per_s`` bounds what is read of
+    a tier by this rank (None: nothing does), unless room waits for it."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Verifier:
         bytes_per_s: float | None,
         waits: Callable[[], bool],
         changed: Callable[[str], None],
+        is_damaged: Callable[[str, CheckpointId, str], None],
     ) -> None:
         self._ledger = ledger
         self._council = council
@@ -64,6 +65,7 @@ class Verifier:
         self._bytes_per_s = bytes_per_s
         self._waits = waits
         self._changed = changed
+        self._is_damaged = is_damaged
         self._decides = council is None or council.topology.is_root
         self._asked: dict[str, tuple[CheckpointId, bool]] = {}
         self._checks: dict[str, _Check] = {}
@@ -228,8 +230,8 @@ class Verifier:
         if text is None:
             self._is_good(id, tier)
         elif damage:
-            logger.error("%s: the copy of %s is damaged: %s", tier, id, text)
-            self._ledger.is_damaged(entry, tier, str(text))
+            if self._decides:
+                self._is_damaged(tier, id, str(text))
         else:
             logger.warning("%s: %s could not be verified, it is tried again: %s", tier, id, text)
             self._later[tier, id] = self._ledger.now_s + RETRY_S

@@ -465,10 +465,13 @@ def test_a_damaged_chunk_is_read_from_the_next_tier(make_config: Make, tmp_path:
         save(1)
         ckpt.drain(20)
     (image,) = (tmp_path / "disk").rglob("*.safetensors")
+    (other,) = (tmp_path / "slow").rglob("*.safetensors")
     flip(image)
-    with tierfall.open(config):
+    with tierfall.open(config) as ckpt:
         check(load(1), 1)
-        (other,) = (tmp_path / "slow").rglob("*.safetensors")
+        ckpt.drain(20)
+        assert image.read_bytes() == other.read_bytes(), "it is written anew"
+        flip(image)
         flip(other)
         with pytest.raises(CheckpointException, match="IntegrityError"):
             load(1)

@@ -44,7 +44,7 @@ from tierfall.core.values import (
 )
 from tierfall.core.view import TierRules
 from tierfall.inheriting import inherited
-from tierfall.starting import Start, held_by_all
+from tierfall.starting import Start, damaged_copies, held_by_all
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -135,6 +135,10 @@ class Many:
             ),
             marks={x.tier: {c.id: c.marks for c in x.copies if c.marks} for x in together},
             deleted=frozenset(c.id for c in merge(together) if c.tombstoned and not c.pinned),
+            damaged={
+                tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
+                for tier, said in damaged_copies(together, host="host").items()
+            },
         )
         self.started_from = self._chosen(described, order)
         commit = known.get(self.started_from) if self.started_from else None

@@ -260,6 +260,90 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     assert steps(tier_on(racing)) == ["2@1"]
 
 
+@pytest.mark.parametrize(
+    ("file", "left", "problem"),
+    [
+        (f"{STEM}.safetensors", None, "it is missing"),
+        (f"{STEM}.safetensors", b"image" * 99, "it has 495 bytes, the commit record says 500"),
+        (f"{STEM}.safetensors", b"", "it has 0 bytes, the commit record says 500"),
+        (f"{STEM}.json", None, "it is missing"),
+        (f"{STEM}.json", b"mani", "it has 4 bytes, the commit record says 8"),
+    ],
+)
+def test_what_lacks_a_file_that_its_commit_record_names_is_damage(
+    file: str, left: bytes | None, problem: str, tier: StoredTier, disk: MemoryBackend
+) -> None:
+    """A purge takes images and leaves the small files. What the record says is known all the same."""
+    commit(tier, 1)
+    commit(tier, 2)
+    key = f"step-00000001-a0001/{file}"
+    if left is None:
+        disk.delete(f"run/{key}")
+    else:
+        put(disk, key, left)
+    bad, good = tier.list().copies
+    assert good.damage is None
+    assert isinstance(bad.damage, IntegrityError)
+    assert f"nvme: run/{key}: {problem}" in str(bad.damage)
+    assert bad.commit == commit_of(1)
+
+
+def test_what_lacks_several_files_says_how_many(tier: StoredTier, disk: MemoryBackend) -> None:
+    commit(tier, 1)
+    for file in (f"{STEM}.safetensors", f"{STEM}.json"):
+        disk.delete(f"run/step-00000001-a0001/{file}")
+    (bad,) = tier.list().copies
+    assert "1 more of its files are not whole" in str(bad.damage)
+
+
+def test_a_listing_asks_for_no_file_by_itself(tier: StoredTier, disk: MemoryBackend) -> None:
+    """Names and sizes come with the scan; what is not whole costs one more of them, not one request each."""
+    for step in range(1, 9):
+        commit(tier, step)
+    asked: list[str] = []
+
+    class Counting(Wrapper):
+        def stat(self, key: str) -> object:  # type: ignore[override]
+            asked.append(key.rpartition("/")[2])
+            return super().stat(key)
+
+        def scan(self, prefix: str) -> object:  # type: ignore[override]
+            asked.append("scan")
+            return super().scan(prefix)
+
+    counting = tier_on(Counting(disk))
+    assert all(copy.damage is None for copy in counting.list().copies)
+    assert asked.count("scan") == 1
+    assert set(asked) <= {"scan", "commit.json"}
+    for step in range(1, 9):
+        disk.delete(f"run/step-{step:08d}-a0001/{STEM}.safetensors")
+    asked.clear()
+    assert all(copy.damage is not None for copy in counting.list().copies)
+    assert asked.count("scan") == 2
+    assert set(asked) <= {"scan", "commit.json"}
+
+
+def test_what_is_committed_while_it_is_listed_is_whole(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    """A folder that grows while it is read may show the commit record, and not the image that came before."""
+    commit(tier, 1)
+
+    class Growing(MemoryBackend):
+        scans = 0
+
+        def scan(self, prefix: str) -> Iterable[object]:  # type: ignore[override]
+            self.scans += 1
+            for stored in super().scan(prefix):
+                if self.scans > 1 or not stored.key.endswith(".safetensors"):
+                    yield stored
+
+    growing = Growing("disk")
+    growing._objects = disk._objects
+    (copy,) = tier_on(growing).list().copies
+    assert copy.damage is None
+
+
 def test_a_checkpoint_of_another_name_or_run_is_damage(
     tier: StoredTier, disk: MemoryBackend
 ) -> None:

@@ -106,7 +106,10 @@ class Facts:
         for decision in plan_retention(self.view, tier):
             if decision.checkpoint == id:
                 return decision
-        reason = "its commit record is damaged: no rule counts or drops it, 'tierfall rm' does"
+        reason = (
+            "it is damaged and counts for nothing: a trainer writes it anew where another copy is good, or lets it go "
+            "where the rules would; so does 'tierfall verify --repair', or 'tierfall rm'"
+        )
         return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
 
     def _in_memory(self, tier: str, id: CheckpointId) -> Decision:

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,11 +38,13 @@ _BUFFER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """The tiers of one run, as they can be read: what they hold, fastest first, and how their images are opened."""
+    """The tiers of one run, as they can be read: what they hold, fastest first, how their images are opened, and what
+    was read of them."""
 
     run: str
     listings: tuple[Listing, ...]
     open_image: OpenImage
+    tally: Tally = field(default_factory=Tally)
 
     def checkpoints(self) -> dict[CheckpointId, KnownCheckpoint]:
         return {known.id: known for known in merge(self.listings) if not known.tombstoned}
@@ -103,7 +105,8 @@ def _tiers_of_session(saves: PathSaves) -> Tiers:
         image = open_one(tier, id, shard)
         return _Settled(image) if image.in_memory else image
 
-    return Tiers(run=session.run, listings=listings, open_image=open_image)
+    tally = session.tally()
+    return Tiers(run=session.run, listings=listings, open_image=open_image, tally=tally)
 
 
 class _Settled:
@@ -147,7 +150,7 @@ class Files:
             raise IntegrityError(f"every commit record of {checkpoint.id} is damaged")
         self._checkpoint = checkpoint
         self._tiers = tiers
-        self._tally = Tally()
+        self._tally = tiers.tally
         self._world_size = checkpoint.commit.world_size
         self._headers: dict[int, ImageHeader] = {}
         self._images: dict[int, tuple[ChunkReader, Manifest]] = {}

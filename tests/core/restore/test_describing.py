@@ -20,6 +20,7 @@ from tierfall.core.errors import (
     UnreachableError,
 )
 from tierfall.core.records import Commit
+from tierfall.core.restore.agreeing import whole_on
 from tierfall.core.restore.describing import describe, merge_ranks
 from tierfall.core.values import CheckpointId, CopyState
 
@@ -80,6 +81,17 @@ def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
     assert str(nvme.copies[0].damage) == "rank 0: format 2"
     assert isinstance(store.error, UnreachableError)
     assert str(store.error) == "rank 0: timeout"
+
+
+def test_a_copy_that_lacks_files_on_one_node_is_damaged_for_all_and_keeps_its_record() -> None:
+    damage = IntegrityError("nvme: rank-00001: it is missing")
+    copy = only(merged(found(part(0)), found(part(1), damage=damage)))
+    assert str(copy.damage) == "rank 1: nvme: rank-00001: it is missing"
+    assert copy.commit is not None
+    assert len(copy.commit.files) == 4
+    listing = Listing(tier="nvme", copies=(copy,))
+    assert not whole_on(listing, ID)
+    assert whole_on(Listing(tier="nvme", copies=(replace(copy, damage=None),)), ID)
 
 
 def test_a_rank_speaks_only_for_the_tiers_that_are_its_own() -> None:

@@ -49,7 +49,7 @@ def open_checkpoint(ckpt: Checkpointer, request: Request, *, values_of: int | No
 
     Raises RestoreError where none is there, none can be read, or the newest is out of reach for now.
     """
-    listings, tally = ckpt._session.list_now(), Tally()
+    listings, tally = ckpt._session.list_now(), ckpt._session.tally()
     candidates = ckpt._restorer.candidates(listings, request, tally)
     ranks = ckpt._session.ranks
     tell = together(ranks, timeout_s=ckpt._restorer.slower_s) if ranks.many else None

@@ -1,0 +1,430 @@
+"""Damaged copies: they count for nothing, are written anew from a good one, and cost no other copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
+from tests.simulation.rank import Troubled
+from tests.simulation.world import IMAGE, World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Operation
+from tierfall.backends.memory import MemoryBackend
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import BackendError, StorageFullError
+from tierfall.core.records import read_manifest
+from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, PersonsOrder, Task
+from tierfall.core.values import CheckpointId, Codec, CopyState
+
+FIRST = CheckpointId(1, 1)
+STEM = "rank-00000-of-00001"
+CODECS = [Codec.NONE, Codec.ZSTD, Codec.PLANES]
+
+
+def saved(steps: Iterable[int], *rules: object, **members: object) -> World:
+    """A run that has saved these steps, and whose memory holds none of them any more."""
+    world = World(rules, **members)  # type: ignore[arg-type]
+    for step in steps:
+        world.save(step)
+        world.settle()
+        world.started_from = CheckpointId(step, 1)
+    world.crash()
+    world.memory.regions.clear()
+    return world
+
+
+def images(disk: MemoryBackend, step: int = 1) -> list[str]:
+    folder = f"run/step-{step:08d}-a0001/"
+    return [k for k in disk._objects if k.startswith(folder) and ".safetensors" in k]
+
+
+def purge(disk: MemoryBackend, step: int = 1) -> None:
+    for key in images(disk, step):
+        del disk._objects[key]
+
+
+def flip(disk: MemoryBackend, step: int = 1, at: int = -1, name: str = ".safetensors") -> None:
+    """Change a bit of what lies on a disk, and tell nobody."""
+    folder = f"run/step-{step:08d}-a0001/"
+    for key in [k for k in disk._objects if k.startswith(folder) and name in k]:
+        data = bytearray(disk._objects[key])
+        data[at] ^= 1
+        disk._objects[key] = memoryview(bytes(data))
+
+
+def state(world: World, tier: str, id: CheckpointId = FIRST) -> CopyState:
+    return world.coordinator.ledger.entries[id].state(tier)
+
+
+def damage(world: World, tier: str, id: CheckpointId = FIRST) -> str | None:
+    return world.coordinator.ledger.entries[id].damage.get(tier)
+
+
+def drops(world: World) -> list[DropCopy]:
+    """Gather the deletions that are asked for from now on."""
+    found: list[DropCopy] = []
+    world.sees = lambda task: found.append(task) if isinstance(task, DropCopy) else None
+    return found
+
+
+# Found at a start --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_image_that_was_purged_is_written_anew_from_another_tier(codec: Codec) -> None:
+    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"), codecs={"pfs": codec})
+    purge(world.disks["pfs"])
+    world.start()
+    assert state(world, "pfs") is CopyState.ABSENT
+    assert "it is missing" in str(damage(world, "pfs"))
+    asked = drops(world)
+    world.settle()
+    assert state(world, "pfs") is CopyState.COMMITTED
+    assert damage(world, "pfs") is None
+    assert world.steps_on("pfs") == [1, 2]
+    world.check("pfs")
+    assert not asked
+    assert not world.coordinator.busy()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_damaged_commit_record_is_written_anew(codec: Codec) -> None:
+    world = saved((1,), file_rules("nvme"), file_rules("pfs"), codecs={"pfs": codec})
+    flip(world.disks["pfs"], at=40, name="commit.json")
+    world.start()
+    assert damage(world, "pfs") is not None
+    world.settle()
+    world.check("pfs")
+
+
+def test_what_was_purged_is_no_reason_to_evict_the_good_copy() -> None:
+    world = saved((1, 2), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
+    purge(world.disks["pfs"])
+    world.stores["pfs"].create_shard = _full  # type: ignore[method-assign]
+    world.start()
+    world.settle()
+    world.stores["pfs"].__dict__.pop("create_shard")
+    world.save(3)
+    world.settle()
+    assert world.steps_on("nvme") == [1, 3], "step 1 is good nowhere else; step 2 is"
+
+
+def _full(*args: object) -> None:
+    raise StorageFullError("no space")
+
+
+def test_only_damaged_copies_are_left_as_they_are_and_can_still_be_read_in_part() -> None:
+    world = saved((1,), file_rules("nvme"), file_rules("pfs"))
+    for disk in world.disks.values():
+        purge(disk)
+    before = {name: dict(disk._objects) for name, disk in world.disks.items()}
+    world.start()
+    world.settle()
+    assert not world.coordinator.busy()
+    for name, disk in world.disks.items():
+        assert before[name].items() <= disk._objects.items()
+        assert damage(world, name)
+
+
+# Found by readers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_reader_finds_damaged_counts_for_nothing_and_is_written_anew(codec: Codec) -> None:
+    world = saved((1, 2), file_rules("nvme"), file_rules("pfs"), codecs={"nvme": codec})
+    world.start()
+    world.settle()
+    flip(world.disks["nvme"], at=200)
+    world.coordinator.damages.found("nvme", FIRST, "chunk 0 does not match its digest")
+    assert state(world, "nvme") is CopyState.ABSENT
+    assert damage(world, "nvme") == "chunk 0 does not match its digest"
+    view = world.coordinator.ledger.view()
+    assert "nvme" not in next(c for c in view.checkpoints if c.id == FIRST).copies
+    world.settle()
+    assert damage(world, "nvme") is None
+    world.check("nvme")
+
+
+def test_what_a_flush_reads_damaged_is_written_anew_from_the_next_tier() -> None:
+    """A tier that was away gets an older step; the fastest source turns out to be damaged."""
+    world = saved((1,), file_rules("nvme"), file_rules("disk"), file_rules("pfs"))
+    flip(world.disks["nvme"], at=200)
+    world.disks["pfs"]._objects.clear()
+    world.start()
+    world.settle()
+    for tier in ("nvme", "disk", "pfs"):
+        assert state(world, tier) is CopyState.COMMITTED
+        world.check(tier)
+
+
+def test_a_source_whose_image_was_purged_is_damage_too() -> None:
+    world = saved((1,), file_rules("nvme"), file_rules("disk"), file_rules("pfs"))
+    world.disks["pfs"]._objects.clear()
+    world.start()
+    purge(world.disks["nvme"])
+    world.settle()
+    for tier in ("nvme", "disk", "pfs"):
+        assert state(world, tier) is CopyState.COMMITTED
+        world.check(tier)
+
+
+def test_a_copy_that_is_repaired_later_when_another_tier_has_it() -> None:
+    world = World([file_rules("nvme"), file_rules("pfs")])
+    world.save(1)
+    while state(world, "nvme") is not CopyState.COMMITTED:
+        assert world.run_one()
+    flip(world.disks["nvme"], at=200)
+    world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.settle()
+    world.check("nvme")
+    assert damage(world, "nvme") is None
+
+
+def test_damage_that_is_reported_twice_is_repaired_once_and_a_copy_that_left_is_none() -> None:
+    world = saved((1, 2, 3), file_rules("nvme"), file_rules("pfs", retain_last=1))
+    world.start()
+    world.settle()
+    for _ in range(2):
+        world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.coordinator.damages.found("pfs", FIRST, "retention took it")
+    world.coordinator.damages.found("pfs", CheckpointId(9, 9), "nobody knows it")
+    assert damage(world, "pfs") is None
+    assert len(world.coordinator.ledger.entries) == 3
+
+
+# What a repair does not do -----------------------------------------------------------------------
+
+
+def test_a_repair_evicts_nothing() -> None:
+    """A purged image gives its room to newer ones: none of them goes for it."""
+    world = saved((1,), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
+    purge(world.disks["nvme"])
+    world.start()
+    world.coordinator.damages._tried.add(("nvme", FIRST))  # until the room is taken
+    world.coordinator.ledger.entries[FIRST].owed.clear()
+    for step in (2, 3):
+        world.save(step)
+        world.settle()
+    world.coordinator.damages._tried.clear()
+    asked = drops(world)
+    world.coordinator.damages.plan_repairs()
+    world.settle()
+    assert not asked
+    assert damage(world, "nvme") is not None
+    assert not world.coordinator.errors, "it is no failure of a flush"
+    assert not world.coordinator.busy()
+
+
+def test_a_full_tier_takes_a_repair_in_the_room_of_the_damaged_copy() -> None:
+    world = saved((1, 2), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
+    world.start()
+    world.settle()
+    flip(world.disks["nvme"], at=200)
+    asked = drops(world)
+    world.coordinator.damages.found("nvme", FIRST, "does not match")
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+    world.check("nvme")
+    assert not asked
+
+
+def test_newer_copies_come_before_repairs() -> None:
+    world = saved((1,), file_rules("nvme"), file_rules("pfs"))
+    world.start()
+    world.settle()
+    finished: list[CheckpointId] = []
+
+    def note(task: Task) -> None:
+        if isinstance(task, FinishCopy) and task.tier == "pfs":
+            finished.append(task.id)
+
+    world.sees = note
+    for step in (2, 3):
+        world.save(step)
+    world.coordinator.damages.found("pfs", FIRST, "does not match")
+    world.settle()
+    assert finished == [CheckpointId(2, 2), CheckpointId(3, 2), FIRST]
+
+
+def test_another_checkpoint_of_that_name_is_never_written_over() -> None:
+    """Its commit record cannot be read; the manifest beside it says whose files these are."""
+    world = saved((1,), file_rules("nvme"), file_rules("pfs"))
+    folder = "run/step-00000001-a0001/"
+    disk = world.disks["pfs"]
+    manifest = read_manifest(bytes(disk._objects[f"{folder}{STEM}.json"]), what="it")
+    manifest = replace(manifest, line=replace(manifest.line, attempt_id="f" * 32))
+    disk._objects[f"{folder}{STEM}.json"] = memoryview(manifest.encode())
+    flip(disk, at=40, name="commit.json")
+    before = dict(disk._objects)
+    world.start()
+    world.settle()
+    left = {k: v for k, v in disk._objects.items() if k.startswith(folder)}
+    assert left == {k: v for k, v in before.items() if k.startswith(folder)}
+    assert damage(world, "pfs") is not None
+    assert not world.coordinator.busy()
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
+@pytest.mark.parametrize("operation", [Operation.CREATE, Operation.WRITE, Operation.PUBLISH])
+@pytest.mark.parametrize("error", [BackendError, StorageFullError])
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
+def test_a_repair_that_fails_leaves_the_copy_damaged_and_the_next_start_repairs_it(
+    kind: FaultKind, operation: Operation, error: type[BackendError], codec: Codec
+) -> None:
+    backends: dict[str, Troubled] = {}
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        backends[name] = Troubled(inner, seed=0, plan=[])
+        return backends[name]
+
+    world = saved((1,), file_rules("nvme"), file_rules("pfs"), wrap=wrap, codecs={"pfs": codec})
+    purge(world.disks["pfs"])
+    fault = Fault(kind=kind, operation=operation, keys="run/step-*", times=None, error=error)
+    backends["pfs"].strike([fault])
+    world.start()
+    world.settle(limit_s=300)
+    assert damage(world, "pfs") is not None
+    assert state(world, "pfs") is CopyState.ABSENT
+    assert not world.coordinator.busy()
+    assert world.steps_on("pfs") == [1], "its record is where it was"
+    backends["pfs"].heal()
+    world.save(2)
+    world.settle()
+    world.crash()
+    world.start()
+    world.settle()
+    world.check("pfs")
+    assert damage(world, "pfs") is None
+
+
+def test_a_start_that_is_killed_in_a_repair_is_followed_by_one_that_repairs() -> None:
+    for tasks in range(1, 12):
+        world = saved((1,), file_rules("nvme"), file_rules("pfs"), codecs={"pfs": Codec.ZSTD})
+        purge(world.disks["pfs"])
+        world.start()
+        for _ in range(tasks):
+            world.step()
+            world.run_one()
+        world.crash()
+        world.start()
+        world.settle()
+        world.check("pfs")
+        assert world.steps_on("pfs") == [1]
+
+
+# Leaving -----------------------------------------------------------------------------------------
+
+
+def test_a_damaged_copy_leaves_when_a_whole_one_in_its_place_would() -> None:
+    world = saved((1, 2), file_rules("pfs", retain_last=2))
+    purge(world.disks["pfs"])
+    world.start()
+    world.settle()
+    assert world.steps_on("pfs") == [1, 2], "two are kept, whatever they are"
+    world.save(3)
+    world.settle()
+    assert world.steps_on("pfs") == [2, 3]
+    assert FIRST not in world.coordinator.ledger.entries
+
+
+def test_a_damaged_copy_that_is_pinned_stays_and_one_that_is_deleted_goes() -> None:
+    world = saved((1, 2), file_rules("pfs", retain_last=1))
+    world.start()
+    for step in (1, 2):
+        if CheckpointId(step, 1) in world.coordinator.ledger.entries:
+            world.order(PersonsOrder.PIN, CheckpointId(step, 1))
+    pinned = CheckpointId(2, 1)
+    world.coordinator.damages.found("pfs", pinned, "does not match")
+    for step in (3, 4):
+        world.save(step)
+        world.settle()
+    assert 2 in world.steps_on("pfs")
+    assert world.order(PersonsOrder.UNPIN, pinned) == {}
+    assert world.order(PersonsOrder.DELETE, pinned) == {}
+    assert 2 not in world.steps_on("pfs")
+
+
+def test_a_damaged_copy_does_not_stand_for_a_good_one_in_retention() -> None:
+    """Of the last two one is damaged: the two that are good stay."""
+    world = saved((1, 2), file_rules("pfs", retain_last=2))
+    world.start()
+    world.coordinator.damages.found("pfs", CheckpointId(2, 1), "does not match")
+    world.save(3)
+    world.settle()
+    assert world.steps_on("pfs") == [1, 2, 3]
+
+
+# Several ranks -----------------------------------------------------------------------------------
+
+
+def many(*rules: object) -> Many:
+    run = Many((0, 1), rules, max_wait_s=10.0)  # type: ignore[arg-type]
+    for rank in run.ranks:
+        rank.save(1)
+    run.settle()
+    return run
+
+
+def damaged_on(run: Many, tier: str) -> list[str | None]:
+    return [r.coordinator.ledger.entries[FIRST].damage.get(tier) for r in run.ranks]
+
+
+def intact(run: Many, tier: str) -> None:
+    for rank in run.ranks:
+        (copy,) = rank.stores[tier].list().copies
+        assert copy.damage is None
+
+
+@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
+def test_what_one_rank_finds_damaged_counts_for_nothing_on_all_and_is_written_anew(
+    tier: str,
+) -> None:
+    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
+    for key in images(run.disk(tier, 1)):
+        if "rank-00001" in key:
+            del run.disk(tier, 1)._objects[key]
+    run.ranks[1].coordinator.damages.found(tier, FIRST, "chunk 3")
+    heard: list[list[str | None]] = []
+
+    def note() -> None:
+        heard.append(damaged_on(run, tier))
+
+    run.settle(after_each=note)
+    assert ["rank 1: chunk 3"] * 2 in heard
+    assert damaged_on(run, tier) == [None, None]
+    intact(run, tier)
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+
+
+@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
+def test_what_a_start_of_several_ranks_finds_purged_is_written_anew_by_all(tier: str) -> None:
+    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
+    run.crash(nodes_lost=(0, 1))
+    disk = run.disk(tier, 1)
+    for key in images(disk):
+        if "rank-00001" in key:
+            del disk._objects[key]
+    run.start()
+    assert all("it is missing" in str(why) for why in damaged_on(run, tier))
+    run.settle()
+    assert damaged_on(run, tier) == [None, None]
+    intact(run, tier)
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+
+
+def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_away() -> None:
+    run = many(file_rules(NODE_TIER), file_rules(SHARED_TIER, shared=True))
+    run.crash(nodes_lost=(0, 1))
+    for tier in (NODE_TIER, SHARED_TIER):
+        disk = run.disk(tier, 1)
+        for key in images(disk):
+            if "rank-00001" in key:
+                del disk._objects[key]
+    run.start()
+    run.settle()
+    assert all(damaged_on(run, SHARED_TIER))
+    assert any("rank-00000" in key for key in images(run.disk(SHARED_TIER, 0)))
+    assert FIRST in run.committed(SHARED_TIER)
+    assert not any(rank.coordinator.busy() for rank in run.ranks)

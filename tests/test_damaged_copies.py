@@ -1,0 +1,197 @@
+"""Copies that were purged, truncated or silently damaged under their commit record: they are told as damage, protect
+nothing, and are written anew from a good copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.cli.cli_kit import Cli
+from tests.core.ranks.threads import network, on_all
+from tests.open_ranks import Opener, close_all, restore_all
+from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tierfall.core.errors import RestoreError
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+def image(root: Path, step: int, run: str = "run") -> Path:
+    (found,) = (root / run).glob(f"step-{step:08d}-*/*.safetensors*")
+    return found
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def save_steps(config: dict[str, Any], *steps: int) -> None:
+    """Save these steps; memory keeps none of them."""
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        for step in steps:
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+
+
+def told(ckpt: Any, step: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Return where a trainer says that a step is, and what it says is damaged."""
+    (info,) = [info for info in ckpt.checkpoints() if info.step == step]
+    return {tier: str(state) for tier, state in info.tiers.items()}, info.damage
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("how", ["purged", "truncated"])
+def test_a_purged_image_never_costs_the_good_copy(
+    how: str, compress: str | None, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    far = {} if compress is None else {"compress": {"codec": compress}}
+    config = make_config(near={"capacity": "400KiB"}, far=far)
+    save_steps(config, 1, 2)
+    victim = image(tmp_path / "far", 1)
+    if how == "purged":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:100])
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.drain()
+        assert told(ckpt, 1) == ({"near": "committed", "far": "committed"}, {})
+        for step in (3, 4):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+    assert steps_on(tmp_path / "far") == [1, 2, 3, 4]
+
+
+def test_ls_tells_what_was_purged(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(near={}, far={})
+    save_steps(config, 1, 2)
+    image(tmp_path / "far", 1).unlink()
+    cli = Cli(tmp_path, config)
+    said = cli("ls", code=1)
+    assert "1@1 is damaged on tier far" in said.err
+    assert "it is missing" in said.err
+    copies = cli("ls", "--json", code=1).document["checkpoints"][0]["copies"]
+    assert (copies["near"]["state"], copies["far"]["state"]) == ("committed", "damaged")
+    assert "it is missing" in copies["far"]["damage"]
+
+
+def test_with_nothing_to_repair_it_from_damage_is_told_and_older_steps_restore(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={})
+    save_steps(config, 1, 2)
+    image(tmp_path / "disk", 2).unlink()
+    with tierfall.open(config) as ckpt:
+        tiers, damage = told(ckpt, 2)
+        assert tiers == {}
+        assert "it is missing" in damage["disk"]
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.step, step_in(state)) == (1, 1)
+
+
+def test_chunks_of_two_damaged_copies_still_make_one_state(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """The one lacks its end, the other has a wrong bit at its beginning."""
+    config = make_config(near={}, far={})
+    save_steps(config, 1)
+    cut, wrong = image(tmp_path / "near", 1), image(tmp_path / "far", 1)
+    cut.write_bytes(cut.read_bytes()[: 70 << 10])
+    flip(wrong, at=30 << 10)
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        assert ckpt.restore(state) is not None
+        assert step_in(state) == 1
+
+
+# What readers find -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+def test_what_a_restore_finds_damaged_is_told_and_written_anew(
+    compress: str | None, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    near = {} if compress is None else {"compress": {"codec": compress}}
+    config = make_config(near=near, far={"capacity": "400KiB"})
+    save_steps(config, 1, 2)
+    flip(image(tmp_path / "near", 2), at=500)
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.step, step_in(state)) == (2, 2)
+        ckpt.drain()
+        assert told(ckpt, 2) == ({"near": "committed", "far": "committed"}, {})
+        for step in (3, 4):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+    assert steps_on(tmp_path / "near") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("by", ["config", "folder"])
+def test_what_a_load_in_the_trainers_process_finds_damaged_is_told(
+    by: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(near={}, far={})
+    save_steps(config, 1)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        flip(image(tmp_path / "near", 1), at=500)
+        if by == "config":
+            assert step_in(tierfall.load(config)) == 1
+        else:
+            with pytest.raises(RestoreError):
+                tierfall.load(tmp_path / "near")
+        ckpt.drain()
+        assert told(ckpt, 1) == ({"near": "committed", "far": "committed"}, {})
+    assert steps_on(tmp_path / "near") == [1]
+
+
+def test_damage_that_nothing_can_mend_stays_told(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(disk={"retain": {"last": 1}})
+    save_steps(config, 1)
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        flip(image(tmp_path / "disk", 1), at=500)
+        with pytest.raises(RestoreError):
+            ckpt.restore(blank(), step=1)
+        tiers, damage = told(ckpt, 1)
+        assert tiers == {}
+        assert "does not match its digest" in damage["disk"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_one_rank_finds_reaches_all_and_is_written_anew(shared: bool, tmp_path: Path) -> None:
+    with network(["a", "a"]) as ranks:
+        opener = Opener(tmp_path, ranks)
+        opener.place_of = {0: 0, 1: 0}
+        opened = opener.all_open()
+        for ckpt, handle in [(c, c.save(1, {"w": torch.full((4096,), 1.0)})) for c in opened]:
+            handle.wait("far", timeout=8)
+            assert ckpt.checkpoints()
+        close_all(opened)
+    folder = tmp_path / "0" / "nvme" / "run" / "step-00000001-a0001"
+    flip(folder / "rank-00001-of-00002.safetensors", at=-1)
+    with network(["a", "a"]) as ranks:
+        opener = Opener(tmp_path, ranks)
+        opener.place_of = {0: 0, 1: 0}
+        opened = opener.all_open()
+        restore_all(opened, [{"w": torch.zeros(4096)} for _ in opened])
+        wait_until(
+            lambda: (
+                all(told(c, 1)[0].get("nvme") == "committed" for c in opened)
+                and tierfall.load(folder)["w"][-1] == 1.0
+            ),
+            "it is written anew",
+        )
+        close_all(opened)
+    assert on_all([lambda: tierfall.load(folder)["w"].sum().item()]) == [4096.0]
