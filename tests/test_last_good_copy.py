@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.core.values import CopyState
 
 
 def chain(root: Path, **disk: Any) -> dict[str, Any]:
@@ -45,11 +45,6 @@ def damage(root: Path, step: int) -> None:
 def is_idle(ckpt: tierfall.Checkpointer) -> bool:
     """Say whether all is done that the coordinator has to do now."""
     return ckpt._session.wait_idle(20)
-
-
-def state_on_disk(ckpt: tierfall.Checkpointer, step: int) -> CopyState | None:
-    (info,) = [info for info in ckpt.checkpoints() if info.step == step]
-    return info.tiers.get("disk")
 
 
 LATER_RULES: list[dict[str, Any]] = [{"last": 1}, {"for": "1s"}]
@@ -148,17 +143,27 @@ def test_the_newest_on_another_tier_is_read_before_older_ones_go_for_its_sake(
     assert steps_on(tmp_path / "archive") == [3]
 
 
-def test_the_newest_on_another_tier_is_found_damaged_and_the_older_ones_stay(
+def test_the_newest_on_another_tier_is_damaged_and_older_ones_go_once_it_was_written_anew(
     tmp_path: Path,
 ) -> None:
     saved_on_both(tmp_path, 1, 2, 3)
     damage_archived(tmp_path, 3)
     with tierfall.open(two_tiers(tmp_path, retain={"last": 1})) as ckpt:
         ckpt.restore(blank())
+        wait_until(lambda: archived(tmp_path) == ["step-00000003"], "it is written anew")
+    assert steps_on(tmp_path / "archive") == [3]
+    assert steps_on(tmp_path / "disk") == [1, 2, 3]
+
+
+def test_what_is_damaged_and_lies_nowhere_else_keeps_the_older_ones(tmp_path: Path) -> None:
+    saved_on_both(tmp_path, 1, 2, 3)
+    damage_archived(tmp_path, 3)
+    shutil.rmtree(tmp_path / "disk/run/step-00000003-a0001")
+    with tierfall.open(two_tiers(tmp_path, retain={"last": 1})) as ckpt:
+        ckpt.restore(blank(), step=2)
         wait_until(lambda: "step-00000001" not in archived(tmp_path), "2 was read, and 1 went")
         assert is_idle(ckpt)
         assert "step-00000002" in archived(tmp_path)
-        assert steps_on(tmp_path / "disk") == [1, 2, 3]
 
 
 def test_room_is_made_once_the_newest_was_read(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class Flusher:
         fits = free >= need
         if not fits and not self.others.land_only and self._clear_up(lane, entry):
             return False
-        if self._dropper.gated:
+        if self._dropper.gated and plan.drops:
             return fits  # room is made once this start knows what is good
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
