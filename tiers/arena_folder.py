@@ -181,11 +181,12 @@ def sized(size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({size_bytes} bytes)"
 
 
-def room_for_arena(folder: Path) -> RoomReport:
-    """Measure what is free in ``folder``, which exists."""
+def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
+    """Measure what is free in ``folder``, which exists, or, given one, where the open file ``fd`` lies."""
+    place = folder if fd is None else fd
     try:
-        status = os.statvfs(folder)
-        in_memory = _lies_in_memory(folder)
+        status = os.statvfs(place)
+        in_memory = _lies_in_memory(place)
     except OSError as error:
         raise BackendError(f"folder {folder}: asking for its free space failed: {error}") from error
     return RoomReport(
@@ -196,13 +197,14 @@ def room_for_arena(folder: Path) -> RoomReport:
     )
 
 
-def _lies_in_memory(folder: Path) -> bool:
-    return file_system_of(folder) in _MEMORY_FILE_SYSTEMS
+def _lies_in_memory(place: Path | int) -> bool:
+    return file_system_of(place) in _MEMORY_FILE_SYSTEMS
 
 
-def file_system_of(folder: Path) -> str | None:
-    """Name the kind of file system that a folder lies on; None where the kernel does not say. Raises OSError."""
-    device = os.stat(folder).st_dev
+def file_system_of(place: Path | int) -> str | None:
+    """Name the kind of file system that a folder, or an open file, lies on; None where the kernel does not say. Raises
+    OSError."""
+    device = os.stat(place).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     for fields in (line.split() for line in _read(_MOUNTS).splitlines()):
         if len(fields) > 6 and fields[2] == name:

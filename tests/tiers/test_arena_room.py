@@ -28,7 +28,7 @@ from arena_help import (
 )
 
 from tierfall.core.errors import BackendError, CapacityError, ConfigError
-from tierfall.tiers import arena_file, arena_folder
+from tierfall.tiers import arena_file, arena_folder, arena_mapping
 from tierfall.tiers.arena import (
     Arena,
     RoomReport,
@@ -64,7 +64,7 @@ def test_file_is_private_and_its_pages_are_there(path: Path) -> None:
 
 def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_file, "_STEP_BYTES", MIB)
-    monkeypatch.setattr(arena_file, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
+    monkeypatch.setattr(arena_mapping, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
     steps: list[int] = []
     arena = create(path, 2 * MIB + PAGE, progress=lambda done, total: steps.append(done))
     assert steps == [MIB, 2 * MIB, 3 * MIB, 4 * MIB, 4 * MIB + PAGE]
@@ -72,7 +72,7 @@ def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernel_without_populate_is_served_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_file, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
+    monkeypatch.setattr(arena_mapping, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
     arena = create(path)
     add(arena, b"image")
     arena.close(keep=True)
