@@ -141,19 +141,3 @@ def test_of_several_ranks(tmp_path: Path, ranks: list[Ranks]) -> None:
     assert held(tmp_path) != []
     close_all(both)
     assert held(tmp_path) == []
-
-
-@pytest.mark.usefixtures("impatient_probe")
-def test_of_one_rank_whose_peer_lives_on(tmp_path: Path, ranks: list[Ranks]) -> None:
-    opener = Opener(tmp_path, ranks)
-    both = opener.all_open(max_wait="1s")
-    states = [{"w": torch.ones(4)}, {"w": torch.ones(4)}]
-    pairs = zip(both, states, strict=True)
-    kept = on_all([lambda c=c, s=s: c.save(1, s) for c, s in pairs])  # type: ignore[misc]
-    assert len(kept) == 2
-    wait_sealed(both)
-    both[1].close()
-    assert held(tmp_path / "1") == []
-    assert held(tmp_path / "0") != []
-    both[0].close()
-    assert held(tmp_path) == []

@@ -39,7 +39,7 @@ from tierfall.core.errors import (
 )
 from tierfall.core.values import ByteRange
 from tierfall.tiers import arena_layout as layout
-from tierfall.tiers.arena_folder import WHAT_HELPS, room_for_arena, sized
+from tierfall.tiers.arena_folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
 from tierfall.tiers.arena_layout import EXTENTS_START, PAGE_BYTES, EntryList, Header
 from tierfall.tiers.arena_mapping import fault_in, fork_safe_mapping
 from tierfall.tiers.arena_renewal import Renewal
@@ -88,7 +88,8 @@ class ArenaFile:
             partial = _partial(path)
             partial.unlink(missing_ok=True)
             total = EXTENTS_START + header.capacity_bytes
-            room_for_arena(path.parent).require(total, what=f"{what}: creating it")
+            doing = f"creating it with a capacity of {sized(header.capacity_bytes)}"
+            room_for_arena(path.parent).require(total, what=f"{what}: {doing}")
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
             made = cls(path, fd, header, writable=True, page_lock=page_lock)
             try:
@@ -140,7 +141,8 @@ class ArenaFile:
             )
         with _translating(what, "growing it"):
             room = room_for_arena(self.path.parent, fd=self._fd)  # the folder may have been removed
-            room.require(new - old, what=f"{what}: growing it")
+            sizes = f"from {sized(self.capacity_bytes)} to {sized(capacity_bytes)}"
+            room.require(new - old, what=f"{what}: growing it {sizes}", helps=MORE_ROOM)
             try:
                 self._map(new, progress)
             except BaseException:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tierfall.core.errors import BackendError, CapacityError, ConfigError
 from tierfall.core.units import format_size
+from tierfall.tiers.arena_layout import EXTENTS_START
 
 logger = logging.getLogger(__name__)
 
@@ -153,27 +154,31 @@ class RoomReport:
         )
         share = free // (2 * ranks)
         if extent_bytes > share:
+            helps = MORE_ROOM
+            if extent_bytes + EXTENTS_START <= free // ranks:
+                helps = (
+                    f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
+                )
             raise CapacityError(
-                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, half of what is free is "
-                f"{sized(share)} per rank; {WHAT_HELPS}"
+                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, and of the {sized(free)} that are "
+                f"free a host tier without a `capacity` takes no more than half ({sized(share)} per rank); {helps}"
             )
         return min(max(-(-image_bytes * 11 // 5), 2 * extent_bytes), share)
 
-    def require(self, needed_bytes: int, *, what: str) -> None:
-        """Raise CapacityError unless that much is free."""
+    def require(self, needed_bytes: int, *, what: str, helps: str | None = None) -> None:
+        """Raise CapacityError unless that much is free; ``helps`` says what to do (None: what helps a new arena)."""
         if needed_bytes <= self.free_bytes:
             return
         memory = "unknown" if self.memory_free_bytes is None else sized(self.memory_free_bytes)
         raise CapacityError(
             f"{what}: needed {sized(needed_bytes)}, available {sized(self.free_bytes)} (file system of {self.folder}: "
-            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {WHAT_HELPS}"
+            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {helps or WHAT_HELPS}"
         )
 
 
-WHAT_HELPS = (
-    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set a smaller `capacity` of "
-    "the host tier, or set its `folder` to a larger file system"
-)
+_RAISE = "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container)"
+MORE_ROOM = f"{_RAISE}, or set the host tier's `folder` to a larger file system"
+WHAT_HELPS = f"{_RAISE}, set a smaller `capacity` of the host tier, or set its `folder` to a larger file system"
 
 
 def sized(size_bytes: int) -> str:

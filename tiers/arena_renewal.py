@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tierfall.core.errors import CapacityError, ConfigError
 from tierfall.core.values import ByteRange
-from tierfall.tiers.arena_folder import WHAT_HELPS, sized
+from tierfall.tiers.arena_folder import MORE_ROOM, sized
 from tierfall.tiers.arena_mapping import map_anew
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Renewal:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise
             raise CapacityError(
-                f"{self._what}: making its file anew: there is no room for {sized(step.length)} more; {WHAT_HELPS}"
+                f"{self._what}: making its file anew: there is no room for {sized(step.length)} more; {MORE_ROOM}"
             ) from error
 
 

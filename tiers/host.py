@@ -214,23 +214,32 @@ class HostTier:
                 wanted = need
             self._largest_bytes = max(self._largest_bytes, image_bytes)
             if need > have or wanted > max(have, self._refused_bytes):
-                self._grow(wanted, enough=need <= have)
+                self._grow(wanted, need=need)
 
-    def _grow(self, capacity_bytes: int, *, enough: bool) -> None:
+    def _grow(self, capacity_bytes: int, *, need: int) -> None:
+        """Raise the capacity, at least to what one image takes, ``need``, where there is no room for more."""
         assert self._arena is not None
         until_s = time.monotonic() + RENEWAL_WAIT_S
         while self._arena.renewing and time.monotonic() < until_s:
             if not self._arena.renew_file():
                 time.sleep(0.01)
+        enough = need <= self._arena.capacity_bytes
         if self._arena.renewing and enough:
             return
         try:
             self._arena.grow(capacity_bytes, self._progress)
         except CapacityError as error:
             if not enough:
-                raise
+                if need >= capacity_bytes:
+                    raise
+                self._arena.grow(need, self._progress)
             self._refused_bytes = capacity_bytes
-            logger.warning("%s: goes on with the memory that it has: %s", self.name, error)
+            logger.warning(
+                "%s: goes on with %s of memory: %s",
+                self.name,
+                format_size(self._arena.capacity_bytes),
+                error,
+            )
 
     def create_now(self) -> None:
         """Allocate the arena at once, where the configuration says how large it is."""
