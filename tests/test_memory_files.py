@@ -35,7 +35,8 @@ try:
 except OSError:
     print("refused", flush=True)
 else:
-    (path.parent / "slot-0.arena").write_bytes(b"theirs")
+    if sys.argv[2:]:
+        (path.parent / "slot-0.arena").write_bytes(b"theirs")
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -206,7 +207,7 @@ def test_another_process_that_took_the_place_keeps_its_files(
     ckpt = tierfall.open(config)
     ckpt.save(1, state_of(1)).captured()
     remove(memory / "run")
-    command = [sys.executable, "-c", HOLD, str(lock(memory))]
+    command = [sys.executable, "-c", HOLD, str(lock(memory)), "with an arena"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as two:
         assert two.stdout is not None
         assert two.stdout.readline() == "held\n"
@@ -218,6 +219,23 @@ def test_another_process_that_took_the_place_keeps_its_files(
         assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
         assert arena(memory).read_bytes() == b"theirs"
         assert lock(memory).exists()
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
+    make_config: MakeConfig, memory: Path, tmp_path: Path
+) -> None:
+    """Only the lock was removed, and a second start took it before that was noticed: memory is the other's now."""
+    ckpt = tierfall.open(make_config())
+    ckpt.save(1, state_of(1), block=True)
+    lock(memory).unlink()
+    command = [sys.executable, "-c", HOLD, str(lock(memory))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as two:
+        assert two.stdout is not None
+        assert two.stdout.readline() == "held\n"
+        ckpt.close()
+        assert arena(memory).exists()
+    assert steps_on(tmp_path / "disk") == [1]
 
 
 @pytest.mark.usefixtures("sleepy")
