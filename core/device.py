@@ -30,6 +30,15 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def current() -> torch.device | None:
+    """Name the CUDA device that is current on this thread; None without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def synchronize(device: torch.device | None = None) -> None:
     """Wait until all that is enqueued on a device (default: the current one) is done; at once without CUDA."""
     import torch

@@ -175,7 +175,8 @@ class DropFailed(OfCopy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierFailing(Event):
-    """A tier takes no copies at present, and has not for as long as ``max_wait``, or for a reason that lasts."""
+    """A tier takes no copies at present, and has not for as long as ``max_wait``, or for a reason that lasts. The host
+    tier: what lies in memory ends with this process, as somebody removed the memory's file."""
 
     kind: ClassVar[str] = "tier_failing"
     tier: str
@@ -184,7 +185,7 @@ class TierFailing(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRecovered(Event):
-    """A tier takes copies again."""
+    """A tier takes copies again; what lies in memory outlives this process again."""
 
     kind: ClassVar[str] = "tier_recovered"
     tier: str

@@ -6,7 +6,8 @@ descriptor of the file loses the lock. So a process opens a lock file once, and 
 before any file is opened. This module must not know what the lock protects.
 
 The file stays behind after a release. Where somebody else unlinks it, ``take`` notices that it locked an inode without
-a name, and begins again. After a fork the child owns nothing: a lock belongs to the process that took it.
+a name, and begins again; the owner takes it anew (``take_again``). After a fork the child owns nothing: a lock belongs
+to the process that took it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tierfall.core.errors import BackendError, ConfigError, IntegrityError, Lock
 
 _MAX_TRIES = 100
 _MAX_OWNER_BYTES = 4096
+# Cleaners of temporary files go by age.
+_TOUCH_EVERY_S = 3600.0
 # Linux's struct flock: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -142,6 +145,31 @@ class RunLock:
     def held(self) -> bool:
         """Whether this process owns the lock: no longer after a release, and never in a forked child."""
         return not self._released and os.getpid() == self._pid
+
+    def is_there(self) -> bool:
+        """Say whether the path still names the file that is locked, or nothing is locked any more; a file that does not
+        seem to be in use is touched. Raises BackendError where that cannot be found out."""
+        with _registry_guard:
+            if not self.held:
+                return True
+            if _identity_at(self.path) != self._identity:
+                return False
+            if time.time() - os.fstat(self._fd).st_mtime > _TOUCH_EVERY_S:
+                os.utime(self._fd)
+            return True
+
+    def take_again(self) -> None:
+        """Lock the file at the path anew where somebody has removed it; its folder exists. Raises as ``take`` does:
+        what was locked stays so."""
+        held = None if self.is_there() else _registry.get(self._identity)
+        if held is None:
+            return
+        taken = RunLock.take(self.path, run=held.run)
+        with _registry_guard:
+            if not self._released:
+                self._fd, taken._fd = taken._fd, self._fd
+                self._identity, taken._identity = taken._identity, self._identity
+        taken.release()
 
     def release(self) -> None:
         """Give the lock back; the file stays. In a forked child this only forgets it. May be called twice."""

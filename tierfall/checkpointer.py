@@ -46,7 +46,7 @@ from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, OnError, Verify
 from tierfall.core.view import Decision
-from tierfall.ending import Ending, LastStep, agree_on_end, must_keep_memory, say_left
+from tierfall.ending import Ending, LastStep, agree_on_end, must_keep_memory, say_left, say_lost
 from tierfall.journal import failures_noted
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
@@ -477,6 +477,7 @@ class Checkpointer:
     def statistics(self) -> Statistics:
         """Return counters and times since open."""
         self._check_usable()
+        self._session.memory.look()
         cadence, ettr = self._cadence.report(), self._cadence.ettr()
         return replace(
             telling.statistics(self._session, self._saver.counts), cadence=cadence, ettr=ettr
@@ -535,6 +536,8 @@ class Checkpointer:
                 self._capturer.let_go()
                 together = ordering.settle(self._session, left_s)
             keep = must_keep_memory(self._session)
+            if keep and not self._session.memory.repair(max(1.0, left_s())):
+                self._session.coordinator.errors += say_lost(self._session)
             say_left(self._session, report)
         finally:
             self._closed = True

@@ -14,7 +14,7 @@ from typing import Any
 
 from tierfall.config.sections import OnClose
 from tierfall.core.capture.fingerprint import Fingerprint
-from tierfall.core.errors import RanksError
+from tierfall.core.errors import FlushError, RanksError
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.values import CheckpointId, CopyState
@@ -134,11 +134,40 @@ def must_keep_memory(session: Session) -> bool:
     return session.ask(ask)
 
 
+def say_lost(session: Session) -> list[FlushError]:
+    """Log what is lost with this process, as it lies in memory alone and that has no file any more; return that too."""
+    lost = _only_in_memory(session)
+    if session.memory.problem is None or not lost:
+        return []
+    named = few_of([str(id) for id in sorted(lost)])
+    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory}")
+    logger.error("%s", error)
+    return [error]
+
+
+def _only_in_memory(session: Session) -> set[CheckpointId]:
+    """Name what is sealed in memory, and committed nowhere."""
+
+    def ask() -> set[CheckpointId]:
+        ledger = session.coordinator.ledger
+        left = ledger.abandoned()
+        return {
+            e.id
+            for e in ledger.entries.values()
+            if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+            if CopyState.COMMITTED not in e.states.values()
+        }
+
+    return session.ask(ask)
+
+
 def say_left(session: Session, report: DrainReport) -> None:
-    """Log what close leaves undone, and who finishes it."""
+    """Log what close leaves undone, and who finishes it; what ``say_lost`` names is not."""
     if not report.left:
         return
-    held = {id for id, _ in images_in(session.hosts())}
+    held, gone = {id for id, _ in images_in(session.hosts())}, set[CheckpointId]()
+    if session.memory.problem is not None:
+        held, gone = set(), _only_in_memory(session)
     entries = session.coordinator.ledger.entries
     capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
     in_memory: list[str] = []
@@ -146,6 +175,8 @@ def say_left(session: Session, report: DrainReport) -> None:
     lost: list[str] = []
     for step, attempt, tier in report.left:
         id = CheckpointId(step, attempt)
+        if id in gone:
+            continue
         place = lost if id in capturing else in_memory if id in held else elsewhere
         place.append(f"{step}@{attempt} to {tier}")
     if lost:

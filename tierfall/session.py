@@ -52,6 +52,7 @@ from tierfall.inheriting import (
     regions_in,
 )
 from tierfall.journal import Journal
+from tierfall.memory_files import MemoryFiles
 from tierfall.policies import bundle
 from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.status_writing import StatusWriter
@@ -179,6 +180,10 @@ class Session:
     def hosts(self) -> list[HostTier]:
         """The slots of this process: its own, and those that it has adopted."""
         return [self.host, *(slot.host for slot in self.adopted)]
+
+    def slots(self) -> list[tuple[RunLock, HostTier]]:
+        """Those slots, each with its lock."""
+        return [(self._lock, self.host), *((slot.lock, slot.host) for slot in self.adopted)]
 
     def _has_images_of_others(self) -> bool:
         return any(shard != self.ranks.shard for _, shard in regions_in(self.hosts()))
@@ -338,6 +343,7 @@ class Session:
         )
         self.coordinator.mind(self.inheritance)
         self._status = StatusWriter(self, self._folder)
+        self.memory = MemoryFiles(self, self._folder)
 
     def start(self) -> None:
         """Start to finish what an earlier start began. Without an attempt nothing is committed, copied or collected:
@@ -349,6 +355,7 @@ class Session:
             self.coordinator.start()
         self.workers.start(self.coordinator)
         self.ranks.listen(self._hear)
+        self.memory.start()
         if self.attempt is not None:
             self._status.start()
 
@@ -495,24 +502,30 @@ class Session:
         if self._closed:
             return
         keep = True
+        timeout_s = self.config.max_wait_s if timeout_s is None else timeout_s
+        if keep_memory:
+            self.memory.repair(timeout_s)
+        self.memory.close()
         self._status.close()
         try:
-            stopped = self.workers.stop(
-                lambda: self.tell(int),
-                self.config.max_wait_s if timeout_s is None else timeout_s,
-            )
+            stopped = self.workers.stop(lambda: self.tell(int), timeout_s)
             if stopped:
                 self._abort_writers()
             self.coordinator.stop(
-                FlushError(
-                    "the run was closed before this was done; what is sealed lies in host memory, and the next start "
-                    "or 'tierfall drain' finishes it"
-                )
+                FlushError(f"the run was closed before this was done; {self._left()}")
             )
-            keep = keep_memory
+            keep = keep_memory or not self.memory.are_ours()
         finally:
             self.journal.close()
             self._let_go(keep=keep)
+
+    def _left(self) -> str:
+        """Say what becomes of what is sealed and not flushed."""
+        if self.memory.problem is not None:
+            return f"it is lost unless another tier has it: {self.memory}"
+        return (
+            "what is sealed lies in host memory, and the next start or 'tierfall drain' finishes it"
+        )
 
     def _abort_writers(self) -> None:
         for lane in self.coordinator.lanes.values():

@@ -131,6 +131,10 @@ class StatusWriter:
             return
         try:
             write_status(self._folder, status)
+        except (
+            FileNotFoundError
+        ) as error:  # the folder was removed: ``MemoryFiles`` says so, and makes it anew
+            logger.debug("the status is not written at present: %s", error)
         except OSError as error:
             level = logging.DEBUG if self._complained else logging.WARNING
             self._complained = True

@@ -231,6 +231,44 @@ class Arena:
             if capacity_bytes > self.capacity_bytes:
                 self._shared.file.grow(capacity_bytes, progress)
 
+    def file_is_there(self) -> bool:
+        """Say whether the path still names the arena's file, or the arena is closed: nobody misses it then.
+
+        Raises BackendError where that cannot be found out.
+        """
+        with self._shared.guard:
+            return self._shared.closed or self._shared.file.is_there()
+
+    def unlock_pages(self) -> bool:
+        """Unlock the pages, which ``renew_file`` asks for; False while an image is filled, perhaps by a device.
+
+        No device may read an image either.
+        """
+        with self._shared.guard:
+            if any(region.filling for region in self._shared.living.values()):
+                return False
+            if not self._shared.closed:
+                self._shared.file.unlock_pages()
+            return True
+
+    @property
+    def renewing(self) -> bool:
+        """Whether ``renew_file`` is half done."""
+        return self._shared.file.renewing
+
+    def renew_file(self) -> bool:
+        """Go on making the file anew that somebody has removed: by a few MiB, until ``file_is_there``.
+
+        False where what is left has to wait for an image that is being filled. Views stay valid. Raises CapacityError
+        without room, ConfigError where another file has the name, BackendError; all stays usable.
+        """
+        with self._shared.guard:
+            if self._shared.closed:
+                return False
+            self._shared.require_writable("making its file anew")
+            living = self._shared.living.values()
+            return self._shared.file.renew([r.extent for r in living if r.filling])
+
     def close(self, *, keep: bool) -> None:
         """Let go of the arena, and delete its file unless ``keep``. May be called twice.
 

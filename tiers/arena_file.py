@@ -5,9 +5,10 @@ file. Pages are reserved (``posix_fallocate``) before anything is mapped onto th
 here and never a SIGBUS later; they are faulted in here too, because a first touch costs ten times the copy.
 
 A mapping is never closed by force: views of it may be alive. It goes when the last view goes. A growth maps the file
-again, so older views keep their addresses, and both mappings are the same pages.
+again, so older views keep their addresses, and both mappings are the same pages. Where the file is removed by somebody
+else, the memory stays as it is, and ``renew`` brings it to a new file of the same name (``arena_renewal``).
 
-A forked child does not get the pages (``fork_safe_mapping``): whatever it writes there changes no image.
+A forked child does not get the pages (``arena_mapping``): whatever it writes there changes no image.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import logging
 import mmap
 import os
 import stat
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierfall.core import device
 from tierfall.core.device import PageLock
@@ -34,22 +37,24 @@ from tierfall.core.errors import (
     KeyNotFoundError,
     NotSupportedError,
 )
+from tierfall.core.values import ByteRange
 from tierfall.tiers import arena_layout as layout
-from tierfall.tiers.arena_folder import WHAT_HELPS, room_for_arena, sized
+from tierfall.tiers.arena_folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
 from tierfall.tiers.arena_layout import EXTENTS_START, PAGE_BYTES, EntryList, Header
+from tierfall.tiers.arena_mapping import fault_in, fork_safe_mapping
+from tierfall.tiers.arena_renewal import Renewal
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
 _STEP_BYTES = 256 << 20
-# Python's madvise keeps the interpreter lock: 32 MiB are about 10 ms.
-_FAULT_BYTES = 32 << 20
 _SAY_FROM_BYTES = 4 << 30
-# MADV_POPULATE_WRITE of Linux 5.14; the mmap module does not name it.
-_MADV_POPULATE_WRITE = 23
-# Linux on x86, Arm, RISC-V and POWER; the mmap module does not name it.
-_MAP_FIXED = 0x10
+# Cleaners of temporary files go by age, and stores into a mapping leave a file's times as they are.
+_TOUCH_EVERY_S = 3600.0
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -66,6 +71,9 @@ class ArenaFile:
         self._fd = fd
         self._want_lock = page_lock and writable
         self._locks: list[PageLock] = []
+        self._device: torch.device | None = None
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._renewal: Renewal | None = None
         self.view = memoryview(b"")
 
     @classmethod
@@ -80,7 +88,8 @@ class ArenaFile:
             partial = _partial(path)
             partial.unlink(missing_ok=True)
             total = EXTENTS_START + header.capacity_bytes
-            room_for_arena(path.parent).require(total, what=f"{what}: creating it")
+            doing = f"creating it with a capacity of {sized(header.capacity_bytes)}"
+            room_for_arena(path.parent).require(total, what=f"{what}: {doing}")
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
             made = cls(path, fd, header, writable=True, page_lock=page_lock)
             try:
@@ -126,8 +135,14 @@ class ArenaFile:
                 f"{what}: growing it: it has grown too often; set the host tier's `capacity` and start anew"
             )
         old, new = EXTENTS_START + self.capacity_bytes, EXTENTS_START + capacity_bytes
+        if self._renewal is not None:
+            raise CapacityError(
+                f"{what}: growing it: its file was removed, and is being made anew; save again once that is done"
+            )
         with _translating(what, "growing it"):
-            room_for_arena(self.path.parent).require(new - old, what=f"{what}: growing it")
+            room = room_for_arena(self.path.parent, fd=self._fd)  # the folder may have been removed
+            sizes = f"from {sized(self.capacity_bytes)} to {sized(capacity_bytes)}"
+            room.require(new - old, what=f"{what}: growing it {sizes}", helps=MORE_ROOM)
             try:
                 self._map(new, progress)
             except BaseException:
@@ -137,13 +152,18 @@ class ArenaFile:
         self.capacity_bytes = capacity_bytes
 
     def is_there(self) -> bool:
-        """Whether the path still names this file."""
-        try:
-            named = os.stat(self.path, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        mine = os.fstat(self._fd)
-        return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+        """Say whether the path still names this file; a file that does not seem to be in use is touched."""
+        with _translating(f"arena {self.path}", "looking for it"):
+            try:
+                named = os.stat(self.path, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            mine = os.fstat(self._fd)
+            if (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino):
+                return False
+            if self.writable and time.time() - mine.st_mtime > _TOUCH_EVERY_S:
+                os.utime(self._fd)
+            return True
 
     def remove(self) -> None:
         """Delete the file, unless another one bears its name by now."""
@@ -151,12 +171,60 @@ class ArenaFile:
             if self.is_there():
                 os.unlink(self.path)
 
-    def forget(self) -> None:
-        """Unlock the pages, close the descriptor, and let the mappings go with their last views."""
+    @property
+    def renewing(self) -> bool:
+        """Whether a part of the memory lies in a new file, and a part in the old one."""
+        return self._renewal is not None
+
+    def unlock_pages(self) -> None:
+        """Unlock the pages, so that they can be moved; no copy to or from a device may be under way."""
         for lock in self._locks:
             lock.release()
         self._locks.clear()
+
+    def renew(self, busy: Sequence[ByteRange]) -> bool:
+        """Make the file anew, where its name is gone: move a few MiB of the memory to the new file, or give that its
+        name where all has moved. ``busy`` are the ranges that are written to at present; False where nothing else is
+        left to move. Views keep their addresses. The pages must be unlocked, and are locked again at the end.
+
+        Raises CapacityError where there is no room for those MiB, and ConfigError where another file has the name; the
+        memory can be used as before, and a later call goes on.
+        """
+        what = f"arena {self.path}"
+        with _translating(what, "making its file anew"):
+            if self._renewal is None:
+                self._check_place()
+                total = EXTENTS_START + self.capacity_bytes
+                self._renewal = Renewal(_partial(self.path), total, what=what)
+            if not self._renewal.done:
+                return self._renewal.move(self._fd, self.view, tuple(self._mappings), busy)
+            renewal, self._renewal = self._renewal, None
+            os.close(self._fd)
+            self._fd = renewal.fd
+            for mapping in tuple(self._mappings):
+                self._lock_pages(mapping, len(mapping))
+            renewal.publish(self.path)
+            return True
+
+    def _check_place(self) -> None:
+        """Refuse a name that another file bears, and a folder that lies on a disk where this one lay in memory."""
+        if os.path.lexists(self.path):
+            raise ConfigError(
+                f"arena {self.path}: its file was removed, and another one has its name by now; it is left as it is"
+            )
+        same = os.stat(self.path.parent).st_dev == os.fstat(self._fd).st_dev
+        if not same and not room_for_arena(self.path.parent).in_memory:
+            raise ConfigError(
+                f"arena {self.path}: the file system that it lay in is not there any more, and what is there now is "
+                "not in memory; mount it again"
+            )
+
+    def forget(self) -> None:
+        """Unlock the pages, close the descriptor, and let the mappings go with their last views."""
+        self.unlock_pages()
         self.view = memoryview(b"")
+        if self._renewal is not None:
+            self._renewal.discard()
         os.close(self._fd)
 
     def _growths(self) -> EntryList:
@@ -167,10 +235,11 @@ class ArenaFile:
         if os.fstat(self._fd).st_size < total:
             os.ftruncate(self._fd, total)
         mapping = fork_safe_mapping(self._fd, total)
+        self._mappings.add(mapping)
         for start in range(0, total, _STEP_BYTES):
             end = min(start + _STEP_BYTES, total)
             self._reserve(start, end, total)
-            _fault_in(mapping, start, end)
+            fault_in(mapping, start, end)
             if total >= _SAY_FROM_BYTES:
                 logger.info("arena %s: %s of %s ready", self.path, sized(end), sized(total))
             if progress is not None:
@@ -192,7 +261,10 @@ class ArenaFile:
     def _lock_pages(self, mapping: mmap.mmap, total: int) -> None:
         if not self._want_lock or not device.cuda_available():
             return
-        lock = device.lock_pages(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), total)
+        if self._device is None:  # a later thread may have another one, or none yet
+            self._device = device.current()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        lock = device.lock_pages(address, total, self._device)
         if lock.locked:
             self._locks.append(lock)
             return
@@ -274,50 +346,6 @@ def _read_header(fd: int, path: Path, run: str) -> Header:
 
 def _remove(path: Path) -> str:
     return f"remove {path} (what only it holds is lost) or set another `folder`"
-
-
-_mappings: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
-"""The writable mappings of this process, with their addresses."""
-
-
-def fork_safe_mapping(fd: int, length_bytes: int) -> mmap.mmap:
-    """Map a file, shared and writable, in this process alone.
-
-    The kernel leaves the range out of a forked child. A child of ``os.fork`` gets zeros at the same addresses, which it
-    may read and not write.
-    """
-    mapping = mmap.mmap(fd, length_bytes, flags=mmap.MAP_SHARED)
-    mapping.madvise(mmap.MADV_DONTFORK)
-    _mappings[mapping] = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return mapping
-
-
-def _cover_in_child() -> None:
-    """Put zeros where the mappings of the parent were. Left open, the range could be given to another mapping of the
-    child, which the end of the parent's would then unmap. Read-only memory is never counted as committed."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    for mapping, address in list(_mappings.items()):
-        where = (ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)))
-        if libc.mmap(*where, mmap.PROT_READ, flags, -1, ctypes.c_long(0)) != address:
-            logger.debug("fork: the arena's range was not covered: errno %d", ctypes.get_errno())
-
-
-os.register_at_fork(after_in_child=_cover_in_child)
-
-
-def _fault_in(mapping: mmap.mmap, start: int, end: int) -> None:
-    """Give every page of the range its memory and its place in the page table."""
-    for low in range(start, end, _FAULT_BYTES):
-        high = min(low + _FAULT_BYTES, end)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, low, high - low)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # A kernel without it: read one byte of each page.
-            memoryview(mapping)[low : high : mmap.PAGESIZE].tobytes()
 
 
 @contextlib.contextmanager

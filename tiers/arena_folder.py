@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tierfall.core.errors import BackendError, CapacityError, ConfigError
 from tierfall.core.units import format_size
+from tierfall.tiers.arena_layout import EXTENTS_START
 
 logger = logging.getLogger(__name__)
 
@@ -153,27 +154,31 @@ class RoomReport:
         )
         share = free // (2 * ranks)
         if extent_bytes > share:
+            helps = MORE_ROOM
+            if extent_bytes + EXTENTS_START <= free // ranks:
+                helps = (
+                    f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
+                )
             raise CapacityError(
-                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, half of what is free is "
-                f"{sized(share)} per rank; {WHAT_HELPS}"
+                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, and of the {sized(free)} that are "
+                f"free a host tier without a `capacity` takes no more than half ({sized(share)} per rank); {helps}"
             )
         return min(max(-(-image_bytes * 11 // 5), 2 * extent_bytes), share)
 
-    def require(self, needed_bytes: int, *, what: str) -> None:
-        """Raise CapacityError unless that much is free."""
+    def require(self, needed_bytes: int, *, what: str, helps: str | None = None) -> None:
+        """Raise CapacityError unless that much is free; ``helps`` says what to do (None: what helps a new arena)."""
         if needed_bytes <= self.free_bytes:
             return
         memory = "unknown" if self.memory_free_bytes is None else sized(self.memory_free_bytes)
         raise CapacityError(
             f"{what}: needed {sized(needed_bytes)}, available {sized(self.free_bytes)} (file system of {self.folder}: "
-            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {WHAT_HELPS}"
+            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {helps or WHAT_HELPS}"
         )
 
 
-WHAT_HELPS = (
-    "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container), set a smaller `capacity` of "
-    "the host tier, or set its `folder` to a larger file system"
-)
+_RAISE = "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container)"
+MORE_ROOM = f"{_RAISE}, or set the host tier's `folder` to a larger file system"
+WHAT_HELPS = f"{_RAISE}, set a smaller `capacity` of the host tier, or set its `folder` to a larger file system"
 
 
 def sized(size_bytes: int) -> str:
@@ -181,11 +186,12 @@ def sized(size_bytes: int) -> str:
     return f"{format_size(size_bytes)} ({size_bytes} bytes)"
 
 
-def room_for_arena(folder: Path) -> RoomReport:
-    """Measure what is free in ``folder``, which exists."""
+def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
+    """Measure what is free in ``folder``, which exists, or, given one, where the open file ``fd`` lies."""
+    place = folder if fd is None else fd
     try:
-        status = os.statvfs(folder)
-        in_memory = _lies_in_memory(folder)
+        status = os.statvfs(place)
+        in_memory = _lies_in_memory(place)
     except OSError as error:
         raise BackendError(f"folder {folder}: asking for its free space failed: {error}") from error
     return RoomReport(
@@ -196,13 +202,14 @@ def room_for_arena(folder: Path) -> RoomReport:
     )
 
 
-def _lies_in_memory(folder: Path) -> bool:
-    return file_system_of(folder) in _MEMORY_FILE_SYSTEMS
+def _lies_in_memory(place: Path | int) -> bool:
+    return file_system_of(place) in _MEMORY_FILE_SYSTEMS
 
 
-def file_system_of(folder: Path) -> str | None:
-    """Name the kind of file system that a folder lies on; None where the kernel does not say. Raises OSError."""
-    device = os.stat(folder).st_dev
+def file_system_of(place: Path | int) -> str | None:
+    """Name the kind of file system that a folder, or an open file, lies on; None where the kernel does not say. Raises
+    OSError."""
+    device = os.stat(place).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     for fields in (line.split() for line in _read(_MOUNTS).splitlines()):
         if len(fields) > 6 and fields[2] == name:

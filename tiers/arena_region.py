@@ -113,6 +113,11 @@ class Region:
         return self._seal is not None and not self._released
 
     @property
+    def filling(self) -> bool:
+        """Say whether its image may be written to."""
+        return self._seal is None and not self.given_up
+
+    @property
     def given_up(self) -> bool:
         """Say whether it was unsealed or released."""
         return self._released or self._unsealed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,15 @@ from tierfall.core.records import Commit, read_commit, read_mark
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.arena import Arena, arena_name, extent_bytes
-from tierfall.tiers.arena_folder import room_for_arena
+from tierfall.tiers.arena_folder import prepare_folder, room_for_arena
 from tierfall.tiers.arena_region import Region
 
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
 UNPIN_MARK = "unpin"
 GROWTH = 2.2
+RENEWAL_WAIT_S = 5.0
+"""How long a growth waits for a removed file to be made anew: for as long as an image may take to be sealed."""
 
 
 def slots_in(folder: Path) -> list[int]:
@@ -198,6 +201,7 @@ class HostTier:
             )
         with self._guard:
             if self._arena is None:
+                prepare_folder(self._folder)  # a cleaner may have been here since it was made
                 self._create(self._wanted_bytes or self._default_bytes(image_bytes, need))
                 self._largest_bytes = image_bytes
                 return
@@ -210,17 +214,32 @@ class HostTier:
                 wanted = need
             self._largest_bytes = max(self._largest_bytes, image_bytes)
             if need > have or wanted > max(have, self._refused_bytes):
-                self._grow(wanted, enough=need <= have)
+                self._grow(wanted, need=need)
 
-    def _grow(self, capacity_bytes: int, *, enough: bool) -> None:
+    def _grow(self, capacity_bytes: int, *, need: int) -> None:
+        """Raise the capacity, at least to what one image takes, ``need``, where there is no room for more."""
         assert self._arena is not None
+        until_s = time.monotonic() + RENEWAL_WAIT_S
+        while self._arena.renewing and time.monotonic() < until_s:
+            if not self._arena.renew_file():
+                time.sleep(0.01)
+        enough = need <= self._arena.capacity_bytes
+        if self._arena.renewing and enough:
+            return
         try:
             self._arena.grow(capacity_bytes, self._progress)
         except CapacityError as error:
             if not enough:
-                raise
+                if need >= capacity_bytes:
+                    raise
+                self._arena.grow(need, self._progress)
             self._refused_bytes = capacity_bytes
-            logger.warning("%s: goes on with the memory that it has: %s", self.name, error)
+            logger.warning(
+                "%s: goes on with %s of memory: %s",
+                self.name,
+                format_size(self._arena.capacity_bytes),
+                error,
+            )
 
     def create_now(self) -> None:
         """Allocate the arena at once, where the configuration says how large it is."""
@@ -257,6 +276,20 @@ class HostTier:
             return self._arena is not None and self._arena.would_fit(
                 image_bytes=image_bytes, records_bytes=records_bytes, without=without
             )
+
+    # Its file ----------------------------------------------------------------------------------------
+
+    def file_is_there(self) -> bool:
+        """Say whether the memory still has its file, or needs none. Raises BackendError where that is not known."""
+        return self._arena is None or self._arena.file_is_there()
+
+    def unlock_pages(self) -> bool:
+        """Get ready for ``renew_file``; False while an image is filled. No device may read an image meanwhile."""
+        return self._arena is not None and self._arena.unlock_pages()
+
+    def renew_file(self) -> bool:
+        """Make the file anew that somebody has removed, by a few MiB a call; see ``Arena.renew_file``."""
+        return self._arena is not None and self._arena.renew_file()
 
     # The end -----------------------------------------------------------------------------------------
 

@@ -563,6 +563,18 @@ class Coordinator:
         """Rank 0 plans towards a deadline: until then this rank's flushes yield to nobody either."""
         self.draining.hurry("rank 0", self.ledger.now_s + left_s)
 
+    # Memory ----------------------------------------------------------------------------------------
+
+    def memory_outlives_process(self, error: BaseException | None) -> None:
+        """Note whether what lies in memory outlives this process: ``error`` says why not."""
+        host, failing = self.ledger.host, self.ledger.failing
+        if error is None:
+            if failing.pop(host, None) is not None:
+                self.notes.tier_recovered(host)
+        elif host not in failing:
+            failing[host] = error
+            self.notes.tier_failing(host, error)
+
     # Asking ----------------------------------------------------------------------------------------
 
     def busy(self) -> bool:

@@ -18,7 +18,7 @@ from tierfall.core.lines import abandoned
 from tierfall.core.packing.files import plain
 from tierfall.core.records import Commit, Manifest
 from tierfall.core.snapshot import Geometry, HostRegion, Share, Snapshot, geometry
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 
 
@@ -199,8 +199,9 @@ class Ledger:
         flushes its part, as another may have none to bring; ``deleted`` bear a tombstone where any rank looked.
         ``knows_good``: this start has restored, or has committed a checkpoint of its own; before, no rule drops
         anything. ``reading`` counts who is about to read a checkpoint: its copies below memory do not go meanwhile, but
-        by a person's order. ``now_s`` is the time of the last step; ``read_rates`` says how fast tiers were seen to be
-        read."""
+        by a person's order. ``failing`` says of tiers why they take no copies at present, and of memory why what lies
+        there ends with this process. ``now_s`` is the time of the last step; ``read_rates`` says how fast tiers were
+        seen to be read."""
         self.shard = shard
         self.rules = rules
         self.host = host
@@ -305,7 +306,7 @@ class Ledger:
         ``restoring`` are as in the view."""
         left = self.abandoned()
         return View(
-            tiers=self.rules,
+            tiers=self._tiers(),
             checkpoints=tuple(
                 self._view(entry, entry.id in left, entry.id in held, entry.id in settling)
                 for entry in sorted(self.entries.values(), key=lambda e: e.id)
@@ -317,6 +318,15 @@ class Ledger:
             wall_time_s=self.now_s + self.wall_offset_s,
             many_ranks=self.shard.world_size > 1,
             read_bytes_per_s=self.read_rates(),
+        )
+
+    def _tiers(self) -> tuple[TierRules, ...]:
+        """The rules of all tiers; where memory has lost its file, what lies there survives nothing."""
+        if self.host not in self.failing:
+            return self.rules
+        return tuple(
+            replace(rules, survives=LossClass.NONE) if rules.name == self.host else rules
+            for rules in self.rules
         )
 
     def _view(self, entry: Entry, left: bool, held: bool, settling: bool) -> CheckpointView:

@@ -293,6 +293,51 @@ def test_lock_on_an_unlinked_file_is_noticed_and_taken_anew(
     lock.release()
 
 
+def test_the_owner_takes_a_removed_file_anew(path: Path, start: Start) -> None:
+    lock = RunLock.take(path, run="gpt")
+    assert lock.is_there()
+    path.unlink()
+    assert not lock.is_there()
+    lock.take_again()
+    assert (lock.is_there(), lock.held) == (True, True)
+    assert not another_process_can_take(path)
+    lock.take_again()  # it is there
+    lock.release()
+    assert another_process_can_take(path)
+    assert lock.is_there()  # nobody misses it
+    lock.take_again()
+    assert another_process_can_take(path)
+
+
+def test_a_lock_that_another_process_took_meanwhile_is_not_taken_from_it(
+    path: Path, start: Start
+) -> None:
+    lock = RunLock.take(path, run="gpt")
+    path.unlink()
+    other = start(HOLD, path)
+    assert first_line(other) == "held"
+    with pytest.raises(LockError, match=f"process {other.pid}"):
+        lock.take_again()
+    assert not lock.is_there()
+    other.kill()
+    other.wait()
+    lock.take_again()
+    assert lock.is_there()
+    assert not another_process_can_take(path)
+    lock.release()
+
+
+def test_a_file_that_is_in_use_does_not_look_old(path: Path) -> None:
+    """Cleaners of temporary files go by age."""
+    lock = RunLock.take(path, run="gpt")
+    old_s = time.time() - 11 * 24 * 3600
+    os.utime(path, (old_s, old_s))
+    assert lock.is_there()
+    assert time.time() - path.stat().st_mtime < 3600
+    assert not another_process_can_take(path)
+    lock.release()
+
+
 def test_a_file_that_is_always_removed_ends_in_an_error(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

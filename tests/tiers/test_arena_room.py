@@ -28,7 +28,7 @@ from arena_help import (
 )
 
 from tierfall.core.errors import BackendError, CapacityError, ConfigError
-from tierfall.tiers import arena_file, arena_folder
+from tierfall.tiers import arena_file, arena_folder, arena_mapping
 from tierfall.tiers.arena import (
     Arena,
     RoomReport,
@@ -64,7 +64,7 @@ def test_file_is_private_and_its_pages_are_there(path: Path) -> None:
 
 def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_file, "_STEP_BYTES", MIB)
-    monkeypatch.setattr(arena_file, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
+    monkeypatch.setattr(arena_mapping, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
     steps: list[int] = []
     arena = create(path, 2 * MIB + PAGE, progress=lambda done, total: steps.append(done))
     assert steps == [MIB, 2 * MIB, 3 * MIB, 4 * MIB, 4 * MIB + PAGE]
@@ -72,7 +72,7 @@ def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernel_without_populate_is_served_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_file, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
+    monkeypatch.setattr(arena_mapping, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
     arena = create(path)
     add(arena, b"image")
     arena.close(keep=True)
@@ -195,7 +195,7 @@ def test_small_file_system_is_respected(tiny: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CapacityError, match=r"needed 18 MiB .*available 4 MiB"):
         create(tiny / "slot-0.arena", 16 * MIB)
     # Somebody else took the room after it was looked at.
-    monkeypatch.setattr(RoomReport, "require", lambda self, needed, what: None)
+    monkeypatch.setattr(RoomReport, "require", lambda self, needed, what, helps=None: None)
     monkeypatch.setattr(arena_file, "_STEP_BYTES", MIB)
     with pytest.raises(CapacityError, match=r"needed 18 MiB .*available were 4 MiB"):
         create(tiny / "slot-0.arena", 16 * MIB)
@@ -416,9 +416,16 @@ def test_default_capacity_follows_the_first_image_and_the_free_memory() -> None:
 
 
 def test_default_capacity_that_holds_no_image_is_refused() -> None:
-    with pytest.raises(CapacityError, match=r"takes 101 MiB .* is 100 MiB .*`capacity`"):
+    """What helps is said: a capacity, where the image fits into what is free, and else more room alone."""
+    with pytest.raises(
+        CapacityError, match=r"takes 101 MiB .*\(100 MiB .*`capacity` to .* 101 MiB"
+    ):
         room(300 * MIB, 200 * MIB).default_capacity_bytes(
             image_bytes=100 * MIB, extent_bytes=101 * MIB
+        )
+    with pytest.raises(CapacityError, match=r"takes 199 MiB .*\); raise the size of /dev/shm"):
+        room(300 * MIB, 200 * MIB).default_capacity_bytes(
+            image_bytes=198 * MIB, extent_bytes=199 * MIB
         )
 
 

@@ -161,9 +161,33 @@ def test_memory_that_cannot_grow_is_used_as_it_is_and_that_is_said_once(
     for _ in range(3):  # two of them do not fit any more, one does
         host.ensure_capacity(image_bytes=2 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     assert host.capacity_bytes == before
-    assert len([r for r in caplog.records if "goes on with the memory" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "goes on with" in r.getMessage()]) == 1
     with pytest.raises(CapacityError, match="no room for"):
         host.ensure_capacity(image_bytes=3 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+    host.close(keep=False)
+
+
+def test_memory_that_cannot_grow_for_two_images_grows_for_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with a small /dev/shm, when the optimizer's state appears after the first save."""
+    host = host_in(folder)
+    put(host, 1)
+    real = Arena.grow
+    one = extent_bytes(image_bytes=4 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+
+    def refuse(arena: Arena, capacity_bytes: int, progress: object = None) -> None:
+        if capacity_bytes > one:
+            raise CapacityError(f"no room for {capacity_bytes}")
+        real(arena, capacity_bytes)
+
+    monkeypatch.setattr(Arena, "grow", refuse)
+    for _ in range(2):
+        host.ensure_capacity(image_bytes=4 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
+        assert host.capacity_bytes == one
+    assert len([r for r in caplog.records if "goes on with" in r.getMessage()]) == 1
+    with pytest.raises(CapacityError, match="no room for"):
+        host.ensure_capacity(image_bytes=5 * IMAGE_BYTES, records_bytes=RECORDS_BYTES)
     host.close(keep=False)
 
 

@@ -1,0 +1,143 @@
+"""``close`` gives host memory back at once, whatever of the closed run is still referenced: nothing of it is mapped or
+open any more, without a run of Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.ranks.threads import on_all
+from tests.open_ranks import Opener, close_all, restore_all, wait_sealed
+from tests.steps import blank, state_of
+from tierfall.core.errors import TierfallError
+from tierfall.core.ranks.ranks import Ranks
+
+MakeConfig = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held(folder: Path) -> list[str]:
+    """What this process has mapped or open of the arenas below a folder, removed ones too."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line for line in lines if str(folder) in line and ".arena" in line]
+    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    opened = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
+    return [*mapped, *(name for name in opened if str(folder) in name and ".arena" in name)]
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+
+
+def trained() -> dict[str, Any]:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_after_lazy_saves_and_restores(make_config: MakeConfig, memory: Path) -> None:
+    ckpt = tierfall.open(make_config())
+    state = trained()
+    kept: list[Any] = [ckpt.restore(state)]
+    for step in range(1, 5):
+        kept.append(ckpt.save(step, state))
+        train(state["model"], state["optimizer"])
+    kept += [ckpt.restore(state), ckpt.statistics(), ckpt.checkpoints(), ckpt.drain(10.0)]
+    assert held(memory) != []
+    ckpt.close()
+    assert held(memory) == []
+    assert kept[1].done
+
+
+def test_after_saves_that_failed(make_config: MakeConfig, memory: Path) -> None:
+    ckpt = tierfall.open(make_config())
+    kept: list[Any] = [ckpt.save(1, state_of(1))]
+    for wrong in ((1, state_of(1)), (2, {"x": lambda: 0}), (3, {"x": object()})):
+        with suppress(TierfallError):
+            try:
+                kept.append(ckpt.save(*wrong))
+            except TierfallError as error:
+                kept.append(error)
+                raise
+    assert len(kept) == 4
+    ckpt.close()
+    assert held(memory) == []
+
+
+def test_after_memory_has_grown(make_config: MakeConfig, memory: Path) -> None:
+    ckpt = tierfall.open(make_config(host={"capacity": None}))
+    kept = [ckpt.save(1, state_of(1), block=True)]
+    kept.append(ckpt.save(2, state_of(2, elements=500_000), block=True))
+    ckpt.close()
+    assert held(memory) == []
+
+
+def test_where_memory_is_kept_for_the_next_start(make_config: MakeConfig, memory: Path) -> None:
+    config = make_config(disk={"flush": {"every": 10}})
+    ckpt = tierfall.open(config)
+    kept: list[Any] = [ckpt.save(1, state_of(1))]
+    ckpt.close()
+    assert held(memory) == []
+    assert len(list(memory.rglob("*.arena"))) == 1
+    again = tierfall.open(config)
+    kept.append(again.restore(blank()))
+    again.close()
+    assert held(memory) == []
+
+
+def test_after_its_file_was_made_anew(make_config: MakeConfig, memory: Path) -> None:
+    ckpt = tierfall.open(make_config())
+    kept = [ckpt.save(1, state_of(1))]
+    kept[0].captured()
+    ckpt._session.host.path.unlink()
+    assert ckpt._session.memory.repair(10.0)
+    kept.append(ckpt.save(2, state_of(2)))
+    ckpt.close()
+    assert held(memory) == []
+
+
+def test_after_its_file_was_removed(
+    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 1000.0)
+    ckpt = tierfall.open(make_config())
+    kept = ckpt.save(1, state_of(1))
+    kept.captured()
+    ckpt._session.host.path.unlink()
+    ckpt.close()
+    assert held(memory) == []
+    assert kept.done
+
+
+@pytest.mark.usefixtures("impatient_probe")
+def test_of_several_ranks(tmp_path: Path, ranks: list[Ranks]) -> None:
+    opener = Opener(tmp_path, ranks)
+    both = opener.all_open()
+    states = [trained(), trained()]
+    kept: list[Any] = restore_all(both, states)
+    for step in range(1, 4):
+        pairs = zip(both, states, strict=True)
+        kept += on_all([lambda c=c, s=s, n=step: c.save(n, s) for c, s in pairs])  # type: ignore[misc]
+    wait_sealed(both)
+    kept += restore_all(both, states)
+    assert held(tmp_path) != []
+    close_all(both)
+    assert held(tmp_path) == []

@@ -1,0 +1,328 @@
+"""Somebody removes the files of host memory while a trainer uses it, as systemd's RemoveIPC does at the end of a user's
+last session: it is noticed and said, what is told of losses is true, and the files are made anew."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tests.core.ranks.threads import network
+from tests.open_ranks import Opener, close_all, kill_all, wait_sealed
+from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tierfall.core.errors import FlushError
+from tierfall.core.events import TierFailing, TierRecovered
+from tierfall.core.values import LossClass
+from tierfall.slots import left_in_memory
+from tierfall.tiers.arena import Arena
+
+MakeConfig = Callable[..., dict[str, Any]]
+HOLD = """
+import fcntl, pathlib, sys
+path = pathlib.Path(sys.argv[1])
+path.parent.mkdir(exist_ok=True)
+lock = path.open("a")
+try:
+    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    print("refused", flush=True)
+else:
+    if sys.argv[2:]:
+        (path.parent / "slot-0.arena").write_bytes(b"theirs")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+"""A process that takes a slot's lock, as a second start does."""
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """``warnings(text)``: what was logged that has it."""
+    caplog.set_level(logging.WARNING)
+    return lambda text: [m for m in caplog.messages if text in m]
+
+
+@pytest.fixture
+def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks after the files but whoever asks."""
+    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 1000.0)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that somebody writes to."""
+    gone = folder.with_name("gone")
+    folder.rename(gone)
+    shutil.rmtree(gone)
+
+
+def arena(memory: Path) -> Path:
+    return memory / "run" / "slot-0.arena"
+
+
+def lock(memory: Path) -> Path:
+    return memory / "run" / "slot-0.lock"
+
+
+def survives(ckpt: tierfall.Checkpointer) -> int | None:
+    return ckpt.statistics().newest[LossClass.PROCESS]
+
+
+def in_memory(config: dict[str, Any]) -> int:
+    """How many images a start after a kill would find."""
+    count, problems = left_in_memory(tierfall.Config.model_validate(config))
+    assert problems == []
+    return count
+
+
+def test_a_removed_folder_is_noticed_said_once_and_made_anew(
+    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+) -> None:
+    config = make_config(disk={"flush": {"every": 10}})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        ckpt.save(2, state_of(2)).captured()
+        remove(memory / "run")
+        wait_until(arena(memory).exists, "the file is made anew")
+        wait_until(lambda: survives(ckpt) == 2, "what lies in memory outlives the process")
+        assert in_memory(config) == 2
+        assert len(warnings("was removed")) == 1
+        assert len(warnings("are made anew: what lies in memory outlives this process")) == 1
+        kinds = [e for e in ckpt._journal.recent.events if isinstance(e, TierFailing)]
+        assert [e.tier for e in kinds] == ["host"]
+        assert "was removed while this process uses it" in kinds[0].reason
+        assert any(isinstance(e, TierRecovered) for e in ckpt._journal.recent.events)
+        ckpt.save(3, state_of(3)).captured()
+        assert (survives(ckpt), in_memory(config)) == (3, 3)
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert {s.tier for s in report.sources} == {"host"}
+        assert step_in(state) == 3
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_what_is_told_of_losses_is_true_at_once(make_config: MakeConfig, memory: Path) -> None:
+    with tierfall.open(make_config(disk={"flush": {"every": 2}})) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        ckpt.save(2, state_of(2), block=True)
+        ckpt.save(3, state_of(3)).captured()
+        assert survives(ckpt) == 3
+        arena(memory).unlink()
+        assert survives(ckpt) == 2  # on disk
+        assert ckpt.checkpoints()[-1].tiers == {"host": "sealed"}  # it can be restored still
+        state = blank()
+        assert ckpt.restore(state) is not None
+        assert step_in(state) == 3
+        assert ckpt._session.memory.repair(10.0)
+        assert survives(ckpt) == 3
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_close_makes_the_file_anew_where_something_is_owed(
+    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+) -> None:
+    config = make_config(disk={"flush": {"every": 10}})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        remove(memory / "run")
+    assert warnings("close: lost") == []
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        assert ckpt.restore(state) is not None
+        assert step_in(state) == 1
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_close_flushes_what_is_owed_without_the_file(
+    make_config: MakeConfig, memory: Path, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        remove(memory / "run")
+        ckpt.save(2, state_of(2))
+    assert steps_on(tmp_path / "disk") == [1, 2]
+
+
+@pytest.mark.usefixtures("sleepy")
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_close_says_what_is_lost_where_the_file_cannot_be_made_anew(
+    make_config: MakeConfig,
+    memory: Path,
+    tmp_path: Path,
+    warnings: Callable[[str], list[str]],
+    on_error: str,
+) -> None:
+    config = make_config(disk={"flush": {"every": 2}}, on_error=on_error, max_wait="2s")
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1)).captured()
+    ckpt.save(2, state_of(2), block=True)
+    ckpt.save(3, state_of(3)).captured()
+    arena(memory).unlink()
+    arena(memory).write_bytes(b"somebody else's")
+    if on_error == "raise":
+        with pytest.raises(FlushError, match="lost, as no other tier has it: 1@1, 3@1: host"):
+            ckpt.close()
+    else:
+        ckpt.close()
+    (lost,) = warnings("close: lost")
+    assert "1@1, 3@1: host: what lies in memory ends with this process: its file" in lost
+    assert "another one has its name by now" in lost
+    assert (
+        len(warnings("cannot be made anew at present")) == 2
+    )  # when it was found, and what it meant
+    assert warnings("the next start or 'tierfall drain' finishes it") == []
+    assert arena(memory).read_bytes() == b"somebody else's"
+    assert steps_on(tmp_path / "disk") == [2]
+
+
+def test_a_second_start_is_refused_although_the_lock_was_removed(
+    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        lock(memory).unlink()
+        wait_until(lambda: bool(warnings("slot-0.lock was removed")), "that is said")
+        command = [sys.executable, "-c", HOLD, str(lock(memory))]
+        assert subprocess.run(command, capture_output=True, check=True).stdout == b"refused\n"
+        ckpt.save(2, state_of(2), block=True)
+        assert survives(ckpt) == 2
+    assert not arena(memory).exists()
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_another_process_that_took_the_place_keeps_its_files(
+    make_config: MakeConfig, memory: Path, warnings: Callable[[str], list[str]]
+) -> None:
+    """It came in the moment before the removal was noticed."""
+    config = make_config(disk={"flush": {"every": 10}}, max_wait="2s")
+    ckpt = tierfall.open(config)
+    ckpt.save(1, state_of(1)).captured()
+    remove(memory / "run")
+    command = [sys.executable, "-c", HOLD, str(lock(memory)), "with an arena"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as two:
+        assert two.stdout is not None
+        assert two.stdout.readline() == "held\n"
+        assert not ckpt._session.memory.repair(10.0)
+        assert survives(ckpt) is None
+        assert len(warnings("was removed")) == 1
+        ckpt.close()
+        assert f"process {two.pid}" in warnings("cannot be made anew")[0]
+        assert len(warnings("close: lost, as no other tier has it: 1@1")) == 1
+        assert arena(memory).read_bytes() == b"theirs"
+        assert lock(memory).exists()
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_a_file_that_another_process_has_the_lock_of_is_not_deleted(
+    make_config: MakeConfig, memory: Path, tmp_path: Path
+) -> None:
+    """Only the lock was removed, and a second start took it before that was noticed: memory is the other's now."""
+    ckpt = tierfall.open(make_config())
+    ckpt.save(1, state_of(1), block=True)
+    lock(memory).unlink()
+    command = [sys.executable, "-c", HOLD, str(lock(memory))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as two:
+        assert two.stdout is not None
+        assert two.stdout.readline() == "held\n"
+        ckpt.close()
+        assert arena(memory).exists()
+    assert steps_on(tmp_path / "disk") == [1]
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_a_folder_that_is_removed_before_the_first_save(
+    make_config: MakeConfig, memory: Path
+) -> None:
+    """Without a capacity the arena is made at the first save."""
+    config = make_config(disk={"flush": {"every": 10}}, host={"capacity": None})
+    with tierfall.open(config) as ckpt:
+        remove(memory / "run")
+        ckpt.save(1, state_of(1)).captured()
+        assert survives(ckpt) == 1
+        remove(memory / "run")
+        elements = 200_000
+        ckpt.save(2, state_of(2, elements=elements)).captured()  # memory grows without its file
+        assert survives(ckpt) is None
+        assert ckpt._session.memory.repair(10.0)
+        assert (survives(ckpt), in_memory(config)) == (2, 2)
+
+
+def test_growth_waits_for_a_file_that_is_half_made(
+    make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 1000.0)
+    config = make_config(disk={"flush": {"every": 10}}, host={"capacity": None})
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        arena(memory).unlink()
+        assert ckpt._session.host.unlock_pages()
+        assert ckpt._session.host.renew_file()
+        ckpt.save(2, state_of(2, elements=2_000_000)).captured()
+        assert in_memory(config) == 2
+
+
+def test_saves_in_a_row_go_on_while_files_are_removed(
+    make_config: MakeConfig, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
+    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 0.001)
+    monkeypatch.setattr("tierfall.tiers.arena_renewal._STEP_BYTES", 256 << 10)
+    config = make_config(host={"capacity": "6MiB"})
+    with tierfall.open(config) as ckpt:
+        for step in range(1, 21):
+            if step % 4 == 0:
+                remove(memory / "run")
+            ckpt.save(step, state_of(step, elements=200_000)).captured()
+        wait_until(lambda: survives(ckpt) == 20, "the file is made anew")
+    assert steps_on(tmp_path / "disk") == list(range(1, 21))
+
+
+# Several ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opener(tmp_path: Path) -> Iterator[Opener]:
+    with network(["a", "b"]) as ranks:
+        yield Opener(tmp_path, ranks)
+
+
+def test_each_rank_looks_after_its_own_files(
+    opener: Opener, warnings: Callable[[str], list[str]]
+) -> None:
+    both = opener.all_open()
+    for rank, ckpt in enumerate(both):
+        ckpt.save(1, {"w": torch.full((4,), float(rank))}).captured()
+    wait_sealed(both)
+    paths = [ckpt._session.host.path for ckpt in both]
+    remove(paths[1].parent)
+    wait_until(paths[1].exists, "rank 1's file is made anew")
+    (said,) = warnings("was removed")
+    assert str(paths[1]) in said
+    close_all(both)
+
+
+def test_memory_of_several_ranks_survives_a_kill_after_that(opener: Opener) -> None:
+    config: dict[str, Any] = {"interval": {"every": 1}}
+    both = opener.all_open(**config)
+    for ckpt in both:
+        remove(ckpt._session.host.path.parent)
+    for rank, ckpt in enumerate(both):
+        ckpt.save(1, {"w": torch.full((4,), float(rank))}).captured()
+    wait_sealed(both)
+    paths = [ckpt._session.host.path for ckpt in both]
+    for ckpt, path in zip(both, paths, strict=True):
+        assert ckpt._session.memory.repair(10.0)
+        left = Arena.attach(path, run="run", writable=False)
+        assert len(left.regions()) == 1
+        left.close(keep=True)
+    kill_all(both)
+    assert all(path.exists() for path in paths)
