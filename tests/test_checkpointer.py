@@ -306,6 +306,7 @@ def test_a_dry_run_says_what_a_prune_does_and_does_nothing(
         for step in (1, 2, 3):
             ckpt.save(step, state_of(step), block=True)
     with tierfall.open(make_config(disk={"retain": {"last": 1}})) as ckpt:
+        ckpt.restore(blank())
         wait_until(lambda: len(ckpt.checkpoints()) == 1, "the start has pruned")
         plan = ckpt.prune(dry_run=True)
     assert [(d.tier, d.checkpoint.step, d.verdict) for d in plan] == [("disk", 3, Verdict.KEEP)]

@@ -152,7 +152,7 @@ def test_a_damaged_record_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptur
     save(config, 1)
     (tmp_path / "pfs/run/tier.json").write_bytes(b"")
     assert restored(config) == 1
-    assert "which tier it is could not be read" in caplog.text
+    assert "which tier it is cannot be read" in caplog.text
 
 
 # One folder twice -------------------------------------------------------------------------------------

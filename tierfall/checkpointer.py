@@ -460,7 +460,10 @@ class Checkpointer:
         return CheckpointId(fitting[-1].step, fitting[-1].attempt)
 
     def prune(self, *, dry_run: bool = False) -> list[Decision]:
-        """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``."""
+        """Return what retention decides for every copy on every tier, and carry it out unless ``dry_run``.
+
+        It goes by the commit records: copies that nobody has verified count as good, as for ``tierfall prune``.
+        """
         self._check_usable()
         session = self._session
         session.look()
@@ -470,7 +473,7 @@ class Checkpointer:
         if (
             not dry_run
         ):  # marks that were left from outside are read first, so that more may go, or less
-            session.ask(session.coordinator.dropper.survey_all)
+            session.ask(session.coordinator.dropper.trust)
             session.wait_idle(self._config.max_wait_s)
         return decisions
 

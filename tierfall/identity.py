@@ -49,9 +49,11 @@ class Identities:
             try:
                 record = store.read_tier()
             except TierfallError as error:
-                logger.warning("tier %s: which tier it is could not be read: %s", name, error)
                 if isinstance(error, IntegrityError):
+                    logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
                     self._anew.add(name)
+                else:  # the listing has the same trouble, and says it
+                    logger.debug("tier %s: which tier it is was not read", name, exc_info=True)
                 continue
             if record is not None:
                 self.records[name] = record

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tierfall.core.errors import RanksError, StepError, TierfallError
@@ -87,7 +88,7 @@ def plan(session: Session) -> list[Decision]:
     coordinator = session.coordinator
 
     def ask() -> list[Decision]:
-        view = coordinator.ledger.view()
+        view = replace(coordinator.ledger.view(), trusting=True)
         return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
 
     return session.ask(ask)
@@ -104,7 +105,7 @@ def prune(session: Session, *, dry_run: bool) -> list[Decision]:
     decisions = ranks.agree("prune", {"dry_run": dry_run}, decide)
     if not dry_run:
         if ranks.topology.is_root:
-            session.ask(session.coordinator.dropper.survey_all)
+            session.ask(session.coordinator.dropper.trust)
             session.wait_idle(session.config.max_wait_s)
         ranks.agree("prune: dropped", None, _nothing, timeout_s=_patience_s(session))
         session.wait_idle(session.config.max_wait_s)

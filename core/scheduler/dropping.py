@@ -75,7 +75,7 @@ class Dropper:
         self._changed: set[CheckpointId] = set()
         self.dropped = 0
         self.paused = False
-        self.trusts = False
+        self._trusted: set[str] = set()
         self.plans = True
         self.verifies: Verifies = lambda tier, *, hurry=False: False
         self.has_dropped: Callable[[DropCopy], None] = lambda task: None
@@ -94,11 +94,11 @@ class Dropper:
     def gated(self) -> bool:
         """Say whether nothing may be dropped by rule yet: what is good is known once this start has restored, or has
         committed a checkpoint of its own."""
-        return not (self._ledger.knows_good or self.trusts)
+        return not (self._ledger.knows_good or self._trusted)
 
     def trust(self) -> None:
-        """Carry a person's order out to apply the rules now, as if every copy had been verified."""
-        self.trusts = True
+        """Carry a person's order out: apply the rules of each tier once, now, as if every copy had been verified."""
+        self._trusted = set(self._leaving)
         self.survey_all()
 
     def survey_all(self) -> None:
@@ -167,6 +167,8 @@ class Dropper:
             if ids:
                 self._surveying.add(tier)
                 self.read_marks(ReadMarks(tier=tier, ids=ids))
+            else:
+                self._trusted.discard(tier)
 
     def cancel(self) -> None:
         """Nothing more is dropped by this process of its own accord; a person's order still is."""
@@ -183,6 +185,7 @@ class Dropper:
         if not self._surveying:
             self._changed.clear()
         if outcome.error is not None:
+            self._trusted.discard(task.tier)
             logger.warning(
                 "%s: nothing is dropped there, its marks could not be read: %s",
                 task.tier,
@@ -196,7 +199,9 @@ class Dropper:
         if self.paused:
             self._due.add(task.tier)
             return
-        for decision in self._plan(task.tier):
+        planned = self._plan(task.tier)
+        self._trusted.discard(task.tier)
+        for decision in planned:
             self.drop(task.tier, decision.checkpoint, decision.reason)
         self.look_again(but=task.tier)
 
@@ -215,7 +220,7 @@ class Dropper:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
-        view = replace(self._ledger.view(), trusting=self.trusts)
+        view = replace(self._ledger.view(), trusting=tier in self._trusted)
         self._ageing.note(view, tier)
         self._say_what_is_missing(view)
         planned = self._drops(view, tier)

@@ -81,7 +81,7 @@ def test_help_lists_the_commands_that_work_and_no_others() -> None:
     listed = [line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line]
     commands = [
         *("ls", "show", "check", "verify", "export", "copy", "prune", "pin", "unpin", "rm"),
-        *("drain", "watch", "schema", "demo"),
+        *("forget", "drain", "watch", "schema", "demo"),
     ]
     assert listed == [*commands, "Exit", "configuration;"]
 

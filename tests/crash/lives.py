@@ -316,7 +316,7 @@ class Life:
         for tier in TIERS:
             self._check_tidy(tier)
         left = [path for path in self.memory.rglob("*") if path.is_file()]
-        assert [path.name for path in left] == ["slot-0.lock"], left
+        assert sorted(path.name for path in left) == ["slot-0.lock", "tiers.json"], left
         for path in self._foreign:
             assert path.read_text() == "keep me", path
 
@@ -336,7 +336,7 @@ class Life:
         for path in found.committed.values():
             assert set(os.listdir(path)) - {FOREIGN} == _OURS[tier], path
         names = {path.name for path in found.others}
-        assert names - {FOREIGN} == {"attempts", "latest"}, names
+        assert names - {FOREIGN} == {"attempts", "latest", "tier.json"}, names
         attempts = found.others[[p.name for p in found.others].index("attempts")]
         assert all(re.fullmatch(r"a\d{4}\.json", name) for name in os.listdir(attempts))
         assert os.listdir(self.folder / tier) == [doomed.RUN]
