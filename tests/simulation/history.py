@@ -146,6 +146,8 @@ class History:
         self._read = CommitReader().read
         self._judged: dict[int, object] = {}
         self.seen_drops: list[DropCopy] = []
+        self.purges = random.Random(f"purge {seed}")
+        self.purged: set[tuple[str, CheckpointId]] = set()
         self.before = self.look()
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
@@ -301,6 +303,8 @@ class History:
     def begin_anew(self, *, calm: bool) -> None:
         """The process dies; the next one restores, mostly what is newest, and goes on."""
         self.world.crash()
+        if self.purges.random() < 0.3:
+            self.purge()
         self.asked.clear()
         self.captures.clear()
         self.unpinning.clear()
@@ -312,6 +316,31 @@ class History:
             weather.bad = True
         self._go_on_from(self._choose_restore())
         self.world.step()
+
+    def purge(self) -> None:
+        """While no trainer lives a tier loses an image; its commit record stays. A tier that survives as much has
+        another copy, which is not to go before this one is whole again."""
+        now = self.look()
+        ranks = {rules.name: RANK[rules.survives] for rules in self.world.rules[1:]}
+        spare = [
+            (tier, id)
+            for tier in sorted(ranks)
+            for id in sorted(now[tier].commits)
+            if id not in self.pinned
+            if any(
+                id in now[other].commits and ranks[other] >= ranks[tier]
+                for other in ranks
+                if other != tier
+            )
+        ]
+        if not spare:
+            return
+        tier, id = self.purges.choice(spare)
+        file = image_file(now[tier].commits[id], SHARD)
+        assert file is not None
+        del self.world.disks[tier]._objects[names.step_prefix("run", id) + file.file.name]
+        self.log.append(f"the image of {id} is purged on {tier}")
+        self.purged.add((tier, id))
 
     def go_back_in_process(self) -> None:
         """A restore after a save takes a new attempt."""
@@ -381,7 +410,7 @@ class History:
 
     def look(self) -> dict[str, Held]:
         """What is committed on every disk and sealed in memory."""
-        found = {tier: self._look_at(disk) for tier, disk in self.world.disks.items()}
+        found = {tier: self._look_at(tier, disk) for tier, disk in self.world.disks.items()}
         memory = found.setdefault("host", Held())
         for region in self.world.memory.regions:
             if region.sealed:
@@ -390,7 +419,7 @@ class History:
                 memory.marks[commit.line.checkpoint] = set(marks_in(region))
         return found
 
-    def _look_at(self, disk: MemoryBackend) -> Held:
+    def _look_at(self, tier: str, disk: MemoryBackend) -> Held:
         held = Held()
         for key, data in disk._objects.items():
             folder, _, rest = key.removeprefix("run/").partition("/")
@@ -399,6 +428,13 @@ class History:
                 held.commits[id] = self._read(data)
             elif id is not None and rest.startswith(names.MARKS_FOLDER):
                 held.marks.setdefault(id, set()).add(rest.partition("/")[2])
+        for id in [id for where, id in self.purged if where == tier]:
+            commit = held.commits.get(id)
+            file = None if commit is None else image_file(commit, SHARD)
+            if file is None or names.step_prefix("run", id) + file.file.name in disk._objects:
+                self.purged.discard((tier, id))  # it has gone, or is whole again
+            else:
+                del held.commits[id]
         return held
 
     def _known(self, now: dict[str, Held]) -> dict[CheckpointId, Commit]:
@@ -605,6 +641,7 @@ class History:
                 folder, _, _rest = key.removeprefix("run/").partition("/")
                 id = names.parse_step_folder(folder)
                 known = id is None or id in now[tier].commits or tier in unread
+                known |= (tier, id) in self.purged
                 assert known, f"{tier}: {key} is a leftover"
             for id, marks in now[tier].marks.items():
                 if names.TOMBSTONE_MARK in marks:
@@ -626,7 +663,8 @@ class History:
                 )
                 assert unseen or postponed, f"{id} was deleted from outside, and is still on {tier}"
             latest = self._clean(tier).read_latest()
-            assert latest is None or latest in now[tier].commits, f"{tier}: latest names {latest}"
+            there = latest in now[tier].commits or (tier, latest) in self.purged
+            assert latest is None or there, f"{tier}: latest names {latest}"
         owed = {id for id, _ in coordinator.left_undone()}
         for id, handle in world.handles.items():
             told = handle.outcome is not SaveOutcome.PENDING
@@ -635,7 +673,8 @@ class History:
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
-        assert set(coordinator.ledger.entries) <= set(self._known(now)), (
+        purged = {id for _, id in self.purged}
+        assert set(coordinator.ledger.entries) <= set(self._known(now)) | purged, (
             "what is not there is known"
         )
         for entry in coordinator.ledger.entries.values():
@@ -688,6 +727,9 @@ def check_restorable(history: History) -> None:
         assert listing.error is None
         for copy in listing.copies:
             assert copy.commit is not None
+            if copy.damage is not None:
+                assert (tier, copy.id) in history.purged, f"{copy.id} is damaged on {tier}"
+                continue
             assert read_image(store, copy.commit) == history.world.image(copy.id)
 
 

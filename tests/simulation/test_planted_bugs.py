@@ -72,6 +72,11 @@ def drop_a_leased_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CopyView, "leased", property(lambda view: False, lambda view, value: None))
 
 
+def believe_the_commit_record(patch: pytest.MonkeyPatch) -> None:
+    """A listing does not look at which files are there."""
+    patch.setattr(stored.StoredTier, "_judged", lambda store, copy, files: copy)
+
+
 def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Each rank works out by itself what its tiers retain, and drops it."""
     real = Coordinator._join
@@ -113,6 +118,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (forget_a_pin, run_hour),
         (count_uncommitted_ones, run_hour),
         (drop_a_leased_copy, run_hour),
+        (believe_the_commit_record, run_hour),
         (save_twice_as_often, run_hour),
         (decide_per_rank, run_many_hour),
         (save_at_once, run_many_hour),
