@@ -140,7 +140,6 @@ class Entry:
     def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
         if state is CopyState.ABSENT:
             self.states.pop(tier, None)
-            self.states.pop(tier, None)
             self.verified.discard(tier)
             if tier not in self.damage:
                 self.bytes.pop(tier, None)
