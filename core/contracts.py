@@ -7,7 +7,7 @@ conformance suite ``tierfall.backends.conformance`` runs every promise below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -157,7 +157,11 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def delete_all(backend: Backend, keys: Sequence[str]) -> None:
-    """Remove objects in as few requests as the backend makes of them, in any order; after an error some may be gone."""
+def delete_all(
+    backend: Backend, keys: Sequence[str], *, before: Callable[[], None] = lambda: None
+) -> None:
+    """Remove objects in as few requests as the backend makes of them, in any order; after an error some may be gone.
+    ``before`` is called before each request, and ends it by raising."""
     while keys:
+        before()
         keys = backend.delete_some(keys)

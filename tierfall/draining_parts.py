@@ -188,7 +188,7 @@ class PartsDrain:
                 f"{format_size(capacity)} are lacking: raise it, unpin some, or delete some"
             )
         for drop in plan.drops:
-            store.drop(drop.checkpoint)
+            store.drop(drop.checkpoint, attempt=self.attempt)
 
     # Committing ------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
-    ConfigError,
+    FencedError,
     FlushError,
     IntegrityError,
     KeyExistsError,
@@ -207,7 +207,8 @@ class Session:
     def take_attempt(self) -> Attempt:
         """Take another attempt, as ``begin_line`` does, and return it."""
         self.begin_line()
-        return self._writer()
+        assert self.attempt is not None
+        return self.attempt
 
     def knows_of_nothing(self) -> bool:
         """Say whether every tier answered and none holds a checkpoint of this run."""
@@ -294,11 +295,6 @@ class Session:
                 )
         return True
 
-    def _writer(self) -> Attempt:
-        if self.attempt is None:
-            raise ConfigError(f"run {self.run!r}: this process has no attempt and must not commit")
-        return self.attempt
-
     # Threads -----------------------------------------------------------------------------------------
 
     def build(self) -> None:
@@ -320,7 +316,7 @@ class Session:
         ledger.note_marks(self._marks)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.workers = Workers(
-            TaskRunner(self.stores, lane_pools(self.config, lanes), self._writer),
+            TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
@@ -363,13 +359,14 @@ class Session:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def _discard_leftovers(self) -> None:
+        assert self.attempt is not None
         for tier in self.config.stored:
             store = self.stores.get(tier.name)
             if store is None or not is_owner(tier, self.ranks):
                 continue
             try:
-                store.discard_unfinished()
-            except BackendError as error:
+                store.discard_unfinished(attempt=self.attempt)
+            except (BackendError, FencedError) as error:
                 logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
 
     def _saved_by_others(self) -> tuple[Commit, ...]:

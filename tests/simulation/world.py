@@ -294,7 +294,7 @@ class World:
         for listing, store in zip(listings, self.stores.values(), strict=True):
             if listing.error is None:
                 store.take_attempt(self.attempt)
-                store.discard_unfinished()
+                store.discard_unfinished(attempt=self.attempt)
         ledger = Ledger(self.rules, "host")
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.now_s)
         in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
