@@ -135,6 +135,7 @@ def _already(
             f"copy: {tier} holds another checkpoint by the name {id} already: it is left as it is; find out who wrote "
             "it, and move its folder away"
         )
+    store.settle(id)
     missing = [mark for mark in marks_of(reader, checkpoint) if mark.name not in found.marks]
     for mark in missing:
         store.add_mark(mark)

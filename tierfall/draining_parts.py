@@ -214,6 +214,8 @@ class PartsDrain:
                 attempt=self.attempt,
                 marks=(mark,) if pinned else (),
             )
+        else:
+            store.settle(id)
         self.done.append((id, tier))
         self._name_latest(store, id)
         return True

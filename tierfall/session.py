@@ -63,6 +63,7 @@ from tierfall.stores import (
     list_all,
     open_stores,
     run_folder,
+    settle,
     tier_rules,
 )
 from tierfall.tiers.arena import lock_name
@@ -193,6 +194,7 @@ class Session:
     def begin_line(self) -> bool:
         """Take an attempt, together with the other ranks; say whether nothing is known of any checkpoint."""
         if not self.puts_together:
+            self.settle()
             self.take_number(self.next_number())
             return self.knows_of_nothing()
         start = start_together(self)
@@ -203,6 +205,15 @@ class Session:
         self._deleted = start.deleted
         self._marks = start.marks
         return start.first
+
+    def settle(self) -> None:
+        """Have what was found on the tiers of this rank's own made durable, before anything relies on it."""
+        own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
+        self.listings = tuple(
+            settle(self.stores[x.tier], x) if x.tier in own & self.stores.keys() else x
+            for x in self.listings
+        )
+        self._held = self.listings
 
     def take_attempt(self) -> Attempt:
         """Take another attempt, as ``begin_line`` does, and return it."""
@@ -304,6 +315,8 @@ class Session:
         Without an attempt nothing is: another node may be at work on a shared tier then, and what looks unfinished
         there may be its own.
         """
+        if self.attempt is None:
+            self.settle()
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
         ledger.load(merge(self._held), self._held)

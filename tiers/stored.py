@@ -71,6 +71,7 @@ class StoredTier:
         self._recognise = recognise
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
+        self._settled: set[CheckpointId] = set()
 
     @property
     def place(self) -> str:
@@ -183,6 +184,16 @@ class StoredTier:
             return False
         return True
 
+    def settle(self, checkpoint: CheckpointId) -> None:
+        """Make the commit record that was found here durable, once: whoever wrote it may have failed, or died, between
+        making it visible and its last fsync. It costs an fsync of the step's folder, and nothing on an object store.
+
+        Raises BackendError where it may not survive a power cut: then nothing may rely on this copy.
+        """
+        if checkpoint not in self._settled:
+            self._documents.settle(self._key(checkpoint, names.COMMIT_NAME))
+            self._settled.add(checkpoint)
+
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         return self._documents.read(self._key(checkpoint, names.manifest_name(shard)))
 
@@ -286,6 +297,7 @@ class StoredTier:
             self.add_mark(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
+            self._settled.add(checkpoint)
             self.remove_other_forms(commit, attempt=attempt)
             return
         try:
@@ -301,6 +313,9 @@ class StoredTier:
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
+            self.settle(checkpoint)
+        else:
+            self._settled.add(checkpoint)
 
     def remove_other_forms(self, commit: Commit, *, attempt: Attempt) -> None:
         """Remove what images left in the folder of a step where they were packed otherwise before. Raises FencedError
@@ -395,6 +410,7 @@ class StoredTier:
         except KeyExistsError:
             if self.read_attempt(attempt.number).id != attempt.id:
                 raise
+            self._documents.settle(key)
             return
         if self.read_attempt(attempt.number).id != attempt.id:  # the other one wrote last
             raise KeyExistsError(
@@ -464,7 +480,9 @@ class StoredTier:
         try:
             self._documents.create(key, mark.encode())
         except KeyExistsError:
-            return  # somebody left the same mark already: that is what was asked for
+            self._documents.settle(
+                key
+            )  # somebody left the same mark already, which is what was asked for
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
         self.backend.delete(self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}"))
@@ -511,6 +529,7 @@ class StoredTier:
             else:
                 self.forget_latest()
         self.check_newest(attempt, doing=doing)
+        self._settled.discard(checkpoint)
         self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
         self.discard(checkpoint, attempt=attempt)
         return marks

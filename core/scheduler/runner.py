@@ -70,6 +70,8 @@ class Store(ReadableStore, Protocol):
 
     def holds(self, checkpoint: CheckpointId) -> bool: ...
 
+    def settle(self, checkpoint: CheckpointId) -> None: ...
+
     def check_fence(self, attempt: Attempt) -> None: ...
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
@@ -190,7 +192,9 @@ class TaskRunner:
             case ReadMarks():
                 return {id: store.marks(id) for id in task.ids}
             case ReadCommit():
-                return store.read_commit(task.id)
+                commit = store.read_commit(task.id)
+                store.settle(task.id)
+                return commit
             case OpenCheck():
                 return _open_check(task, store)
             case CheckChunk():
@@ -212,7 +216,9 @@ class TaskRunner:
                 void=task.void,
             )
         if store.holds(task.id):
-            return store.read_commit(task.id)  # the answer to its commit was lost
+            commit = store.read_commit(task.id)  # the answer to its commit was lost
+            store.settle(task.id)
+            return commit
         return store.discard(task.id, task.shard, attempt=self._attempt())
 
     def _change_mark(self, task: ChangeMark, store: Store) -> None:
@@ -239,6 +245,7 @@ class TaskRunner:
                     f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
                     "left as it is"
                 )
+            store.settle(task.id)
             return commit
         manifest = None
         cut, pieces = task.geometry, task.pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -13,6 +14,7 @@ from tierfall.backends.wrapper import Wrapper
 from tierfall.core.contracts import Publish, Stored
 from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
+    BackendError,
     FencedError,
     IntegrityError,
     KeyExistsError,
@@ -196,6 +198,78 @@ def test_a_commit_whose_answer_was_lost_is_committed_by_the_next_try(
         tier.commit(commit_of(1), attempt=attempt())
     tier.commit(commit_of(1), attempt=attempt())
     assert steps(tier) == ["1@1"]
+
+
+def unsynced(disk: MemoryBackend, keys: str, times: int = 1) -> Faulty:
+    """A disk where the fsync of the folder fails after objects of that name became visible."""
+    fault = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH, keys=keys, times=times)
+    return Faulty(disk, seed=0, plan=[fault])
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_record_whose_last_fsync_failed_is_believed_once_it_was_written_anew(
+    disk: MemoryBackend, times: int
+) -> None:
+    faulty = unsynced(disk, f"*/{COMMIT_NAME}", times)
+    tier = tier_on(faulty)
+    write_image(tier, 1)
+    with pytest.raises(BackendError, match="may not survive a power cut"):
+        tier.commit(commit_of(1), attempt=attempt())
+    assert tier.holds(CheckpointId(1, 1)), "it is visible"
+    for _ in range(times):
+        with suppress(BackendError):
+            tier.commit(commit_of(1), attempt=attempt())
+            break
+    assert len(faulty.struck) == times
+    assert faulty.cut_power() == ()
+    assert steps(tier) == ["1@1"]
+
+
+def test_a_record_that_was_found_is_settled_once(disk: MemoryBackend) -> None:
+    commit(tier_on(disk), 1)
+    synced: list[str] = []
+
+    class Noting(Faulty):
+        def sync(self, folder: str) -> None:
+            synced.append(folder)
+            super().sync(folder)
+
+    faulty = Noting(disk, seed=0, plan=unsynced(disk, "", 0)._plan)
+    tier = tier_on(faulty)
+    for _ in range(3):
+        tier.settle(CheckpointId(1, 1))
+    assert synced == ["run/step-00000001-a0001"]
+    commit(tier, 2)
+    tier.settle(CheckpointId(2, 1))
+    assert len(synced) == 1, "what it committed itself is durable"
+    tier_on(disk).settle(CheckpointId(1, 1))  # where whatever is visible is durable
+
+
+def test_after_a_failed_sync_a_record_is_put_there_anew(disk: MemoryBackend) -> None:
+    """Another sync may say wrongly that all is well."""
+    commit(tier_on(disk), 1)
+    failing = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SYNC, error=BackendError)
+    faulty = Faulty(disk, seed=0, plan=[failing, *unsynced(disk, "", 0)._plan])
+    record = f"run/step-00000001-a0001/{COMMIT_NAME}"
+    before = disk._objects[record]
+    tier = tier_on(faulty)
+    with pytest.raises(BackendError):
+        tier.settle(CheckpointId(1, 1))
+    assert disk._objects[record] is before
+    tier.settle(CheckpointId(1, 1))
+    assert disk._objects[record] is not before
+    assert disk._objects[record] == before
+
+
+def test_a_pin_whose_last_fsync_failed_is_left_anew_by_the_next_try(disk: MemoryBackend) -> None:
+    faulty = unsynced(disk, "*/marks/pin")
+    tier = tier_on(faulty)
+    commit(tier, 1)
+    with pytest.raises(BackendError, match="may not survive a power cut"):
+        tier.add_mark(mark(1))
+    tier.add_mark(mark(1))
+    assert faulty.cut_power() == ()
+    assert tier.marks(CheckpointId(1, 1)) == {"pin"}
 
 
 def test_a_committed_checkpoint_is_never_overwritten(tier: StoredTier) -> None:
