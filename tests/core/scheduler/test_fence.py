@@ -197,7 +197,7 @@ def is_at_rest(world: World) -> bool:
 def test_a_copy_that_becomes_too_old_stays_once_a_newer_attempt_exists() -> None:
     """A process that hung for hours is fenced by its timers, too."""
     world = World([file_rules("nvme", retain=(young(100.0),))])
-    for step in (1, 2):
+    for step in (1, 2, 3):
         world.save(step)
         world.run_all()
     newer_attempt(world)
