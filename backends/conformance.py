@@ -45,6 +45,7 @@ _ALL: tuple[Check, ...] = (
     writing.replace_is_atomic,
     writing.conditional_create_has_one_winner,
     writing.a_lost_conditional_create_leaves_no_litter,
+    writing.what_is_visible_can_be_made_durable,
     reading.any_range_can_be_read,
     reading.what_is_cached_is_the_object,
     reading.reading_past_the_end_is_an_error,

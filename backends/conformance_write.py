@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from tierfall.backends.conformance_kit import (
     Bench,
@@ -22,8 +23,8 @@ from tierfall.backends.conformance_kit import (
     refused,
     write_pieces,
 )
-from tierfall.core.contracts import Backend, Publish
-from tierfall.core.errors import BackendError, KeyExistsError, KeyNotFoundError
+from tierfall.core.contracts import Backend, Publish, SyncedBackend
+from tierfall.core.errors import BackendError, KeyExistsError, KeyInvalidError, KeyNotFoundError
 
 RAGGED_BYTES = (0, 1, 4095, 4096, 4097, 65_537, 262_144, 1_048_577)
 
@@ -278,6 +279,24 @@ def a_lost_conditional_create_leaves_no_litter(bench: Bench) -> None:
         backend.delete("run/key")
         put(backend, "run/key", b"third", publish=Publish.IF_ABSENT)
         assert get(backend, "run/key") == b"third", "a deleted key cannot be created again"
+
+
+def what_is_visible_can_be_made_durable(bench: Bench) -> None:
+    """Where the traits say ``needs_sync``, ``sync`` changes nothing that is there, and says of a folder that is not
+    there that it is not."""
+    with bench.backend() as backend:
+        if not backend.traits.needs_sync:
+            return
+        synced = cast(SyncedBackend, backend)
+        put(backend, "run/step/key", b"data")
+        with bench.reopened(backend) as second:
+            for folder in ("run/step", "run"):
+                synced.sync(folder)
+                cast(SyncedBackend, second).sync(folder)
+        assert get(backend, "run/step/key") == b"data"
+        assert keys(backend) == ["run/step/key"], "a sync left something behind"
+        refused(KeyNotFoundError, lambda: synced.sync("run/other"), "a folder that is not there")
+        refused(KeyInvalidError, lambda: synced.sync("../run"), "a folder outside")
 
 
 def _create_as(backend: Backend, key: str, index: int) -> None:

@@ -8,6 +8,8 @@ Tierfall survives, each by a test:
 * FAIL_BEFORE of any call, FAIL_AFTER of any call (the work was done, the answer lost), STALL: by retry, or by giving
   up the copy on that tier and saying so; training goes on.
 * TORN_WRITE, LOST_SYNC, DISK_FULL: nothing of the object becomes visible, and older objects stay as they were.
+* UNSYNCED: the object is visible, and nobody relies on it before it was written anew, or its folder was synced by a
+  later start; ``cut_power`` takes it away.
 * BIT_FLIP on READ or WRITE: a checksum finds it, and the next copy is read.
 
 Not survived: a medium that changes every copy of a checkpoint, or that answers a conditional create twice with yes.
@@ -20,14 +22,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from tierfall.backends.keys import check_key
 from tierfall.backends.views import flat
 from tierfall.backends.wrapper import Wrapper, WriterWrapper
-from tierfall.core.contracts import Backend, Publish, Stored, Writer
+from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
 from tierfall.core.errors import BackendError, StorageFullError, UnreachableError
 
 
@@ -41,6 +43,7 @@ class Operation(StrEnum):
     STAT = "stat"
     SCAN = "scan"
     DELETE = "delete"
+    SYNC = "sync"
 
 
 class FaultKind(StrEnum):
@@ -53,6 +56,7 @@ class FaultKind(StrEnum):
     STALL = "stall"
     DISK_FULL = "disk_full"
     LOST_SYNC = "lost_sync"
+    UNSYNCED = "unsynced"
 
 
 _ONLY_FOR = {
@@ -60,6 +64,7 @@ _ONLY_FOR = {
     FaultKind.BIT_FLIP: {Operation.WRITE, Operation.READ},
     FaultKind.DISK_FULL: {Operation.WRITE},
     FaultKind.LOST_SYNC: {Operation.PUBLISH},
+    FaultKind.UNSYNCED: {Operation.PUBLISH},
 }
 
 
@@ -115,6 +120,14 @@ class Faulty(Wrapper):
         self._lock = threading.Lock()
         self._count = [_Count() for _ in self._plan]
         self._struck: list[Struck] = []
+        self._unsynced: set[str] = set()
+        self._has_folders = any(fault.kind is FaultKind.UNSYNCED for fault in plan)
+
+    @property
+    def traits(self) -> Traits:
+        """Those of ``inner``; with an UNSYNCED in the plan, objects lie in folders that need their fsync."""
+        traits = self._inner.traits
+        return replace(traits, needs_sync=True) if self._has_folders else traits
 
     @property
     def struck(self) -> tuple[Struck, ...]:
@@ -170,12 +183,33 @@ class Faulty(Wrapper):
     def delete(self, key: str) -> None:
         with self.striking(Operation.DELETE, key):
             self._inner.delete(key)
+            self.note_published(key, synced=True)
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         """Remove the first: each key is a deletion of its own that a fault can strike, with others gone before it."""
         keys = [check_key(key) for key in keys]
         self.delete(keys[0])
         return keys[1:]
+
+    def sync(self, folder: str) -> None:
+        with self.striking(Operation.SYNC, folder):
+            if self._inner.traits.needs_sync:
+                super().sync(folder)
+            with self._lock:
+                self._unsynced = {k for k in self._unsynced if k.rpartition("/")[0] != folder}
+
+    def note_published(self, key: str, *, synced: bool) -> None:
+        """Note whether an object that is visible now is durable, too."""
+        with self._lock:
+            (self._unsynced.discard if synced else self._unsynced.add)(key)
+
+    def cut_power(self) -> tuple[str, ...]:
+        """Take away what was visible and not durable; return it."""
+        with self._lock:
+            gone, self._unsynced = tuple(sorted(self._unsynced)), set()
+        for key in gone:
+            self._inner.delete(key)
+        return gone
 
     @contextmanager
     def striking(
@@ -279,6 +313,12 @@ class _FaultyWriter(WriterWrapper):
                 if not self._unheard:
                     self._inner.publish()
                 self._unheard = True
+                self._faults.note_published(self._key, synced=FaultKind.UNSYNCED not in faults)
+                if FaultKind.UNSYNCED in faults:
+                    raise BackendError(
+                        f"fsync of the folder of {self._key!r} in {self._faults.place}: failed on purpose; it is "
+                        "visible, but may not survive a power cut: write it anew"
+                    )
         except BackendError as error:
             if not error.retryable:
                 self.abort()

@@ -87,6 +87,10 @@ class Limited(Wrapper):
         with self.slot():
             return self._inner.delete_some(keys)
 
+    def sync(self, folder: str) -> None:
+        with self.slot():
+            super().sync(folder)
+
     def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
         """Pass a range on, slice by slice, each when its turn has come; an empty range is passed on too."""
         data = flat(view)

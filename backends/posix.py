@@ -81,6 +81,7 @@ class PosixBackend:
             alignment_bytes=max(block_bytes, 1),
             direct_io=block_bytes > 0,
             max_parallel=_MAX_PARALLEL,
+            needs_sync=self._folders.can_sync and not read_only,
         )
 
     @property
@@ -172,6 +173,14 @@ class PosixBackend:
             if removed:
                 self._folders.remove_empty(parent)
         return [key for key in keys if _folder_of(key) != parent]
+
+    def sync(self, folder: str) -> None:
+        """See ``SyncedBackend``. The way to the folder is durable: whoever published in it saw to that first."""
+        check_key(folder)
+        self._check_writable("sync", folder)
+        with self._asking("sync", folder), self._folders.opened(folder) as descriptor:
+            state = f"what is visible in {folder!r} may not survive a power cut: write it anew"
+            self._folders.sync(descriptor, state=state)
 
     def discard_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)

@@ -113,6 +113,10 @@ class Retrying(Wrapper):
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         return self._patience.again(lambda: self._inner.delete_some(keys))
 
+    def sync(self, folder: str) -> None:
+        call = super().sync
+        self._patience.again(lambda: call(folder))
+
     def discard_unfinished(self, prefix: str) -> int:
         """Return how many the last try removed: those of a try that failed halfway are not counted."""
         return self._patience.again(lambda: self._inner.discard_unfinished(prefix))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
-from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.contracts import Backend, Publish, Stored, SyncedBackend, Traits, Writer
 
 
 class Wrapper:
@@ -53,6 +53,9 @@ class Wrapper:
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
         return self._inner.delete_some(keys)
+
+    def sync(self, folder: str) -> None:
+        cast(SyncedBackend, self._inner).sync(folder)
 
     def discard_unfinished(self, prefix: str) -> int:
         return self._inner.discard_unfinished(prefix)

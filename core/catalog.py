@@ -20,8 +20,9 @@ from tierfall.core.view import CheckpointView, CopyView, TierRules, View
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
     """A checkpoint that has a commit record on a tier. ``damage`` says what is wrong with it: a copy without ``commit``
-    has a record that cannot be read, or is not this checkpoint's; one with it lacks files that the record names. What
-    is left of such a copy is read where nothing better is there, and counts for nothing else."""
+    has a record that cannot be read, or is not this checkpoint's; one with it lacks files that the record names, or
+    may not survive a power cut. What is left of such a copy is read where nothing better is there, and counts for
+    nothing else."""
 
     id: CheckpointId
     state: CopyState

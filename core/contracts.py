@@ -7,7 +7,7 @@ conformance suite ``tierfall.backends.conformance`` runs every promise below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -39,7 +39,8 @@ class Traits:
     ``ordered_writes``: a writer takes offsets in rising order only. ``alignment_bytes``: address, offset and length
     multiples for which bytes move without a copy of the backend's own (1: any). ``direct_io``: bytes bypass the page
     cache. ``part_bytes_min`` and ``part_bytes_max`` bound one ``write`` (0: no bound). ``max_parallel``: calls that may
-    usefully run at once.
+    usefully run at once. ``needs_sync``: an object may be visible and not durable, where its writer failed or died in
+    the middle of ``publish``; the backend is a ``SyncedBackend`` then.
     """
 
     durable: bool
@@ -51,6 +52,7 @@ class Traits:
     part_bytes_min: int = 0
     part_bytes_max: int = 0
     max_parallel: int = 4
+    needs_sync: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,21 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def delete_all(backend: Backend, keys: Sequence[str]) -> None:
-    """Remove objects in as few requests as the backend makes of them, in any order; after an error some may be gone."""
+class SyncedBackend(Backend, Protocol):
+    """A backend whose traits say ``needs_sync``."""
+
+    def sync(self, folder: str) -> None:
+        """Make durable what is visible directly below ``folder`` (a key's parts without the last), whoever published
+        it. Raises KeyNotFoundError where the folder is not there, and another BackendError where what lies there may
+        not survive a power cut: a second call may then say wrongly that all is well, so write the object anew."""
+        ...
+
+
+def delete_all(
+    backend: Backend, keys: Sequence[str], *, before: Callable[[], None] = lambda: None
+) -> None:
+    """Remove objects in as few requests as the backend makes of them, in any order; after an error some may be gone.
+    ``before`` is called before each request, and ends it by raising."""
     while keys:
+        before()
         keys = backend.delete_some(keys)

@@ -345,7 +345,13 @@ def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
     monkeypatch.setattr(copying, "write_files", start_elsewhere)
     with pytest.raises(FencedError, match="process 7 on other"):
         run_copy(config)
-    assert not step_folder(tmp_path / "far").exists()
+    far = step_folder(tmp_path / "far")
+    assert not (far / "commit.json").exists()
+    assert (far / IMAGE).exists(), (
+        "that start may be writing it: what is left is the next one's to collect"
+    )
+    tierfall.open(config).close()
+    assert not far.exists()
 
 
 def test_after_a_later_attempt_an_older_checkpoint_is_copied_under_it(

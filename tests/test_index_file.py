@@ -203,9 +203,9 @@ def test_rank_0_takes_it_away_with_its_own_files(config: Config, tmp_path: Path)
     (folder(tmp_path, 1) / "commit.json").unlink()
     assert [names.belongs_to("index.zst", Shard(r, 2)) for r in (0, 1)] == [True, False]
     store = StoredTier(name="shared", run="run", backend=PosixBackend(tmp_path / "shared"))
-    store.discard(ONE, Shard(1, 2))
+    store.discard(ONE, Shard(1, 2), attempt=None)
     assert (folder(tmp_path, 1) / "index.zst").exists()
-    store.discard(ONE, Shard(0, 2))
+    store.discard(ONE, Shard(0, 2), attempt=None)
     assert not folder(tmp_path, 1).exists()
     store.close()
 

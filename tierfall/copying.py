@@ -22,7 +22,7 @@ from tierfall.core.errors import (
     TierfallError,
 )
 from tierfall.core.packing.files import same_checkpoint
-from tierfall.core.records import Commit
+from tierfall.core.records import Attempt, Commit
 from tierfall.core.restore.verify import Verifier
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
@@ -135,6 +135,7 @@ def _already(
             f"copy: {tier} holds another checkpoint by the name {id} already: it is left as it is; find out who wrote "
             "it, and move its folder away"
         )
+    store.settle(id)
     missing = [mark for mark in marks_of(reader, checkpoint) if mark.name not in found.marks]
     for mark in missing:
         store.add_mark(mark)
@@ -170,10 +171,10 @@ def _copy(
     try:
         discard_unfinished(store, reader.run, checkpoint.id)
         commit = write_files(store, lane_limits(store, reader.config), source, counter.add)
-        store.remove_other_forms(commit)  # of a copy that was never finished
+        store.remove_other_forms(commit, attempt=attempt)  # of a copy that was never finished
         store.commit(commit, attempt=attempt, marks=marks)
     except BaseException:
-        _take_back(store, checkpoint.id)
+        _take_back(store, checkpoint.id, attempt)
         raise
     after = tuple(
         _with_copy(listing, commit, frozenset(mark.name for mark in marks))
@@ -209,11 +210,11 @@ def _check_room(config: Config, there: Listing, commit: Commit) -> None:
         )
 
 
-def _take_back(store: StoredTier, id: CheckpointId) -> None:
-    """Remove what was published of a copy that could not be committed."""
+def _take_back(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
+    """Remove what was published of a copy that could not be committed, unless a newer attempt may be writing there."""
     try:
         if not store.holds(id):
-            store.discard(id)
+            store.discard(id, attempt=attempt)
     except TierfallError as error:
         logger.warning("%s: leftovers of %s stay for now: %s", store.name, id, error)
 

@@ -188,7 +188,7 @@ class PartsDrain:
                 f"{format_size(capacity)} are lacking: raise it, unpin some, or delete some"
             )
         for drop in plan.drops:
-            store.drop(drop.checkpoint)
+            store.drop(drop.checkpoint, attempt=self.attempt)
 
     # Committing ------------------------------------------------------------------------------------
 
@@ -214,6 +214,8 @@ class PartsDrain:
                 attempt=self.attempt,
                 marks=(mark,) if pinned else (),
             )
+        else:
+            store.settle(id)
         self.done.append((id, tier))
         self._name_latest(store, id)
         return True

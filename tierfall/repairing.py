@@ -179,7 +179,7 @@ class Repairer:
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
         self._replace_records(store, commit)
-        store.remove_other_forms(commit)
+        store.remove_other_forms(commit, attempt=attempt)
         return f"written anew from {', '.join(source.tally.bytes)}"
 
     def _replace_records(
@@ -203,7 +203,7 @@ class Repairer:
     def _drop_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
         """Take away what was written of a checkpoint that was dropped meanwhile, the commit record first."""
         store.backend.delete(names.step_prefix(self._reader.run, id) + names.COMMIT_NAME)
-        store.discard(id)
+        store.discard(id, attempt=None)
         raise StepError("it was dropped while it was repaired")
 
     def _sources(

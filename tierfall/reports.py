@@ -57,7 +57,7 @@ class CheckpointInfo:
     """One checkpoint over all tiers. ``bytes`` is its raw size, ``age_s`` seconds since it was saved.
 
     ``tiers`` maps each tier that holds something of it to the state of the copy; ``owed`` are the tiers that are still
-    to get one. ``damage`` says per tier why its record cannot be used.
+    to get one. ``damage`` says per tier why its record cannot be used, or why nothing relies on it.
     """
 
     step: int

@@ -21,7 +21,7 @@ from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
     BackendError,
-    ConfigError,
+    FencedError,
     FlushError,
     IntegrityError,
     KeyExistsError,
@@ -63,6 +63,7 @@ from tierfall.stores import (
     list_all,
     open_stores,
     run_folder,
+    settle,
     tier_rules,
 )
 from tierfall.tiers.arena import lock_name
@@ -193,6 +194,7 @@ class Session:
     def begin_line(self) -> bool:
         """Take an attempt, together with the other ranks; say whether nothing is known of any checkpoint."""
         if not self.puts_together:
+            self.settle()
             self.take_number(self.next_number())
             return self.knows_of_nothing()
         start = start_together(self)
@@ -204,10 +206,20 @@ class Session:
         self._marks = start.marks
         return start.first
 
+    def settle(self) -> None:
+        """Have what was found on the tiers of this rank's own made durable, before anything relies on it."""
+        own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
+        self.listings = tuple(
+            settle(self.stores[x.tier], x) if x.tier in own & self.stores.keys() else x
+            for x in self.listings
+        )
+        self._held = self.listings
+
     def take_attempt(self) -> Attempt:
         """Take another attempt, as ``begin_line`` does, and return it."""
         self.begin_line()
-        return self._writer()
+        assert self.attempt is not None
+        return self.attempt
 
     def knows_of_nothing(self) -> bool:
         """Say whether every tier answered and none holds a checkpoint of this run."""
@@ -294,11 +306,6 @@ class Session:
                 )
         return True
 
-    def _writer(self) -> Attempt:
-        if self.attempt is None:
-            raise ConfigError(f"run {self.run!r}: this process has no attempt and must not commit")
-        return self.attempt
-
     # Threads -----------------------------------------------------------------------------------------
 
     def build(self) -> None:
@@ -308,6 +315,8 @@ class Session:
         Without an attempt nothing is: another node may be at work on a shared tier then, and what looks unfinished
         there may be its own.
         """
+        if self.attempt is None:
+            self.settle()
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
         ledger.load(merge(self._held), self._held)
@@ -320,7 +329,7 @@ class Session:
         ledger.note_marks(self._marks)
         lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
         self.workers = Workers(
-            TaskRunner(self.stores, lane_pools(self.config, lanes), self._writer),
+            TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
             name=self.run,
         )
@@ -363,13 +372,14 @@ class Session:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def _discard_leftovers(self) -> None:
+        assert self.attempt is not None
         for tier in self.config.stored:
             store = self.stores.get(tier.name)
             if store is None or not is_owner(tier, self.ranks):
                 continue
             try:
-                store.discard_unfinished()
-            except BackendError as error:
+                store.discard_unfinished(attempt=self.attempt)
+            except (BackendError, FencedError) as error:
                 logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
 
     def _saved_by_others(self) -> tuple[Commit, ...]:

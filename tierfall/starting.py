@@ -80,6 +80,7 @@ def start_together(session: Session) -> Start:
     """
     ranks = session.ranks
     _find_shared(session)
+    session.settle()
     config = session.config
     order = [tier.name for tier in config.chain]
     number = session.next_number()

@@ -4,10 +4,13 @@ how much may be on its way to each at once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tierfall.backends.opening import is_remote, open_backend
@@ -16,9 +19,16 @@ from tierfall.backends.wrap import wrap
 from tierfall.config import Config, FileTier, ObjectTier, Tier
 from tierfall.config import StoredTier as StoredSection
 from tierfall.core.buffers import BufferPool
-from tierfall.core.catalog import Listing
+from tierfall.core.catalog import FoundCopy, Listing
 from tierfall.core.contracts import Backend
-from tierfall.core.errors import BackendError, ConfigError, TierfallError, UnreachableError
+from tierfall.core.errors import (
+    BackendError,
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.pace import Pace
 from tierfall.core.packing.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.scheduler.lane import LaneLimits
@@ -29,10 +39,14 @@ from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
+logger = logging.getLogger("tierfall")
+
 SHARD = Shard(0, 1)
 SLOT = 0
 BUDGET_BYTES = 64 << 20
 WORKERS_MAX = 4
+SYNCS_AT_ONCE = 16
+"""Flushes of a disk's cache that are asked for at once are done as one."""
 
 
 def tier_rules(config: Config) -> tuple[TierRules, ...]:
@@ -218,3 +232,29 @@ def list_all(
     names = [tier.name for tier in config.chain]
     with ThreadPoolExecutor(len(names), thread_name_prefix="tierfall-list") as executor:
         return tuple(executor.map(ask, names))
+
+
+def settle(store: StoredTier, listing: Listing) -> Listing:
+    """Make what a start found on a tier durable, as earlier processes may have died before their last fsync, or have
+    failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
+    if not store.backend.traits.needs_sync or not listing.copies:
+        return listing
+    with ThreadPoolExecutor(SYNCS_AT_ONCE, thread_name_prefix="tierfall-sync") as pool:
+        return replace(listing, copies=tuple(pool.map(partial(_settle, store), listing.copies)))
+
+
+def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
+    if copy.commit is None or copy.damage is not None:
+        return copy
+    try:
+        store.settle(copy.id)
+    except KeyNotFoundError:
+        return copy  # dropped meanwhile
+    except BackendError as error:
+        logger.warning(
+            "open: tier %s: %s may not survive a power cut, so nothing relies on it there: %s",
+            store.name, copy.id, error,
+        )  # fmt: skip
+        why = f"{store.name}: {copy.id} may not survive a power cut: {error}"
+        return replace(copy, damage=IntegrityError(why))
+    return copy

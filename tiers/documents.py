@@ -5,7 +5,9 @@ It knows neither their names nor what they say.
 
 from __future__ import annotations
 
-from tierfall.core.contracts import Backend, Publish
+from typing import cast
+
+from tierfall.core.contracts import Backend, Publish, SyncedBackend
 from tierfall.core.documents import MAX_DOCUMENT_BYTES
 from tierfall.core.errors import (
     BackendError,
@@ -22,6 +24,8 @@ class Documents:
     def __init__(self, tier: str, backend: Backend) -> None:
         self._tier = tier
         self._backend = backend
+        self._doubtful: set[str] = set()
+        """Keys that a try of this process may have made visible, and not durable."""
 
     def what(self, key: str) -> str:
         """Name a document, as errors do."""
@@ -65,7 +69,35 @@ class Documents:
         """Write a document, in the place of one of that name."""
         self._write(key, data, Publish.REPLACE)
 
+    def settle(self, key: str) -> None:
+        """Make a document durable that was found to be there: whoever wrote it may have failed, or died, before its
+        last fsync. Nothing is done where whatever is visible is durable.
+
+        Raises KeyNotFoundError where it is not there any more, and another BackendError where it may not survive a
+        power cut. After a failed fsync another one may say wrongly that all is well, so it is written anew then.
+        """
+        if not self._backend.traits.needs_sync:
+            return
+        if key in self._doubtful:
+            self.replace(key, self.read(key))
+            return
+        try:
+            cast(SyncedBackend, self._backend).sync(key.rpartition("/")[0])
+        except KeyNotFoundError:
+            raise
+        except BackendError:
+            self._doubtful.add(key)
+            raise
+
     def _write(self, key: str, data: bytes, publish: Publish) -> None:
-        with self._backend.create(key, length=len(data), publish=publish) as writer:
-            writer.write(0, memoryview(data))
-            writer.publish()
+        try:
+            with self._backend.create(key, length=len(data), publish=publish) as writer:
+                writer.write(0, memoryview(data))
+                writer.publish()
+        except KeyExistsError:
+            raise
+        except BackendError:
+            if self._backend.traits.needs_sync:
+                self._doubtful.add(key)
+            raise
+        self._doubtful.discard(key)

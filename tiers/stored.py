@@ -71,6 +71,7 @@ class StoredTier:
         self._recognise = recognise
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
+        self._settled: set[CheckpointId] = set()
 
     @property
     def place(self) -> str:
@@ -183,6 +184,16 @@ class StoredTier:
             return False
         return True
 
+    def settle(self, checkpoint: CheckpointId) -> None:
+        """Make the commit record that was found here durable, once: whoever wrote it may have failed, or died, between
+        making it visible and its last fsync. It costs an fsync of the step's folder, and nothing on an object store.
+
+        Raises BackendError where it may not survive a power cut: then nothing may rely on this copy.
+        """
+        if checkpoint not in self._settled:
+            self._documents.settle(self._key(checkpoint, names.COMMIT_NAME))
+            self._settled.add(checkpoint)
+
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         return self._documents.read(self._key(checkpoint, names.manifest_name(shard)))
 
@@ -286,7 +297,8 @@ class StoredTier:
             self.add_mark(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
-            self.remove_other_forms(commit)
+            self._settled.add(checkpoint)
+            self.remove_other_forms(commit, attempt=attempt)
             return
         try:
             self._documents.create(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
@@ -301,15 +313,23 @@ class StoredTier:
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
+            self.settle(checkpoint)
+        else:
+            self._settled.add(checkpoint)
 
-    def remove_other_forms(self, commit: Commit) -> None:
-        """Remove what images left in the folder of a step where they were packed otherwise before."""
+    def remove_other_forms(self, commit: Commit, *, attempt: Attempt) -> None:
+        """Remove what images left in the folder of a step where they were packed otherwise before. Raises FencedError
+        as ``drop`` does."""
+
+        def check() -> None:
+            self.check_newest(attempt, doing=f"deletion of older files of {commit.line.checkpoint}")
+
         prefix = names.step_prefix(self._run, commit.line.checkpoint)
         kept = {file.name for file in commit.files}
         shards = {names.parse_shard(name) for name in kept} - {None}
         there = [stored.key for stored in self.files(commit.line.checkpoint)]
         others = [n for n in there if n not in kept and names.parse_shard(n) in shards]
-        delete_all(self.backend, [prefix + name for name in others])
+        delete_all(self.backend, [prefix + name for name in others], before=check)
 
     def name_latest(self, checkpoint: CheckpointId) -> None:
         """Leave the hint for people; the truth is the commit records."""
@@ -390,6 +410,7 @@ class StoredTier:
         except KeyExistsError:
             if self.read_attempt(attempt.number).id != attempt.id:
                 raise
+            self._documents.settle(key)
             return
         if self.read_attempt(attempt.number).id != attempt.id:  # the other one wrote last
             raise KeyExistsError(
@@ -402,23 +423,7 @@ class StoredTier:
         A newer attempt of this process (it went back to an older step) is no other's.
         """
         with self._fence_lock:
-            numbers = self.attempts()
-            if numbers and numbers[-1] > attempt.number:
-                newer = self.read_attempt(numbers[-1])
-                if newer.id in self._own_attempts:
-                    return
-                raise FencedError(
-                    f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} was followed by attempt "
-                    f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
-                    "writes counts any more"
-                )
-            if attempt.number in numbers:
-                holder = self.read_attempt(attempt.number)
-                if holder.id != attempt.id:
-                    raise FencedError(
-                        f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} belongs to process "
-                        f"{holder.pid} on {holder.node}: this process must stop; nothing it writes counts any more"
-                    )
+            if self._is_registered(attempt, doing="commit"):
                 return
             try:
                 self.take_attempt(attempt)  # a tier that could not be reached at open
@@ -428,6 +433,46 @@ class StoredTier:
                     "process just now: this process must stop; nothing it writes counts any more"
                 ) from error
 
+    def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
+        """Raise FencedError as ``check_fence`` does, before ``attempt`` deletes something here or changes a mark.
+
+        No record is left for an attempt that has none here: a full tier is emptied by deletions. None stands for a
+        person, who takes no attempt and is never fenced.
+        """
+        if attempt is not None:
+            self._is_registered(attempt, doing=doing)
+
+    def _is_registered(self, attempt: Attempt, *, doing: str) -> bool:
+        """Say whether an attempt, or a newer one of this process, has its record here. Raises FencedError where another
+        process has a newer one, or this number."""
+        holder: Attempt | TierfallError | None
+        try:
+            holder = self.read_attempt(attempt.number)
+        except KeyNotFoundError:
+            holder = None
+        except TierfallError as error:
+            holder = error
+        numbers = (
+            self.attempts()
+        )  # last: the less time goes by between this look and what follows, the better
+        if numbers and numbers[-1] > attempt.number:
+            newer = self.read_attempt(numbers[-1])
+            if newer.id in self._own_attempts:
+                return True
+            raise FencedError(
+                f"{doing} on {self.name}: attempt {attempt.number} of run {attempt.run!r} was followed by attempt "
+                f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
+                "writes counts any more"
+            )
+        if isinstance(holder, TierfallError):
+            raise holder
+        if holder is not None and holder.id != attempt.id:
+            raise FencedError(
+                f"{doing} on {self.name}: attempt {attempt.number} of run {attempt.run!r} belongs to process "
+                f"{holder.pid} on {holder.node}: this process must stop; nothing it writes counts any more"
+            )
+        return holder is not None
+
     # Marks ---------------------------------------------------------------------------------------
 
     def add_mark(self, mark: Mark) -> None:
@@ -435,7 +480,9 @@ class StoredTier:
         try:
             self._documents.create(key, mark.encode())
         except KeyExistsError:
-            return  # somebody left the same mark already: that is what was asked for
+            self._documents.settle(
+                key
+            )  # somebody left the same mark already, which is what was asked for
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
         self.backend.delete(self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}"))
@@ -455,12 +502,16 @@ class StoredTier:
         self,
         checkpoint: CheckpointId,
         *,
+        attempt: Attempt | None,
         tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
         void: bool = False,
     ) -> frozenset[str]:
         """Take a checkpoint apart, the commit record first, unless its marks stop that (``stops_drop``); return them.
         Nothing stops it where it is ``void``: a record that was taken back, of what is no checkpoint here.
+
+        ``attempt`` is that of the process that asks for it, None where a person does. Raises FencedError, with nothing
+        deleted from then on, where a newer attempt exists: it is looked for before each request that deletes.
 
         Where ``latest`` named it, it comes to name ``next_latest`` if that is still there, or goes. From the first
         deletion on the checkpoint does not exist; a kill in between leaves an unfinished folder, which the next start
@@ -469,19 +520,30 @@ class StoredTier:
         marks = frozenset() if void else self.marks(checkpoint)
         if stops_drop(marks, tombstoned=tombstoned):
             return marks
+        doing = f"drop of {checkpoint}"
         if self.read_latest() == checkpoint:
-            if next_latest is not None and self.holds(next_latest):
+            is_there = next_latest is not None and self.holds(next_latest)
+            self.check_newest(attempt, doing=doing)
+            if next_latest is not None and is_there:
                 self.name_latest(next_latest)
             else:
                 self.forget_latest()
+        self.check_newest(attempt, doing=doing)
+        self._settled.discard(checkpoint)
         self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
-        self.discard(checkpoint)
+        self.discard(checkpoint, attempt=attempt)
         return marks
 
-    def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None:
+    def discard(
+        self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
+    ) -> None:
         """Remove what is left in the folder of a step that is not committed: all, or one shard's files. Those whose
         writers live stay then, as other ranks may be at work there; the marks of a commit that failed go with the last
-        of the images."""
+        of the images. ``attempt`` and FencedError are as in ``drop``: a newer attempt may be filling this folder."""
+
+        def check() -> None:
+            self.check_newest(attempt, doing=f"deletion of what is left of {checkpoint}")
+
         prefix = names.step_prefix(self._run, checkpoint)
         found = [stored.key.removeprefix(prefix) for stored in self.backend.scan(prefix)]
         found = [name for name in found if names.is_ours(name)]
@@ -489,11 +551,15 @@ class StoredTier:
         others = set(found) - set(going)
         if all(name.startswith(f"{names.MARKS_FOLDER}/") for name in others):
             going += others
-        delete_all(self.backend, [prefix + name for name in going])
+        delete_all(self.backend, [prefix + name for name in going], before=check)
         if shard is None:
+            check()
             self.backend.discard_unfinished(prefix)
 
-    def discard_unfinished(self) -> int:
+    def discard_unfinished(self, *, attempt: Attempt) -> int:
+        """Remove what writers of earlier starts left behind. Raises FencedError where ``attempt`` is not the newest:
+        the writers of a newer one live."""
+        self.check_newest(attempt, doing="deletion of unfinished files")
         return self.backend.discard_unfinished(f"{self._run}/")
 
     def close(self) -> None:

@@ -467,9 +467,6 @@ class Commits(Alone):
                 topic = _topic("committed", task.id, task.tier)
                 self._council.contribute(topic, size, leaders_only=True)
         else:
-            if isinstance(outcome.error, FencedError):
-                self._flusher.fence(outcome.error)
-                self.is_fenced(outcome.error)
             self._council.tell(_topic("cannot", task.id, task.tier), str(outcome.error))
 
     def tick(self, now_s: float) -> None:

@@ -473,6 +473,7 @@ class Coordinator:
             case Outcome():
                 self._tasks_out -= 1
                 self.rates.ended(event, now_s)
+                self._flusher.note_fence(event.error)
                 self._took(event, now_s)
 
     def _hear(self, news: News) -> None:

@@ -345,9 +345,6 @@ class Flusher:
         if transfer.published and not repairs:
             self._ledger.unfinished[lane.tier, entry.id] = _image_bytes(entry)
             entry.in_doubt.add(lane.tier)
-        if isinstance(error, FencedError):
-            self.fence(error)
-            self.others.is_fenced(error)
         if lane.tier not in entry.owed:
             if entry.tombstoned:
                 lane.forget_stall()
@@ -399,11 +396,17 @@ class Flusher:
         self.errors.append(error)
         logger.error("%s", error)
 
+    def note_fence(self, error: BaseException | None) -> None:
+        """Take what a task ended with: where its tier knows a newer attempt, no rank writes any more."""
+        if isinstance(error, FencedError):
+            self.fence(error)
+            self.others.is_fenced(error)
+
     def fence(self, error: FencedError) -> None:
         """A newer attempt exists: nothing more is written by this process."""
         if self.fenced is None:
             self.fenced = error
-            self.notes.failed("commit", error)
+            self.notes.failed("fence", error)
             self.errors.append(error)
             logger.error("%s", error)
         for entry in self._ledger.entries.values():

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from tierfall.core import names
-from tierfall.core.errors import StepError, TierfallError, UnreachableError
+from tierfall.core.errors import FencedError, StepError, TierfallError, UnreachableError
 from tierfall.core.records import Mark
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import Lane
@@ -97,7 +97,8 @@ class Orders:
             self._dropper.reserved.discard(order.id)
         if order.kind is PersonsOrder.DELETE:
             if order.reserving and order.unmarked:  # it stays awaited until then, or for good
-                self._try_later(order.id, now_s)
+                if not _is_fenced(order):
+                    self._try_later(order.id, now_s)
             elif not any(o.id == order.id and o.kind is order.kind for o in self._open):
                 self._dropper.awaited.discard(order.id)
             if order.reserving:
@@ -246,6 +247,11 @@ class Orders:
                 order.waiting.discard(tier)
                 if error is not None:
                     order.failed[tier] = error
+
+
+def _is_fenced(order: Order) -> bool:
+    """Say whether a newer attempt exists: it carries out what is marked, and nothing is tried here again."""
+    return any(isinstance(error, FencedError) for error in order.failed.values())
 
 
 def _say_failed(id: CheckpointId) -> Callable[[Mapping[str, BaseException]], None]:

@@ -16,7 +16,13 @@ from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import Listing
 from tierfall.core.documents import Spliced
-from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
+from tierfall.core.errors import (
+    BackendError,
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    TierfallError,
+)
 from tierfall.core.pace import waited_s
 from tierfall.core.packing.files import files_of, with_packed
 from tierfall.core.packing.frames import frame_bytes_max
@@ -64,7 +70,11 @@ class Store(ReadableStore, Protocol):
 
     def holds(self, checkpoint: CheckpointId) -> bool: ...
 
+    def settle(self, checkpoint: CheckpointId) -> None: ...
+
     def check_fence(self, attempt: Attempt) -> None: ...
+
+    def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
     def create_shard(
         self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
@@ -97,12 +107,15 @@ class Store(ReadableStore, Protocol):
         self,
         checkpoint: CheckpointId,
         *,
+        attempt: Attempt | None,
         tombstoned: bool = False,
         next_latest: CheckpointId | None = None,
         void: bool = False,
     ) -> frozenset[str]: ...
 
-    def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None: ...
+    def discard(
+        self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
+    ) -> None: ...
 
 
 class _SourceError(Exception):
@@ -114,13 +127,16 @@ class TaskRunner:
 
     What a tier reads from another one goes through a buffer of its own pool, in ``pools``, or through that of a tier
     which reads the same (``sharing``), and stays there while it is written: a slow tier holds up nobody else.
+
+    ``attempt`` says on whose behalf: a task that writes, deletes or marks ends in FencedError where its tier knows a
+    newer one. None: it is a person's order that is carried out, by a process that must not commit.
     """
 
     def __init__(
         self,
         stores: Mapping[str, Store],
         pools: Mapping[str, BufferPool],
-        attempt: Callable[[], Attempt],
+        attempt: Callable[[], Attempt | None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -167,7 +183,7 @@ class TaskRunner:
             case DropCopy():
                 return self._drop(task, store)
             case ChangeMark():
-                return _change_mark(task, store)
+                return self._change_mark(task, store)
             case _:
                 return self._look(task, store)
 
@@ -176,30 +192,50 @@ class TaskRunner:
             case ReadMarks():
                 return {id: store.marks(id) for id in task.ids}
             case ReadCommit():
-                return store.read_commit(task.id)
+                commit = store.read_commit(task.id)
+                store.settle(task.id)
+                return commit
             case OpenCheck():
                 return _open_check(task, store)
             case CheckChunk():
                 return self._check_chunk(task)
 
+    def _writer(self) -> Attempt:
+        attempt = self._attempt()
+        if attempt is None:
+            raise ConfigError("this process has no attempt and must not commit")
+        return attempt
+
     def _drop(self, task: DropCopy, store: Store) -> Any:
         if not task.unfinished:
             return store.drop(
                 task.id,
+                attempt=self._attempt(),
                 tombstoned=task.tombstoned,
                 next_latest=task.next_latest,
                 void=task.void,
             )
         if store.holds(task.id):
-            return store.read_commit(task.id)  # the answer to its commit was lost
-        return store.discard(task.id, task.shard)
+            commit = store.read_commit(task.id)  # the answer to its commit was lost
+            store.settle(task.id)
+            return commit
+        return store.discard(task.id, task.shard, attempt=self._attempt())
+
+    def _change_mark(self, task: ChangeMark, store: Store) -> None:
+        store.check_newest(
+            self._attempt(), doing=f"mark {task.mark.name!r} of {task.mark.checkpoint}"
+        )
+        if task.remove:
+            store.remove_mark(task.mark.checkpoint, task.mark.name)
+        else:
+            store.add_mark(task.mark)
 
     def _open(self, task: OpenShard, store: Store) -> Commit | tuple[ImageWriter, Manifest | None]:
         """Begin an image; or return the commit record of a copy whose commit succeeded, though its answer was lost.
 
         The fence comes first: what another process writes into a folder of that name must not be touched.
         """
-        store.check_fence(self._attempt())
+        store.check_fence(self._writer())
         if task.repairs:
             _check_same(task, store)
         elif store.holds(task.id):
@@ -209,6 +245,7 @@ class TaskRunner:
                     f"flush of {task.id} to {task.tier}: another checkpoint of that name is committed there; it is "
                     "left as it is"
                 )
+            store.settle(task.id)
             return commit
         manifest = None
         cut, pieces = task.geometry, task.pieces
@@ -218,7 +255,7 @@ class TaskRunner:
         assert cut is not None
         assert pieces is not None
         if task.leftover:
-            store.discard(task.id, _own(task.shard))
+            store.discard(task.id, _own(task.shard), attempt=self._writer())
         return store.create_shard(task.id, task.shard, cut, pieces), manifest
 
     def _read_manifest(self, task: OpenShard, source: Source) -> Manifest:
@@ -311,6 +348,8 @@ class TaskRunner:
         )
 
     def _finish(self, task: FinishCopy, store: Store) -> Commit | Landed:
+        # what is published replaces files of that name, perhaps of what a newer attempt has committed
+        store.check_newest(self._writer(), doing=f"flush of {task.id}")
         try:
             files = task.writer.finish(task.manifest)
             commit = with_packed(task.commit, task.shard, files)
@@ -337,7 +376,7 @@ class TaskRunner:
         return commit
 
     def _write_commit(self, commit: Commit, task: FinishCopy | CommitCopy, store: Store) -> None:
-        store.commit(commit, attempt=self._attempt(), marks=task.marks, repairs=task.repairs)
+        store.commit(commit, attempt=self._writer(), marks=task.marks, repairs=task.repairs)
 
     def _name_latest(self, task: FinishCopy | CommitCopy, store: Store) -> None:
         if not task.name_latest:
@@ -351,7 +390,7 @@ class TaskRunner:
         """Remove what was published of a copy that could not be committed, so that it takes no room."""
         try:
             if not store.holds(task.id):
-                store.discard(task.id, _own(task.shard))
+                store.discard(task.id, _own(task.shard), attempt=self._writer())
         except TierfallError as error:
             logger.warning("%s: leftovers of %s stay for now: %s", task.tier, task.id, error)
 
@@ -393,10 +432,3 @@ def _check_same(task: OpenShard, store: Store) -> None:
         return
     if line.attempt_id != task.attempt_id or line.checkpoint != task.id:
         raise refused
-
-
-def _change_mark(task: ChangeMark, store: Store) -> None:
-    if task.remove:
-        store.remove_mark(task.mark.checkpoint, task.mark.name)
-    else:
-        store.add_mark(task.mark)

@@ -259,3 +259,24 @@ def test_an_error_of_choice() -> None:
 def test_a_fault_that_cannot_be_is_refused(kind: FaultKind, operation: Operation) -> None:
     with pytest.raises(ValueError, match="does not apply"):
         Fault(kind=kind, operation=operation)
+
+
+def test_what_was_not_synced_goes_with_the_power() -> None:
+    """Unless it was written anew, or its folder was synced, before."""
+    fault = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH, times=3)
+    memory, faulty = memory_with(fault)
+    for key in ("run/lost", "run/anew", "other/synced"):
+        with pytest.raises(BackendError, match="may not survive a power cut") as caught:
+            put(faulty, key, DATA)
+        assert not caught.value.retryable
+        assert get(faulty, key) == DATA, "it is visible"
+    put(faulty, "run/anew", DATA)
+    faulty.sync("other")
+    assert faulty.traits.needs_sync
+    assert faulty.cut_power() == ("run/lost",)
+    assert faulty.cut_power() == ()
+    assert {key: get(memory, key) for key in ("run/anew", "other/synced", "run/key")} == {
+        "run/anew": DATA,
+        "other/synced": DATA,
+        "run/key": b"old",
+    }

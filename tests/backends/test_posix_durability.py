@@ -25,7 +25,9 @@ from backend_places import (
 from tierfall.backends.posix import PosixBackend
 from tierfall.core.contracts import Publish, delete_all
 from tierfall.core.errors import (
+    AccessDeniedError,
     BackendError,
+    KeyNotFoundError,
     StorageFullError,
 )
 
@@ -242,3 +244,42 @@ def _one_folder(status: os.stat_result) -> os.stat_result:
     if stat.S_ISDIR(status.st_mode):
         values[1] = 2
     return os.stat_result(values)
+
+
+def test_what_somebody_else_published_is_made_durable_by_a_sync_of_its_folder(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(backend, "run/step/key", b"data")
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert backend.traits.needs_sync
+    backend.sync("run/step")
+    assert synced == [f"{root_of(backend)}/run/step"]
+
+
+def test_a_sync_that_fails_is_not_tried_again_by_itself(
+    backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(backend, "run/key", b"data")
+    fail(monkeypatch, "fsync", errno.EIO, is_folder)
+    with pytest.raises(BackendError, match="may not survive a power cut: write it anew") as caught:
+        backend.sync("run")
+    assert not caught.value.retryable
+    assert not isinstance(caught.value, KeyNotFoundError)
+
+
+def test_whoever_only_reads_syncs_nothing(backend: PosixBackend) -> None:
+    put(backend, "run/key", b"data")
+    reading = PosixBackend(root_of(backend), read_only=True)
+    try:
+        assert not reading.traits.needs_sync
+        with pytest.raises(AccessDeniedError):
+            reading.sync("run")
+    finally:
+        reading.close()

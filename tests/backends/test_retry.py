@@ -14,6 +14,7 @@ from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.retry import Retrying
+from tierfall.backends.wrapper import Wrapper
 from tierfall.core.contracts import Backend, Publish, delete_all
 from tierfall.core.errors import (
     AccessDeniedError,
@@ -57,6 +58,8 @@ def call(backend: Backend, operation: Operation) -> object:
             return [stored.key for stored in backend.scan("run/")]
         case Operation.DELETE:
             return backend.delete("run/key")
+        case Operation.SYNC:
+            return backend.sync("run") if isinstance(backend, Wrapper) else None
         case _:
             return put(backend, "run/key", b"bytes")
 

@@ -404,7 +404,7 @@ def test_a_copy_that_is_dropped_at_the_last_moment_does_not_come_back(
 
     def drop_first(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
         if name == "commit.json":
-            store.drop(id)
+            store.drop(id, attempt=None)
         real(store, run, id, name, data)
 
     monkeypatch.setattr(repairing, "replace_document", drop_first)

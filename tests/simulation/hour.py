@@ -15,12 +15,12 @@ from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.history import RANK, Asked, History, check_restorable, live
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.weather import Outage, Weather
-from tests.simulation.world import IMAGE
+from tests.simulation.world import IMAGE, Zombie
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import TierfallError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.scheduler.tasks import CopyRun, Task
+from tierfall.core.scheduler.tasks import CopyRun, DropCopy, Task
 from tierfall.core.values import CheckpointId, LossClass, SaveOutcome
 
 HOUR_S = 3600.0
@@ -53,6 +53,9 @@ class Hour(History):
         )
         self.watch = Watch(self.pace.rules, step_s=self.pace.step_s)
         self._train_anew()
+        self._wakes = random.Random(f"zombies {seed}")
+        self.zombies: list[Zombie] = []
+        self._hangs_as_it_drops = False
         self.lost: dict[LossClass, int] = {}
         self._under_way: dict[int, Task] = {}
 
@@ -95,6 +98,32 @@ class Hour(History):
                 return
             self.take_answers()
             self.check()
+            self._wake()
+
+    def _wake(self) -> None:
+        """A process that was taken for lost goes on for a moment: whatever it does, nothing that lies on a tier where
+        the newer attempt is known goes, or changes."""
+        if self._hangs_as_it_drops and any(
+            isinstance(task, DropCopy) and task.tier in self._shared() for task in self.world.tasks
+        ):
+            self._hangs_as_it_drops = False
+            self._lose_node()
+        for zombie in self.zombies:
+            if self._wakes.random() < 0.2:
+                before = self._objects()
+                said = zombie.go_on(self._wakes, self.world.now_s)
+                self.log.extend(said)
+                after = self._objects()
+                gone = [key for key, data in before.items() if after.get(key) is not data]
+                assert not gone, f"a zombie took away {gone}"
+                self.check()
+
+    def _objects(self) -> dict[tuple[str, str], object]:
+        return {
+            (tier, key): data
+            for tier, disk in self.world.disks.items()
+            for key, data in disk._objects.items()
+        }
 
     def _schedule(self) -> None:
         """Give each new task the time at which it is done."""
@@ -164,9 +193,12 @@ class Hour(History):
     # What goes wrong ---------------------------------------------------------------------------------
 
     def _trouble(self) -> None:
-        what = self.draw.choices((self._die, self._lose_node, self.go_back_in_process), (4, 2, 1))
+        what = self.draw.choices((self._die, self._lose_node, self.go_back_in_process), (3, 3, 1))
         self.log.append(f"{self.world.now_s:.0f} s: {what[0].__name__}")
-        what[0]()
+        if what[0] == self._lose_node and self._shared() and self._wakes.random() < 0.5:
+            self._hangs_as_it_drops = True  # from the moment on that it next drops something
+        else:
+            what[0]()
 
     def _die(self) -> None:
         """The process dies; what it was doing may have taken effect."""
@@ -176,7 +208,10 @@ class Hour(History):
         self._start_again(LossClass.PROCESS)
 
     def _lose_node(self) -> None:
-        """Another machine goes on: memory, and the disks that it does not share, are empty."""
+        """Another machine goes on: memory, and the disks that it does not share, are empty. The process of the lost one
+        may only have hung."""
+        if shared := self._shared():
+            self.zombies.append(Zombie(self.world, shared))
         self.world.memory.regions.clear()
         gone = {r.name for r in self.world.rules[1:] if RANK[r.survives] < RANK[LossClass.NODE]}
         for tier in gone:
@@ -190,6 +225,9 @@ class Hour(History):
             else:
                 del self.pinned[id]
         self._start_again(LossClass.NODE)
+
+    def _shared(self) -> set[str]:
+        return {r.name for r in self.world.rules[1:] if RANK[r.survives] >= RANK[LossClass.NODE]}
 
     def _start_again(self, lost: LossClass) -> None:
         known = self._known(self.before)

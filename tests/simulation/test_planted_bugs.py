@@ -77,6 +77,11 @@ def believe_the_commit_record(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stored.StoredTier, "_judged", lambda store, copy, files: copy)
 
 
+def look_for_newer_attempts_at_commits_only(patch: pytest.MonkeyPatch) -> None:
+    """A process that was taken for lost goes on to delete and to write over."""
+    patch.setattr(stored.StoredTier, "check_newest", lambda self, attempt, **more: None)
+
+
 def decide_per_rank(patch: pytest.MonkeyPatch) -> None:
     """Each rank works out by itself what its tiers retain, and drops it."""
     real = Coordinator._join
@@ -120,6 +125,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (drop_a_leased_copy, run_hour),
         (believe_the_commit_record, run_hour),
         (save_twice_as_often, run_hour),
+        (look_for_newer_attempts_at_commits_only, run_hour),
         (decide_per_rank, run_many_hour),
         (save_at_once, run_many_hour),
     ],

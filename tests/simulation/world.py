@@ -55,6 +55,7 @@ from tierfall.core.snapshot import Geometry, Snapshot
 from tierfall.core.values import CheckpointId, Codec, CopyState, Shard, TierKind, WhenFull, survives
 from tierfall.core.view import TierRules
 from tierfall.policies import bundle
+from tierfall.stores import settle
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
@@ -257,12 +258,7 @@ class World:
         self.rules = (host_rules(when_full), *rules)
         self.memory = FakeMemory(memory_images)
         self.disks = {r.name: MemoryBackend(place=r.name) for r in self.rules[1:]}
-        self.stores = {
-            name: StoredTier(
-                name=name, run="run", backend=wrap(name, disk), packing=packing(codecs.get(name))
-            )
-            for name, disk in self.disks.items()
-        }
+        self._backends = {name: wrap(name, disk) for name, disk in self.disks.items()}
         self.run_bytes_min = run_bytes_min
         self.codecs = codecs
         self.random = random.Random(seed)
@@ -281,10 +277,16 @@ class World:
 
     def start(self, *, unread: Iterable[str] = ()) -> None:
         """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
+        self.stores = {
+            name: StoredTier(
+                name=name, run="run", backend=backend, packing=packing(self.codecs.get(name))
+            )
+            for name, backend in self._backends.items()
+        }
         listings = tuple(
             Listing(tier=store.name, error=UnreachableError("on purpose"))
             if store.name in unread
-            else store.list()
+            else settle(store, store.list())
             for store in self.stores.values()
         )
         held = images_of(self.memory)
@@ -294,14 +296,15 @@ class World:
         for listing, store in zip(listings, self.stores.values(), strict=True):
             if listing.error is None:
                 store.take_attempt(self.attempt)
-                store.discard_unfinished()
+                store.discard_unfinished(attempt=self.attempt)
         ledger = Ledger(self.rules, "host")
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.now_s)
         in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
         ledger.load(merge(everything), everything)
         take_over(ledger, held, [], ())
-        self.tasks: list[Task] = []
+        tasks: list[Task] = []
+        self.tasks = tasks
         self.runner = TaskRunner(
             self.stores,
             {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
@@ -314,7 +317,7 @@ class World:
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
             policies=bundle,
-            submit=self._take,
+            submit=lambda task: self._take(task, tasks),
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
@@ -323,9 +326,10 @@ class World:
         )
         self.coordinator.start()
 
-    def _take(self, task: Task) -> None:
-        self.tasks.append(task)
-        self.sees(task)
+    def _take(self, task: Task, tasks: list[Task]) -> None:
+        tasks.append(task)
+        if tasks is self.tasks:  # else it is a zombie's
+            self.sees(task)
 
     def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
         """Nothing here takes time."""
@@ -349,9 +353,7 @@ class World:
         for region in list(self.memory.regions):
             if not region.sealed:
                 self.memory.regions.remove(region)
-        self.tasks.clear()
-        for store in self.stores.values():
-            store._packing = packing(self.codecs.get(store.name))
+        self.tasks = []
 
     # Saving ------------------------------------------------------------------------------------------
 
@@ -519,3 +521,32 @@ class World:
             assert copy.damage is None
             assert copy.commit is not None
             assert read_image(self.stores[tier], copy.commit) == self.image(copy.id)
+
+
+class Zombie:
+    """A process of a run that was taken for lost, and lives. It reaches the tiers of ``shared``; its node's own disks
+    hang, and what it had begun there is never done."""
+
+    def __init__(self, world: World, shared: Collection[str]) -> None:
+        attempt = world.attempt
+        self._tasks, self._runner, self._coordinator = world.tasks, world.runner, world.coordinator
+        self._runner._attempt = lambda: attempt
+        self._shared = shared
+        self.name = f"zombie {attempt.number}"
+
+    def go_on(self, draw: random.Random, now_s: float) -> list[str]:
+        """Do some of what it has to do, and say what became of it."""
+        said = []
+        for _ in range(draw.randint(1, 6)):
+            self._coordinator.step(now_s)
+            able = [task for task in self._tasks if task.tier in self._shared]
+            if not able:
+                break
+            task = draw.choice(able)
+            self._tasks.remove(task)
+            outcome = self._runner.run(task)
+            what = f"{type(task).__name__} {getattr(task, 'id', '')} on {task.tier}"
+            said.append(f"{self.name}: {what}: {outcome.error or 'done'}")
+            self._coordinator.post(outcome)
+        self._coordinator.step(now_s)
+        return said

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrapper import Wrapper
-from tierfall.core.contracts import Publish
+from tierfall.core.contracts import Publish, Stored
 from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
 from tierfall.core.errors import (
+    BackendError,
     FencedError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
     UnreachableError,
 )
+from tierfall.core.names import COMMIT_NAME
 from tierfall.core.records import Attempt, Commit, Line, Manifest, Mark, NamedFile
 from tierfall.core.snapshot import Geometry
 from tierfall.core.values import CheckpointId, CopyState, Shard
@@ -197,6 +200,78 @@ def test_a_commit_whose_answer_was_lost_is_committed_by_the_next_try(
     assert steps(tier) == ["1@1"]
 
 
+def unsynced(disk: MemoryBackend, keys: str, times: int = 1) -> Faulty:
+    """A disk where the fsync of the folder fails after objects of that name became visible."""
+    fault = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH, keys=keys, times=times)
+    return Faulty(disk, seed=0, plan=[fault])
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_record_whose_last_fsync_failed_is_believed_once_it_was_written_anew(
+    disk: MemoryBackend, times: int
+) -> None:
+    faulty = unsynced(disk, f"*/{COMMIT_NAME}", times)
+    tier = tier_on(faulty)
+    write_image(tier, 1)
+    with pytest.raises(BackendError, match="may not survive a power cut"):
+        tier.commit(commit_of(1), attempt=attempt())
+    assert tier.holds(CheckpointId(1, 1)), "it is visible"
+    for _ in range(times):
+        with suppress(BackendError):
+            tier.commit(commit_of(1), attempt=attempt())
+            break
+    assert len(faulty.struck) == times
+    assert faulty.cut_power() == ()
+    assert steps(tier) == ["1@1"]
+
+
+def test_a_record_that_was_found_is_settled_once(disk: MemoryBackend) -> None:
+    commit(tier_on(disk), 1)
+    synced: list[str] = []
+
+    class Noting(Faulty):
+        def sync(self, folder: str) -> None:
+            synced.append(folder)
+            super().sync(folder)
+
+    faulty = Noting(disk, seed=0, plan=unsynced(disk, "", 0)._plan)
+    tier = tier_on(faulty)
+    for _ in range(3):
+        tier.settle(CheckpointId(1, 1))
+    assert synced == ["run/step-00000001-a0001"]
+    commit(tier, 2)
+    tier.settle(CheckpointId(2, 1))
+    assert len(synced) == 1, "what it committed itself is durable"
+    tier_on(disk).settle(CheckpointId(1, 1))  # where whatever is visible is durable
+
+
+def test_after_a_failed_sync_a_record_is_put_there_anew(disk: MemoryBackend) -> None:
+    """Another sync may say wrongly that all is well."""
+    commit(tier_on(disk), 1)
+    failing = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SYNC, error=BackendError)
+    faulty = Faulty(disk, seed=0, plan=[failing, *unsynced(disk, "", 0)._plan])
+    record = f"run/step-00000001-a0001/{COMMIT_NAME}"
+    before = disk._objects[record]
+    tier = tier_on(faulty)
+    with pytest.raises(BackendError):
+        tier.settle(CheckpointId(1, 1))
+    assert disk._objects[record] is before
+    tier.settle(CheckpointId(1, 1))
+    assert disk._objects[record] is not before
+    assert disk._objects[record] == before
+
+
+def test_a_pin_whose_last_fsync_failed_is_left_anew_by_the_next_try(disk: MemoryBackend) -> None:
+    faulty = unsynced(disk, "*/marks/pin")
+    tier = tier_on(faulty)
+    commit(tier, 1)
+    with pytest.raises(BackendError, match="may not survive a power cut"):
+        tier.add_mark(mark(1))
+    tier.add_mark(mark(1))
+    assert faulty.cut_power() == ()
+    assert tier.marks(CheckpointId(1, 1)) == {"pin"}
+
+
 def test_a_committed_checkpoint_is_never_overwritten(tier: StoredTier) -> None:
     commit(tier, 1)
     other = dataclasses.replace(
@@ -252,7 +327,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     class Dropping(MemoryBackend):
         def stat(self, key: str) -> object:  # type: ignore[override]
             if key.endswith("step-00000001-a0001/commit.json"):
-                tier.drop(CheckpointId(1, 1))
+                tier.drop(CheckpointId(1, 1), attempt=None)
             return super().stat(key)
 
     racing = Dropping("disk")
@@ -462,6 +537,112 @@ def test_a_fence_that_cannot_be_read_stops_the_commit(disk: MemoryBackend) -> No
     assert steps(tier) == []
 
 
+class TakenMeanwhile(Wrapper):
+    """A disk where a newer attempt begins just before call number ``at``; ``deleted`` are the calls that delete after
+    that."""
+
+    def __init__(self, disk: MemoryBackend, at: int) -> None:
+        super().__init__(disk)
+        self._disk, self._left = disk, at
+        self.deleted: list[str] = []
+
+    def _count(self, *deleted: str) -> None:
+        self._left -= 1
+        if self._left == 0:
+            tier_on(self._disk).take_attempt(attempt(2, "b"))
+        elif self._left < 0:
+            self.deleted += deleted[:1]
+
+    def stat(self, key: str) -> Stored:
+        self._count()
+        return super().stat(key)
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        self._count()
+        return super().scan(prefix)
+
+    def delete(self, key: str) -> None:
+        self._count(key)
+        super().delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        """Remove one."""
+        self._count(keys[0])
+        super().delete(keys[0])
+        return keys[1:]
+
+    def discard_unfinished(self, prefix: str) -> int:
+        self._count(prefix)
+        return super().discard_unfinished(prefix)
+
+
+@pytest.mark.parametrize("act", ["drop", "discard", "discard_unfinished"])
+def test_an_attempt_that_was_followed_deletes_nothing(disk: MemoryBackend, act: str) -> None:
+    """A newer attempt that begins at any moment of a deletion ends it: the next request is not made any more."""
+    moments = 0
+    for at in range(1, 60):
+        disk._objects.clear()
+        tier_on(disk).take_attempt(attempt())
+        commit(tier_on(disk), 1, marks=[mark(1, "tag-best")])
+        tier_on(disk).name_latest(CheckpointId(1, 1))
+        if act == "discard":
+            disk.delete(f"run/step-00000001-a0001/{COMMIT_NAME}")
+        taken = TakenMeanwhile(disk, at)
+        calls = {
+            "drop": lambda tier: tier.drop(CheckpointId(1, 1), attempt=attempt()),
+            "discard": lambda tier: tier.discard(CheckpointId(1, 1), attempt=attempt()),
+            "discard_unfinished": lambda tier: tier.discard_unfinished(attempt=attempt()),
+        }
+        try:
+            calls[act](tier_on(taken))
+        except FencedError:
+            moments += 1
+        assert taken.deleted == [], f"it began before call {at}"
+        if 2 not in tier_on(disk).attempts():
+            break
+    assert moments >= 1
+    assert at < 59
+
+
+def test_an_attempt_that_was_followed_before_leaves_every_byte(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    commit(tier, 1)
+    tier.name_latest(CheckpointId(1, 1))
+    before = dict(disk._objects)
+    tier_on(disk).take_attempt(attempt(2, "b"))
+    for call in (
+        lambda: tier.drop(CheckpointId(1, 1), attempt=attempt()),
+        lambda: tier.drop(CheckpointId(1, 1), attempt=attempt(), void=True),
+        lambda: tier.discard(CheckpointId(1, 1), attempt=attempt()),
+        lambda: tier.discard_unfinished(attempt=attempt()),
+    ):
+        with pytest.raises(FencedError, match=r"attempt 1 .* attempt 2 \(process 2 on n2\)"):
+            call()
+    assert {key: disk._objects[key] for key in before} == before
+    tier.drop(CheckpointId(1, 1), attempt=None)  # a person's own
+    assert steps(tier) == []
+
+
+def test_a_full_tier_that_has_no_record_of_the_attempt_is_emptied_all_the_same(
+    disk: MemoryBackend,
+) -> None:
+    commit(tier_on(disk), 1)
+    full = Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, times=None)
+    tier_on(Faulty(disk, seed=0, plan=[full])).drop(CheckpointId(1, 1), attempt=attempt(2))
+    assert steps(tier_on(disk)) == []
+
+
+def test_nothing_is_deleted_where_a_newer_attempt_could_not_be_looked_for(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    commit(tier, 1)
+    fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="run/attempts/*")
+    with pytest.raises(UnreachableError):
+        tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(1, 1), attempt=attempt())
+    assert steps(tier) == ["1@1"]
+
+
 # Marks -----------------------------------------------------------------------------------------------
 
 
@@ -494,7 +675,7 @@ def test_a_drop_takes_the_commit_record_first(tier: StoredTier, disk: MemoryBack
 
     noting = Noting("disk")
     noting._objects = disk._objects
-    tier_on(noting).drop(CheckpointId(1, 1))
+    tier_on(noting).drop(CheckpointId(1, 1), attempt=None)
     assert order[0] == "commit.json"
     assert set(order) == {"commit.json", f"{STEM}.json", f"{STEM}.safetensors"}
     assert keys(disk, "step-") == []
@@ -517,7 +698,7 @@ def test_what_follows_the_commit_record_goes_by_one_call(disk: MemoryBackend) ->
     commit(tier, 1, marks=[mark(1, "tag-a")])
     for rank in range(500):
         put(disk, f"step-00000001-a0001/rank-{rank:05}-of-00500.json", b"x")
-    tier.drop(CheckpointId(1, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None)
     assert asked == [1, 503]
     assert keys(disk, "step-") == []
 
@@ -529,18 +710,18 @@ def test_a_drop_that_breaks_off_leaves_an_unfinished_folder_and_can_be_repeated(
         commit(tier, broken)
         fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, first=broken)
         with pytest.raises(UnreachableError):
-            tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(broken, 1))
+            tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(broken, 1), attempt=None)
         assert steps(tier) == ([] if broken > 1 else ["1@1"])
-        tier.drop(CheckpointId(broken, 1))
+        tier.drop(CheckpointId(broken, 1), attempt=None)
         assert keys(disk, "step-") == []
 
 
 def test_a_pin_that_was_left_a_moment_ago_stops_a_drop(tier: StoredTier) -> None:
     commit(tier, 1, marks=[mark(1)])
-    assert tier.drop(CheckpointId(1, 1)) == {"pin"}
+    assert tier.drop(CheckpointId(1, 1), attempt=None) == {"pin"}
     assert steps(tier) == ["1@1"]
     tier.remove_mark(CheckpointId(1, 1), "pin")
-    assert tier.drop(CheckpointId(1, 1)) == frozenset()
+    assert tier.drop(CheckpointId(1, 1), attempt=None) == frozenset()
     assert steps(tier) == []
 
 
@@ -550,7 +731,7 @@ def test_a_drop_that_cannot_read_the_marks_drops_nothing(
     commit(tier, 1)
     fault = Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.SCAN, keys="*/marks/*")
     with pytest.raises(UnreachableError):
-        tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(1, 1))
+        tier_on(Faulty(disk, seed=0, plan=[fault])).drop(CheckpointId(1, 1), attempt=None)
     assert steps(tier) == ["1@1"]
 
 
@@ -559,7 +740,7 @@ def test_files_that_tierfall_did_not_write_stay(tier: StoredTier, disk: MemoryBa
     put(disk, "step-00000001-a0001/notes.txt", b"mine")
     put(disk, "step-00000001-a0001/sub/commit.json", b"mine")
     put(disk, "step-00000001-a0001/marks/other", b"mine")
-    tier.drop(CheckpointId(1, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None)
     assert keys(disk, "step-") == [
         "step-00000001-a0001/marks/other",
         "step-00000001-a0001/notes.txt",
@@ -571,11 +752,11 @@ def test_latest_goes_on_to_the_next_when_what_it_names_goes(tier: StoredTier) ->
     for step in (1, 2, 3):
         commit(tier, step)
         tier.name_latest(CheckpointId(step, 1))
-    tier.drop(CheckpointId(1, 1), next_latest=CheckpointId(2, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
     assert tier.read_latest() == CheckpointId(3, 1)
-    tier.drop(CheckpointId(3, 1), next_latest=CheckpointId(2, 1))
+    tier.drop(CheckpointId(3, 1), attempt=None, next_latest=CheckpointId(2, 1))
     assert tier.read_latest() == CheckpointId(2, 1)
-    tier.drop(CheckpointId(2, 1))
+    tier.drop(CheckpointId(2, 1), attempt=None)
     assert tier.read_latest() is None
 
 
@@ -584,8 +765,8 @@ def test_latest_never_comes_to_name_what_has_gone_meanwhile(tier: StoredTier) ->
     for step in (1, 2):
         commit(tier, step)
     tier.name_latest(CheckpointId(2, 1))
-    tier.drop(CheckpointId(1, 1))
-    tier.drop(CheckpointId(2, 1), next_latest=CheckpointId(1, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None)
+    tier.drop(CheckpointId(2, 1), attempt=None, next_latest=CheckpointId(1, 1))
     assert tier.read_latest() is None
 
 
@@ -595,7 +776,7 @@ def test_leftovers_are_discarded_with_all_that_is_ours(
     write_image(tier, 1)
     tier.add_mark(mark(1))
     put(disk, "step-00000001-a0001/notes.txt", b"mine")
-    tier.discard(CheckpointId(1, 1))
+    tier.discard(CheckpointId(1, 1), attempt=None)
     assert keys(disk, "step-") == ["step-00000001-a0001/notes.txt"]
 
 
@@ -606,11 +787,11 @@ def test_the_marks_of_a_commit_that_failed_go_with_the_last_of_several_images(
     for name in ("rank-00000-of-00002.json", "rank-00001-of-00002.json", "index.zst", "notes.txt"):
         put(disk, folder + name, b"x")
     tier.add_mark(mark(1))
-    tier.discard(CheckpointId(1, 1), Shard(0, 2))
+    tier.discard(CheckpointId(1, 1), Shard(0, 2), attempt=None)
     assert keys(disk, "step-") == [
         folder + name for name in ("marks/pin", "notes.txt", "rank-00001-of-00002.json")
     ]
-    tier.discard(CheckpointId(1, 1), Shard(1, 2))
+    tier.discard(CheckpointId(1, 1), Shard(1, 2), attempt=None)
     assert keys(disk, "step-") == [folder + "notes.txt"]
 
 
@@ -621,7 +802,7 @@ def test_a_shard_that_was_not_published_leaves_nothing(
     writer.put(0, 0, memoryview(IMAGE)[:10])
     writer.abort()
     assert keys(disk, "step-") == []
-    assert tier.discard_unfinished() == 0
+    assert tier.discard_unfinished(attempt=attempt()) == 0
 
 
 def test_publish_if_absent_is_what_commits_and_marks_use(disk: MemoryBackend) -> None:

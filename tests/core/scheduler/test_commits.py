@@ -395,7 +395,7 @@ def test_a_part_whose_deletion_is_tried_again_is_not_forgotten_meanwhile(under_w
     store = StoredTier(name=NODE_TIER, run="run", backend=run.disk(NODE_TIER, 0))
     store.add_mark(Mark(name=names.TOMBSTONE_MARK, checkpoint=one, wall_time_s=0.0))
     other = StoredTier(name=NODE_TIER, run="run", backend=run.disk(NODE_TIER, 1))
-    other.drop(one)
+    other.drop(one, attempt=None)
     run.crash(nodes_lost=[0, 1])
     run.start()
     trouble = run.ranks[0].troubles[NODE_TIER]

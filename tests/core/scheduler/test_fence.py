@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.world import SHARD, World, file_rules
+from tests.rules import young
+from tests.simulation.world import IMAGE, SHARD, World, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import FencedError, IntegrityError
 from tierfall.core.records import Attempt
-from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, OpenShard, ReadMarks
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, OpenShard, PersonsOrder, ReadMarks
+from tierfall.core.values import CheckpointId, Codec, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 
@@ -181,3 +182,111 @@ def test_a_checkpoint_of_the_same_name_is_not_collected_either() -> None:
     )
     assert opened.value == store.read_commit(id)  # its own, by a call whose answer was lost
     assert world.steps_on("nvme") == [1]
+
+
+def disk_of(world: World, tier: str = "nvme") -> dict[str, bytes]:
+    """Every object on a tier but the records of attempts."""
+    return {k: bytes(v) for k, v in world.disks[tier]._objects.items() if "/attempts/" not in k}
+
+
+def is_at_rest(world: World) -> bool:
+    """Nothing is under way, and nothing is to be tried again."""
+    return world.step() is None and not world.coordinator.busy() and not world.tasks
+
+
+def test_a_copy_that_becomes_too_old_stays_once_a_newer_attempt_exists() -> None:
+    """A process that hung for hours is fenced by its timers, too."""
+    world = World([file_rules("nvme", retain=(young(100.0),))])
+    for step in (1, 2, 3):
+        world.save(step)
+        world.run_all()
+    newer_attempt(world)
+    before = disk_of(world)
+    world.settle(limit_s=1000.0)
+    assert world.now_s > 100.0
+    assert disk_of(world) == before
+    assert "drop of 1@1 on nvme: attempt 1 " in str(world.coordinator.fenced)
+    assert is_at_rest(world)
+
+
+def test_a_copy_that_retention_was_about_to_drop_stays() -> None:
+    world = World([file_rules("nvme", retain_last=1)])
+    world.save(1)
+    world.settle()
+    world.save(2)
+    until(world, DropCopy)
+    newer_attempt(world)
+    before = disk_of(world)
+    world.settle()
+    assert world.steps_on("nvme") == [1, 2]
+    assert disk_of(world) == before
+    assert isinstance(world.coordinator.fenced, FencedError)
+    assert is_at_rest(world)
+
+
+def test_a_copy_that_was_to_make_room_stays() -> None:
+    world = World([file_rules("nvme", capacity_bytes=5 * IMAGE // 2, retain_last=1)])
+    for step in (1, 2):
+        world.save(step)
+        world.run_all()
+    world.save(3)
+    while not any(isinstance(task, DropCopy) for task in world.tasks):
+        assert world.run_one()
+    newer_attempt(world)
+    before = disk_of(world)
+    world.settle()
+    assert disk_of(world) == before
+    assert isinstance(world.coordinator.fenced, FencedError)
+    assert is_at_rest(world)
+
+
+def test_what_looks_unfinished_is_not_collected() -> None:
+    """The newer start may be writing there."""
+    world = World([file_rules("nvme")])
+    key = "run/step-00000007-a0001/rank-00000-of-00001.safetensors"
+    with world.disks["nvme"].create(key) as writer:
+        writer.publish()
+    world.crash()
+    world.start()
+    world.step()
+    newer_attempt(world)
+    world.settle()
+    assert key in disk_of(world)
+    assert isinstance(world.coordinator.fenced, FencedError)
+    assert is_at_rest(world)
+
+
+@pytest.mark.parametrize("kind", PersonsOrder)
+def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: PersonsOrder) -> None:
+    world = World([file_rules("nvme"), file_rules("store")])
+    world.save(1)
+    world.settle()
+    id = CheckpointId(1, 1)
+    if kind is PersonsOrder.UNPIN:
+        assert world.order(PersonsOrder.PIN, id) == {}
+    newer_attempt(world)
+    newer_attempt(world, "store")
+    before = {tier: disk_of(world, tier) for tier in world.disks}
+    failed = world.order(kind, id)
+    assert {tier: type(error) for tier, error in failed.items()} == dict.fromkeys(
+        world.disks, FencedError
+    )
+    assert {tier: disk_of(world, tier) for tier in world.disks} == before
+    assert is_at_rest(world), "it is tried again"
+
+
+def test_files_of_a_newer_attempts_copy_are_not_written_over() -> None:
+    """The newer start brings the same checkpoint to a tier, packed otherwise, while a flush of it was held up."""
+    world = World([file_rules("nvme")], codecs={"nvme": Codec.ZSTD})
+    world.save(1)
+    until(world, FinishCopy)
+    finish = next(task for task in world.tasks if isinstance(task, FinishCopy))
+    newer_attempt(world)
+    stored = "run/step-00000001-a0001/rank-00000-of-00001.stored.json"
+    with world.disks["nvme"].create(stored, length=5) as writer:
+        writer.write(0, memoryview(b"newer"))
+        writer.publish()
+    world.run(finish)
+    world.settle()
+    assert disk_of(world) == {stored: b"newer"}
+    assert isinstance(world.coordinator.fenced, FencedError)

@@ -165,7 +165,7 @@ def test_a_pin_that_another_rank_found_counts_for_what_is_owed_where_this_one_ha
         alone.save(step)
         alone.settle()
     assert alone.steps_on("nvme") == [2]
-    alone.stores["nvme"].drop(CheckpointId(2, 1))
+    alone.stores["nvme"].drop(CheckpointId(2, 1), attempt=None)
     alone.memory.regions.clear()
     alone.crash()
     alone.start()

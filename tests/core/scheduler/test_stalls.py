@@ -73,7 +73,7 @@ def test_a_write_that_fails_is_sent_again_and_nothing_else(codec: Codec, kind: F
 def test_what_fails_at_the_end_is_finished_without_sending_the_image_again(
     codec: Codec, operation: Operation, keys: str
 ) -> None:
-    first = 2 if operation is Operation.SCAN else 1  # the first look at attempts is when it begins
+    first = 3 if operation is Operation.SCAN else 1  # looks before: at the start, as it begins
     world, _ = world_with(failing(operation, keys=keys, first=first, times=2), codec=codec)
     world.save(1)
     world.settle()

@@ -18,7 +18,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World([file_rules("nvme"), file_rules("store")])
     world.save(1)
     world.settle()
-    world.stores["store"].drop(ID)
+    world.stores["store"].drop(ID, attempt=None)
     world.save(2)
     world.crash()
     monkeypatch.setattr(Coordinator, "start", Coordinator.start_tending)
