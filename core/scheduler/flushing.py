@@ -165,6 +165,9 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
+        if lane.full and plan.drops:
+            # how much a full disk lacks is not known: one copy goes, and then it is tried again
+            plan = Eviction(drops=plan.drops[:1], missing_bytes=0)
         return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
 
     def _has_room_for_repair(self, lane: Lane, entry: Entry, *, need: int, free: int) -> bool:
@@ -191,7 +194,7 @@ class Flusher:
             return fits  # room is made once this start knows what is good
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
-        if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
+        if plan.drops and self.others.decides and plan.missing_bytes == 0:
             lane.full = False
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
@@ -206,10 +209,8 @@ class Flusher:
         return False
 
     def _need_and_free(self, lane: Lane, entry: Entry, capacity: int | None) -> tuple[int, int]:
-        """Reckon the bytes that a copy takes on a tier, for all ranks, and those that there are for it."""
-        need = _image_bytes(entry)
-        if entry.parts is None:
-            need *= self.others.ranks_on(lane.tier)
+        """Reckon the bytes that a copy is expected to take on a tier, for all ranks, and those that there are for it."""
+        need = self._expected_bytes(lane.tier, entry)
         free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
@@ -217,6 +218,22 @@ class Flusher:
         if free >= need and capacity is not None:
             free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
         return need, free
+
+    def _expected_bytes(self, tier: str, entry: Entry) -> int:
+        """Return the bytes that a copy is expected to take on a tier: as many of its images' as the newest copy there
+        takes of its own, where the tier packs them; all where there is none yet."""
+        raw_bytes = self._raw_bytes(tier, entry)
+        there = (e for e in self._ledger.entries.values() if e.state(tier) is CopyState.COMMITTED)
+        newest = max(there, key=lambda e: e.order, default=None)
+        if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
+            return raw_bytes
+        return min(raw_bytes, -(-raw_bytes * newest_bytes // self._raw_bytes(tier, newest)))
+
+    def _raw_bytes(self, tier: str, entry: Entry) -> int:
+        """Return the bytes of all images that ranks bring of a checkpoint to what this rank sees of a tier."""
+        if entry.parts is not None:
+            return _image_bytes(entry)
+        return _image_bytes(entry) * self.others.ranks_on(tier)
 
     def _clear_up(self, lane: Lane, entry: Entry) -> bool:
         """Remove what failed tries have left of other copies, and say whether that has begun: a copy that comes later
