@@ -400,26 +400,36 @@ class Flusher:
             return
         lane.back_off(entry, now_s)
         self.counters.flush_failures += 1
-        lasts = not getattr(error, "retryable", False)
+        if not self._ends_the_copy(lane, entry, error):
+            self._is_tried_again(lane, entry, error, now_s)
+
+    def _ends_the_copy(self, lane: Lane, entry: Entry, error: BaseException) -> bool:
+        """Give up a repair that fails for good, and set a copy aside that fails while the tier takes others."""
         failures = entry.failures.setdefault(lane.tier, Failures())
-        failures.note(lane.arrivals, lasts=lasts)
+        failures.note(lane.arrivals, lasts=not getattr(error, "retryable", False))
         tried = failures.count >= TRIES_BEFORE_REPORT
-        alone = tried and failures.others_came >= (1 if lasts else ARRIVALS_BEFORE_SET_ASIDE)
-        if repairs and (alone or (tried and lasts)):
-            self.give_up_for_all(entry, lane.tier, error)
-            return
-        if not repairs:
-            entry.overtaken.add(lane.tier)
+        others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
+        alone = tried and failures.others_came >= others_needed
+        if lane.tier in entry.damage:
+            if alone or (tried and failures.lasts):
+                self.give_up_for_all(entry, lane.tier, error)
+                return True
+            return False
+        entry.overtaken.add(lane.tier)
         if alone:
             self._set_aside(entry, lane.tier, error)
-            return
+        return alone
+
+    def _is_tried_again(self, lane: Lane, entry: Entry, error: BaseException, now_s: float) -> None:
+        """Say that a copy failed, and that the tier does where that may be its fault, or has gone on for long."""
+        failures = entry.failures[lane.tier]
         logger.log(
             logging.WARNING if failures.count == lane.tries == 1 else logging.DEBUG,
             "flush of %s to %s failed (try %d), again in %.1f s: %s",
             entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
         )  # fmt: skip
-        lasting = lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one(lane)
-        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
+        lasts = failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one(lane)
+        if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
 
     def _may_be_one(self, lane: Lane) -> bool:
