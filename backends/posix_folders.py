@@ -208,6 +208,10 @@ class Folders:
         except FileNotFoundError:
             _mkdir(part, parent)
             child = self._enter(parent, part, path)
+        except NotADirectoryError as error:
+            raise BackendError(
+                f"{self.path / path}: is a file, and tierfall's folder of that name is to be there; move the file away"
+            ) from error
         try:
             self._settle(parent, child, path)
         except BaseException:

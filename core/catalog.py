@@ -120,6 +120,20 @@ def of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
     }
 
 
+def overtaken(known: Iterable[KnownCheckpoint]) -> dict[CheckpointId, frozenset[str]]:
+    """Name, by checkpoint, the tiers that have newer ones and are still owed it: the newest record there says so."""
+    newest: dict[str, Commit] = {}
+    for checkpoint in sorted(known, key=lambda c: (c.id.attempt, c.id.step)):
+        for tier, copy in checkpoint.copies.items():
+            if copy.commit is not None:
+                newest[tier] = copy.commit
+    found: dict[CheckpointId, frozenset[str]] = {}
+    for tier, commit in newest.items():
+        for id in commit.owed:
+            found[id] = found.get(id, frozenset()) | {tier}
+    return found
+
+
 def to_view(
     tiers: Sequence[TierRules],
     known: Sequence[KnownCheckpoint],
@@ -129,6 +143,7 @@ def to_view(
 ) -> View:
     """Make the picture that policies see of what lies on disk, for callers without a coordinator; ``wall_time_s`` is
     now."""
+    late = overtaken(known)
     return View(
         tiers=tuple(tiers),
         wall_time_s=wall_time_s,
@@ -144,6 +159,7 @@ def to_view(
                 metrics=c.commit.metrics if c.commit else {},
                 tags=names.tags_of(c.commit.tags if c.commit else (), c.marks),
                 wall_time_s=c.commit.wall_time_s if c.commit else None,
+                overtaken=late.get(c.id, frozenset()),
                 copies={
                     tier: CopyView(state=copy.state, bytes=copy.bytes)
                     for tier, copy in c.copies.items()

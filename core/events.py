@@ -136,6 +136,14 @@ class FlushGivenUp(OfCopy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside(OfCopy):
+    """A copy failed again and again while its tier took others: this start tries it no more, the next one does."""
+
+    kind: ClassVar[str] = "set_aside"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(OfCopy):
     """A checkpoint is committed on a tier, where it takes ``bytes``; ``seconds`` after its save began (None: an earlier
     start saved it)."""
@@ -229,6 +237,7 @@ KINDS: tuple[type[Event], ...] = (
     FlushStalled,
     FlushFailed,
     FlushGivenUp,
+    SetAside,
     Committed,
     Evicted,
     Dropped,

@@ -19,6 +19,9 @@ class Members:
         self._members = members
         self._what = what
 
+    def has(self, name: str) -> bool:
+        return name in self._members
+
     def get(self, name: str, kind: Any) -> Any:
         value = self._members.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):

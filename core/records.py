@@ -142,7 +142,8 @@ class Commit:
 
     ``files`` names the image and the manifest of every shard; a manifest with its SHA-256, an image with its size (its
     digests stand in its manifest); and where a tier packs images, the records of their frames with their SHA-256.
-    ``metrics`` are rank 0's.
+    ``metrics`` are rank 0's. ``owed`` names older checkpoints that the tier had not got by then, as they could not be
+    written there, and is still to get.
     """
 
     line: Line
@@ -152,6 +153,7 @@ class Commit:
     wall_time_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    owed: tuple[CheckpointId, ...] = ()
 
     @property
     def image_bytes(self) -> int:
@@ -167,9 +169,11 @@ class Commit:
         return next((file for file in self.files if file.name == name), None)
 
     def encode(self) -> bytes:
+        owed = {"owed": [_id_members(id) for id in self.owed]} if self.owed else {}
         return documents.seal(
             {
                 **_line_members(self.line),
+                **owed,
                 "world_size": self.world_size,
                 "wall_time_s": self.wall_time_s,
                 "nodes": list(self.nodes),
@@ -201,7 +205,14 @@ def read_commit(data: bytes, *, what: str) -> Commit:
             for k, v in metrics.items()
         },
         tags=tuple(reader.list_of("tags", str)),
+        owed=_owed(reader, what),
     )
+
+
+def _owed(reader: Members, what: str) -> tuple[CheckpointId, ...]:
+    """Read what a record need not have."""
+    found = reader.list_of("owed", dict) if reader.has("owed") else []
+    return tuple(_checkpoint(Members(each, f"{what}: owed")) for each in found)
 
 
 def _named_file(entry: Mapping[str, Any], what: str) -> NamedFile:
@@ -375,9 +386,13 @@ def _line_members(line: Line) -> dict[str, object]:
         "attempt": line.checkpoint.attempt,
         "attempt_id": line.attempt_id,
         "ordinal": line.ordinal,
-        "started_from": None if start is None else {"step": start.step, "attempt": start.attempt},
+        "started_from": None if start is None else _id_members(start),
         **last,
     }
+
+
+def _id_members(id: CheckpointId) -> dict[str, int]:
+    return {"step": id.step, "attempt": id.attempt}
 
 
 def _line(reader: Members) -> Line:

@@ -76,7 +76,8 @@ class CheckpointView:
     """One checkpoint, and where its copies are. ``owed`` names the tiers that are still to get one; ``settling`` says
     that a commit of it, or a person's order about it, is under way; ``at_end`` that every tier is to get it.
     ``metrics`` and ``tags`` are those that it was saved with, and tags since; ``wall_time_s`` is when that was, None
-    where that is not known."""
+    where that is not known. ``overtaken`` names tiers that took newer ones before it, as it could not be written there,
+    and are still to get it."""
 
     id: CheckpointId
     ordinal: int
@@ -91,6 +92,7 @@ class CheckpointView:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
     wall_time_s: float | None = None
+    overtaken: frozenset[str] = frozenset()
 
     def state(self, tier: str) -> CopyState:
         copy = self.copies.get(tier)

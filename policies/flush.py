@@ -39,7 +39,8 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
     """Name the tiers that a checkpoint found at a start is still owed to.
 
     Not where it is; nor, where copies arrive in order, where a newer checkpoint of the line was committed: that tier
-    had it once, or gave it up. In any other order that says nothing, and what retention would keep there is still owed.
+    had it once, or gave it up, unless its records say that it is still to get it. In any other order a newer one says
+    nothing, and what retention would keep there is still owed.
     Nor where it would be dropped at once beside those that are to come.
     """
     if not checkpoint.live:
@@ -48,7 +49,7 @@ def still_owed(view: View, checkpoint: CheckpointView) -> tuple[str, ...]:
         name
         for name in tiers_owed(view.tiers, checkpoint.ordinal, at_end=checkpoint.at_end)
         if not checkpoint.readable_on(name)
-        and not _has_moved_past(view, checkpoint, view.tier(name))
+        and (name in checkpoint.overtaken or not _has_moved_past(view, checkpoint, view.tier(name)))
         and (checkpoint.pinned or not _is_outlived(view, view.tier(name), checkpoint))
     )
 

@@ -42,6 +42,83 @@ def test_a_path_that_cannot_be_a_tier(path: str, make_config: MakeConfig, tmp_pa
     assert steps_on(tmp_path / "disk") == [1]
 
 
+# A copy that cannot be written -------------------------------------------------------------------
+
+
+def put_in_its_place(folder: Path, what: str) -> None:
+    """Replace a checkpoint's folder, as people do to move it to another disk, or by mistake."""
+    elsewhere = folder.parent.parent.parent / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    if folder.exists():
+        folder.rename(elsewhere / folder.name)
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    if what == "link":
+        folder.symlink_to(elsewhere / folder.name)
+    else:
+        folder.write_text("somebody else's")
+
+
+@pytest.mark.parametrize("what", ["link", "file"])
+def test_a_folder_that_was_replaced_keeps_no_other_checkpoint_off_its_tier(
+    what: str, make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(disk={}, slow={})
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+    folder = tmp_path / "slow" / "run" / "step-00000003-a0001"
+    put_in_its_place(folder, what)
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        assert step_in(state) == 3
+        for step in (4, 5):
+            ckpt.save(step, state_of(step)).wait("slow", timeout=30)
+        wait_until(lambda: "is set aside" in caplog.text, "it is said")
+        third = next(info for info in ckpt.checkpoints() if info.step == 3)
+        hint = "put the folder itself there" if what == "link" else "move the file away"
+        assert hint in third.set_aside["slow"]
+        assert str(folder) in third.set_aside["slow"]
+        assert "slow" not in third.tiers
+        assert third.owed == ()
+        statistics = ckpt.statistics()
+        assert (statistics.set_aside_copies, statistics.given_up_copies) == (1, 0)
+        ckpt.drain(10.0)
+    assert caplog.text.count("is set aside") == 1
+    assert "could not drop" not in caplog.text
+    assert steps_on(tmp_path / "disk") == [1, 2, 3, 4, 5]
+    if what == "file":
+        assert folder.read_text() == "somebody else's"
+    folder.unlink()
+    assert steps_on(tmp_path / "slow") == [1, 2, 4, 5]
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        wait_until(lambda: steps_on(tmp_path / "slow") == [1, 2, 3, 4, 5], "it is brought")
+        assert ckpt.statistics().set_aside_copies == 0
+
+
+def test_what_only_memory_has_of_a_copy_that_is_set_aside_outlives_close(
+    make_config: MakeConfig, tmp_path: Path, memory: Path
+) -> None:
+    config = make_config(slow={})
+    with tierfall.open(config) as ckpt:
+        put_in_its_place(tmp_path / "slow" / "run" / "step-00000001-a0001", "file")
+        handle = ckpt.save(1, state_of(1))
+        ckpt.save(2, state_of(2)).wait("slow", timeout=30)
+        wait_until(lambda: "set aside" in str(handle.exception()), "it is told")
+        with pytest.raises(FlushError, match=r"flush of 1@1 to slow is set aside"):
+            handle.wait("slow")
+    assert steps_on(tmp_path / "slow") == [2]
+    (tmp_path / "slow" / "run" / "step-00000001-a0001").unlink()
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        assert step_in(state) == 2
+        wait_until(lambda: steps_on(tmp_path / "slow") == [1, 2], "it is brought")
+
+
 # A medium that fails -----------------------------------------------------------------------------
 
 

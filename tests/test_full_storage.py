@@ -101,6 +101,23 @@ def test_room_on_a_disk_that_is_really_full_is_made_by_dropping_the_oldest(
         assert step_in(state) == 7
 
 
+@pytest.mark.parametrize("compress", [None, {"codec": "zstd"}], ids=["raw", "zstd"])
+def test_a_write_that_finds_no_space_costs_one_checkpoint(
+    compress: dict[str, str] | None,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    slow_medium: Medium,
+) -> None:
+    with tierfall.open(make_config(slow={} if compress is None else {"compress": compress})) as c:
+        for step in range(1, 7):
+            c.save(step, state_of(step), block=True)
+        slow_medium.fail("pwrite", errno.ENOSPC, times=1)
+        c.save(7, state_of(7), block=True)
+        assert slow_medium.struck
+        assert steps_on(tmp_path / "slow") == [2, 3, 4, 5, 6, 7]
+        assert c.statistics().given_up_copies == 0
+
+
 def test_a_disk_that_others_filled_is_used_again_when_they_leave(
     make_config: MakeConfig, mount: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:

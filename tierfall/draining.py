@@ -282,14 +282,16 @@ def _moved(session: Session) -> int:
 
 
 def _committed(session: Session, planned: tuple[Owed, ...]) -> set[Owed]:
-    """Which of the planned copies arrived: retention may have dropped one since, and only a given-up one is missing."""
+    """Which of the planned copies arrived: retention may have dropped one since, and only one that was given up or set
+    aside is missing."""
     coordinator = session.coordinator
+    counters = coordinator.counters
     left = set(coordinator.left_undone())
     done = set()
     for owed in planned:
         entry = coordinator.ledger.entries.get(owed.checkpoint)
         there = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
         settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
-        if there or (settled and not coordinator.counters.given_up_copies):
+        if there or (settled and not counters.given_up_copies + counters.set_aside_copies):
             done.add(owed)
     return done

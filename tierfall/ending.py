@@ -125,10 +125,10 @@ def must_keep_memory(session: Session) -> bool:
             if e.state(host) is CopyState.SEALED and e.id not in left and not e.tombstoned
         ]
         newest = max(held, key=lambda e: e.id, default=None)
-        pinned = [e for e in held if e.pinned]
+        kept = [e for e in held if e.pinned or e.set_aside]
         return any(
             CopyState.COMMITTED not in e.states.values()
-            for e in (*pinned, *([newest] if newest else []))
+            for e in (*kept, *([newest] if newest else []))
         )
 
     return session.ask(ask)

@@ -157,6 +157,7 @@ def drain_here(
         if goes_on:
             end_drain(session, asker)
     left = set(session.ask(coordinator.left_undone))
+    left |= set(owed) & set(session.ask(coordinator.set_aside))
     durable = session.ask(lambda: set(coordinator.durable))
     return DrainReport(
         done=_triples(copy for copy in owed if copy in durable),

@@ -57,7 +57,8 @@ class CheckpointInfo:
     """One checkpoint over all tiers. ``bytes`` is its raw size, ``age_s`` seconds since it was saved.
 
     ``tiers`` maps each tier that holds something of it to the state of the copy; ``owed`` are the tiers that are still
-    to get one. ``damage`` says per tier why its record cannot be used, or why nothing relies on it.
+    to get one. ``damage`` says per tier why its record cannot be used, or why nothing relies on it; ``set_aside`` why
+    its copy, which failed again and again while the tier took others, is for the next start to try.
     """
 
     step: int
@@ -72,6 +73,7 @@ class CheckpointInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     owed: tuple[str, ...] = ()
     damage: Mapping[str, str] = field(default_factory=dict)
+    set_aside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +168,8 @@ class Statistics:
     would be behind after an hour of this cadence (0: it keeps up), ``behind_s`` how many seconds ago the oldest
     checkpoint was saved that is newer than all that it has, and ``late`` how often it came to be further behind than
     ``flush.within``. ``flush_shares`` says of each tier that yields to training which share of its rate it is written
-    at now (1: it is not held back). ``lost_events`` counts what the event log could not take.
+    at now (1: it is not held back). ``lost_events`` counts what the event log could not take, ``set_aside_copies`` the
+    copies that are for the next start to try, as each failed again and again while its tier took others.
     """
 
     saves: int
@@ -197,3 +200,4 @@ class Statistics:
     late: Mapping[str, int] = field(default_factory=dict)
     flush_shares: Mapping[str, float] = field(default_factory=dict)
     lost_events: int = 0
+    set_aside_copies: int = 0

@@ -54,12 +54,14 @@ class CopyStatus(_Part):
 
 
 class CheckpointStatus(_Part):
-    """One checkpoint, its copies by tier, and the tiers that are still to get one."""
+    """One checkpoint, its copies by tier, the tiers that are still to get one, and why a tier's is set aside until the
+    next start."""
 
     step: int
     attempt: int
     copies: dict[str, CopyStatus]
     owed: tuple[str, ...] = ()
+    set_aside: dict[str, str] = {}
     pinned: bool = False
     abandoned: bool = False
 

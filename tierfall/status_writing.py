@@ -257,6 +257,7 @@ def _checkpoint(
         attempt=entry.id.attempt,
         copies=copies,
         owed=tuple(name for name in _names(ledger) if name in entry.owed),
+        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
         pinned=entry.pinned,
         abandoned=abandoned,
     )

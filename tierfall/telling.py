@@ -163,6 +163,7 @@ def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
         metrics=dict(commit.metrics) if commit else {},
         owed=tuple(sorted(entry.owed)),
         damage=dict(entry.damage),
+        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
     )
 
 
@@ -198,6 +199,7 @@ def statistics(session: Session, counts: SaveCounts) -> Statistics:
         edge_bytes=edges,
         flush_failures=counters.flush_failures,
         given_up_copies=counters.given_up_copies + sum(coordinator.turns.given_up.values()),
+        set_aside_copies=counters.set_aside_copies,
         dropped_copies=coordinator.dropper.dropped,
         direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
         host_capacity_bytes=session.host.capacity_bytes,

@@ -82,13 +82,15 @@ def without_index(commit: Commit) -> Commit:
 
 
 def plain(commit: Commit) -> Commit:
-    """Return a record that names every image raw and no index, whatever the tier has that it was read on."""
+    """Return a record that names every image raw, no index, and nothing that is owed to the tier it was read on."""
     files = tuple(
         _raw(file)
         for file in without_index(commit).files
         if not file.name.endswith(names.STORED_SUFFIX)
     )
-    return commit if files == commit.files else replace(commit, files=files)
+    if files == commit.files and not commit.owed:
+        return commit
+    return replace(commit, files=files, owed=())
 
 
 def _raw(file: NamedFile) -> NamedFile:

@@ -118,7 +118,8 @@ def _unite_records(records: Mapping[str, Commit]) -> Commit:
             named_at, named = files.setdefault(file.name, (where, file))
             if named != file:
                 raise IntegrityError(f"{of}: its {file.name} is another than that on {named_at}")
-    return replace(first, files=tuple(file for _, file in files.values()))
+    owed = {id for record in records.values() for id in record.owed}
+    return replace(first, files=tuple(file for _, file in files.values()), owed=tuple(sorted(owed)))
 
 
 def _copy(member: Mapping[str, Any], rank: int, tier: str) -> FoundCopy:

@@ -131,14 +131,24 @@ class Commits(Alone):
         """Say, at rank 0, whether a copy of a checkpoint is just being committed somewhere."""
         return any(of == id for _, of in self._complete)
 
-    def give_up(self, tier: str, id: CheckpointId, reason: str, *, by_rule: bool = False) -> None:
-        """Let all ranks give a copy up; for rank 0. ``by_rule``: because a policy says so, which is no failure."""
+    def give_up(
+        self,
+        tier: str,
+        id: CheckpointId,
+        reason: str,
+        *,
+        by_rule: bool = False,
+        set_aside: bool = False,
+    ) -> None:
+        """Let all ranks give a copy up; for rank 0. ``by_rule``: because a policy says so, which is no failure;
+        ``set_aside``: it alone fails on a tier that takes others, and is for the next start to try."""
         if self.has_ended(tier, id):
             return
         _remember(self._ended, (tier, id), None)
         complete = (tier, id) in self._complete
         self._complete.discard((tier, id))
-        self._council.announce(_topic("given_up", id, tier), [reason, complete, by_rule])
+        body = [reason, complete, by_rule, set_aside]
+        self._council.announce(_topic("given_up", id, tier), body)
 
     # What this rank says ---------------------------------------------------------------------------
 
@@ -182,6 +192,10 @@ class Commits(Alone):
         what = "cannot" if for_good else "stuck"
         self._council.tell(_topic(what, entry.id, tier), str(error))
         return for_good
+
+    def sets_aside(self, entry: Entry, tier: str, error: BaseException) -> bool:
+        self._council.tell(_topic("set_aside", entry.id, tier), str(error))
+        return True
 
     def lost(self, id: CheckpointId, error: BaseException, outcome: SaveOutcome) -> None:
         self._council.tell(_topic("lost", id), [str(error), str(outcome)])
@@ -248,8 +262,8 @@ class Commits(Alone):
             return
         if what == "late" and id in self._whole_ones:
             return  # the last of them came just now
-        if what == "cannot":
-            self.give_up(tier, id, f"rank {rank}: {body}")
+        if what in ("cannot", "set_aside"):
+            self.give_up(tier, id, f"rank {rank}: {body}", set_aside=what == "set_aside")
             return
         _remember(self._ended, (tier, id), None)
         if what == "late":
@@ -279,7 +293,16 @@ class Commits(Alone):
             case "stuck":
                 self._is_stuck(tier, id, *body)
             case "given_up":
-                self._given_up(id, entry, tier, body[0], complete=body[1], by_rule=body[2])
+                reason, complete, by_rule, set_aside = body
+                self._given_up(
+                    id,
+                    entry,
+                    tier,
+                    reason,
+                    complete=complete,
+                    by_rule=by_rule,
+                    set_aside=set_aside,
+                )
             case _ if entry is None:
                 logger.debug("%s of %s: this rank does not have it", what, id)
             case _:
@@ -376,9 +399,10 @@ class Commits(Alone):
     def _is_stuck(self, tier: str, id: CheckpointId, rank: int, reason: str) -> None:
         if rank == self._topology.rank and tier in self._ledger.failing:
             return  # it knows when it recovers
-        self._stuck[tier] = (
-            id  # also where this rank is failing too: it may recover before the other
-        )
+        if (entry := self._ledger.entries.get(id)) is not None:
+            entry.overtaken.add(tier)
+        # also where this rank is failing too: it may recover before the other
+        self._stuck[tier] = id
         error = FlushError(f"flush of {id} to {tier}: rank {rank}: {reason}")
         self._flusher.is_failing(tier, error)
 
@@ -434,7 +458,7 @@ class Commits(Alone):
         task = CommitCopy(
             tier=tier,
             id=entry.id,
-            commit=commit,
+            commit=replace(commit, owed=self._flusher.older_owed(tier, entry)),
             marks=self._flusher.marks_of(entry),
             name_latest=self._flusher.is_newest(tier, entry),
             tables=tables,
@@ -528,6 +552,7 @@ class Commits(Alone):
         *,
         complete: bool,
         by_rule: bool,
+        set_aside: bool,
     ) -> None:
         error = FlushError(f"flush of {id} to {tier}: {reason}")
         _remember(self._given_up_on, (tier, id), error)
@@ -539,7 +564,11 @@ class Commits(Alone):
         if by_rule:
             self._flusher.turns.give_up_here(entry, tier, reason)
             self._flusher.stop_copy(entry, tier, error)
+        elif set_aside and tier in entry.owed:
+            self._flusher.set_aside(entry, tier, error)
         elif tier in entry.owed:
+            if tier not in entry.damage:  # in this start: what a next one can bring is still owed
+                entry.overtaken.add(tier)
             self._flusher.give_up_copy(entry, tier, error)
         self._ledger.forget_if_gone(entry)
 

@@ -593,7 +593,7 @@ class Coordinator:
             return
         if entry.snapshot is None and not entry.readable_on(self.ledger.host):
             return
-        there = entry.states.keys() | entry.damage.keys()
+        there = entry.states.keys() | entry.damage.keys() | entry.set_aside.keys()
         entry.owed.update(tier for tier in self.lanes if tier not in there)
 
     def _can_be_had(self, entry: Entry) -> bool:
@@ -604,6 +604,10 @@ class Coordinator:
 
     def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
         return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.owed))
+
+    def set_aside(self) -> tuple[tuple[CheckpointId, str], ...]:
+        """Name the copies that are for the next start to try."""
+        return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.set_aside))
 
     def _dispatch(self, task: Task) -> None:
         """Every task that goes out comes back as one outcome."""

@@ -24,7 +24,7 @@ from tierfall.core.records import Mark
 from tierfall.core.scheduler.draining import GaveWayError
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.lane import LONGEST_RETRY_S, Lane
-from tierfall.core.scheduler.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger import Entry, Failures, Ledger
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.others import Alone
 from tierfall.core.scheduler.transfer import Transfer
@@ -35,6 +35,10 @@ from tierfall.core.view import Decision, Eviction, View
 
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
+ARRIVALS_BEFORE_SET_ASIDE = 8
+"""A copy whose failures may pass is set aside once it failed again after so many others had come."""
+OLDER_OWED_MAX = 64
+"""So many that are still owed, the newest, are named in a commit record."""
 DURABLE_REMEMBERED = 1024
 _NO_REPAIR = (FlushError, IntegrityError, NotSupportedError, StorageFullError)
 """What ends the repair of a damaged copy at once: it has no source or no room, or it is not ours to replace."""
@@ -58,6 +62,7 @@ class Counters:
 
     flush_failures: int = 0
     given_up_copies: int = 0
+    set_aside_copies: int = 0
     commits: dict[str, int] = field(default_factory=dict)
 
 
@@ -112,6 +117,7 @@ class Flusher:
                 now_s,
                 self.marks_of(entry),
                 name_latest=partial(self.is_newest, lane.tier, entry),
+                older_owed=partial(self.older_owed, lane.tier, entry),
                 beside=[run for other in others for run in other.reading()],
             )
             transfer = lane.aborted()
@@ -120,7 +126,7 @@ class Flusher:
             self._copy_failed(lane, transfer, now_s)
 
     def _begin_next(self, lane: Lane, now_s: float) -> None:
-        waiting = tuple(self.turns.waiting(lane.tier))
+        waiting = sorted(self.turns.waiting(lane.tier), key=partial(_rounds_failed, lane))
         left = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
             if entry.id in left:
@@ -165,6 +171,9 @@ class Flusher:
         plan = self._plan_eviction(
             self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
         )
+        if lane.full and plan.drops:
+            # how much a full disk lacks is not known: one copy goes, and then it is tried again
+            plan = Eviction(drops=plan.drops[:1], missing_bytes=0)
         return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
 
     def _has_room_for_repair(self, lane: Lane, entry: Entry, *, need: int, free: int) -> bool:
@@ -191,7 +200,7 @@ class Flusher:
             return fits  # room is made once this start knows what is good
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
-        if plan.drops and self.others.decides and (lane.full or plan.missing_bytes == 0):
+        if plan.drops and self.others.decides and plan.missing_bytes == 0:
             lane.full = False
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
@@ -206,10 +215,8 @@ class Flusher:
         return False
 
     def _need_and_free(self, lane: Lane, entry: Entry, capacity: int | None) -> tuple[int, int]:
-        """Reckon the bytes that a copy takes on a tier, for all ranks, and those that there are for it."""
-        need = _image_bytes(entry)
-        if entry.parts is None:
-            need *= self.others.ranks_on(lane.tier)
+        """Reckon the bytes that a copy of all ranks is expected to take on a tier, and those that there are for it."""
+        need = self._expected_bytes(lane.tier, entry)
         free = need if capacity is None else capacity - self._ledger.used_bytes(lane.tier)
         free += self._ledger.unfinished.get((lane.tier, entry.id), 0)  # it is written over
         if lane.full:
@@ -217,6 +224,22 @@ class Flusher:
         if free >= need and capacity is not None:
             free += self._ledger.leaving_bytes(lane.tier)  # what failed to go counts as gone here
         return need, free
+
+    def _expected_bytes(self, tier: str, entry: Entry) -> int:
+        """Return the bytes that a copy is expected to take on a tier: as many of its images' as the newest copy there
+        takes of its own, where the tier packs them; all where there is none yet."""
+        raw_bytes = self._raw_bytes(tier, entry)
+        there = (e for e in self._ledger.entries.values() if e.state(tier) is CopyState.COMMITTED)
+        newest = max(there, key=lambda e: e.order, default=None)
+        if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
+            return raw_bytes
+        return min(raw_bytes, -(-raw_bytes * newest_bytes // self._raw_bytes(tier, newest)))
+
+    def _raw_bytes(self, tier: str, entry: Entry) -> int:
+        """Return the bytes of all images that ranks bring of a checkpoint to what this rank sees of a tier."""
+        if entry.parts is not None:
+            return _image_bytes(entry)
+        return _image_bytes(entry) * self.others.ranks_on(tier)
 
     def _clear_up(self, lane: Lane, entry: Entry) -> bool:
         """Remove what failed tries have left of other copies, and say whether that has begun: a copy that comes later
@@ -265,12 +288,13 @@ class Flusher:
                 f"dropped there; {then}. Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the "
                 "disk"
             ),
+            for_good=True,
         )
 
-    def _is_failing(self, lane: Lane, entry: Entry, error: BaseException) -> None:
+    def _is_failing(
+        self, lane: Lane, entry: Entry, error: BaseException, *, for_good: bool = False
+    ) -> None:
         """A tier does not take copies at present: whoever waits for one, now or later, is told why."""
-        cause = error.__cause__ or error
-        for_good = not getattr(cause, "retryable", False)
         said, self._said_failing[lane.tier] = self._said_failing.get(lane.tier), entry.id
         is_news = said != entry.id or lane.tier not in self._ledger.failing
         if (for_good or is_news) and self.others.cannot(entry, lane.tier, error, for_good=for_good):
@@ -279,14 +303,22 @@ class Flusher:
 
     def is_failing(self, tier: str, error: BaseException) -> None:
         """A tier does not take copies at present, from this rank or from another."""
-        if tier in self._ledger.failing:
-            return
-        self._ledger.failing[tier] = error
-        self.notes.tier_failing(tier, error)
-        self.errors.append(error)
-        logger.error("%s", error)
+        if tier not in self._ledger.failing:
+            self._ledger.failing[tier] = error
+            self.notes.tier_failing(tier, error)
+            self.errors.append(error)
+            logger.error("%s", error)
         for entry in self._ledger.entries.values():
             if tier in entry.owed:
+                self.tell_failing(entry, tier)
+
+    def save_begun(self, entry: Entry) -> None:
+        """Tell a save of tiers that do not take copies at present; where that may be the fault of one, it is tried."""
+        for tier in entry.owed & self._ledger.failing.keys():
+            lane = self._lanes[tier]
+            if self._may_be_one(lane):
+                lane.not_before_s = min(lane.not_before_s, self._ledger.now_s)
+            else:
                 self.tell_failing(entry, tier)
 
     def tell_failing(self, entry: Entry, tier: str) -> None:
@@ -322,6 +354,9 @@ class Flusher:
         entry.owed.discard(lane.tier)
         self._ledger.unfinished.pop((lane.tier, id), None)
         entry.in_doubt.discard(lane.tier)
+        for fault in (entry.failures, entry.set_aside):
+            fault.pop(lane.tier, None)
+        entry.overtaken.discard(lane.tier)
         lane.succeeded(entry)
         self._takes_copies(lane.tier)
         self.notes.committed(lane.tier, id, stored_bytes)
@@ -360,19 +395,67 @@ class Flusher:
             lane.full = True
             logger.warning("flush of %s to %s: no space: %s", entry.id, lane.tier, error)
             return
-        lane.back_off(now_s)
+        lane.back_off(entry, now_s)
         self.counters.flush_failures += 1
+        if not self._ends_the_copy(lane, entry, error):
+            self._is_tried_again(lane, entry, error, now_s)
+
+    def _ends_the_copy(self, lane: Lane, entry: Entry, error: BaseException) -> bool:
+        """Give up a repair that fails for good, and set a copy aside that fails while the tier takes others."""
+        failures = entry.failures.setdefault(lane.tier, Failures())
+        failures.note(lane.arrivals, lasts=not getattr(error, "retryable", False))
+        tried = failures.count >= TRIES_BEFORE_REPORT
+        others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
+        alone = tried and failures.others_came >= others_needed
+        if lane.tier in entry.damage:
+            if alone or (tried and failures.lasts):
+                self.give_up_for_all(entry, lane.tier, error)
+                return True
+            return False
+        entry.overtaken.add(lane.tier)
+        if alone:
+            self._set_aside(entry, lane.tier, error)
+        return alone
+
+    def _is_tried_again(self, lane: Lane, entry: Entry, error: BaseException, now_s: float) -> None:
+        """Say that a copy failed, and that the tier does where that may be its fault, or has gone on for long."""
+        failures = entry.failures[lane.tier]
         logger.log(
-            logging.WARNING if lane.tries == 1 else logging.DEBUG,
+            logging.WARNING if failures.count == lane.tries == 1 else logging.DEBUG,
             "flush of %s to %s failed (try %d), again in %.1f s: %s",
-            entry.id, lane.tier, lane.tries, lane.not_before_s - now_s, error,
+            entry.id, lane.tier, failures.count, lane.not_before_s - now_s, error,
         )  # fmt: skip
-        lasting = not getattr(error, "retryable", False) and lane.tries >= TRIES_BEFORE_REPORT
-        if repairs and lasting:
-            self.give_up_for_all(entry, lane.tier, error)
-            return
-        if lasting or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
+        lasts = failures.lasts and lane.tries >= TRIES_BEFORE_REPORT and not self._may_be_one(lane)
+        if lasts or lane.failing_for_s(now_s) >= self._max_wait_s[lane.tier]:
             self._is_failing(lane, entry, _flush_error(entry, lane.tier, error))
+
+    def _may_be_one(self, lane: Lane) -> bool:
+        """Say whether all failures since the tier last took a copy are of one, and last, and another waits."""
+        failed = [self._ledger.entries.get(id) for id in lane.failed]
+        if len(failed) != 1 or failed[0] is None or not failed[0].failures[lane.tier].lasts:
+            return False
+        others = (e for e in self._ledger.entries.values() if e is not failed[0])
+        return any(lane.tier in e.owed and lane.tier not in e.landed for e in others)
+
+    def _set_aside(self, entry: Entry, tier: str, cause: BaseException) -> None:
+        """Try one copy no more that fails again and again while the tier takes others; no rank does."""
+        error = FlushError(
+            f"flush of {entry.id} to {tier} is set aside: it failed {entry.failures[tier].count} times, and {tier} "
+            f"takes others: {cause}. Mend what keeps it from being written there: the next start tries it again"
+        )
+        error.__cause__ = cause
+        if not self.others.sets_aside(entry, tier, error):
+            self.set_aside(entry, tier, error)
+
+    def set_aside(self, entry: Entry, tier: str, error: BaseException) -> None:
+        """Try a copy no more in this start; the records of those that come after it say that it is still owed."""
+        entry.set_aside[tier] = error
+        entry.overtaken.add(tier)
+        entry.owed.discard(tier)
+        self.counters.set_aside_copies += 1
+        self.notes.set_aside(tier, entry.id, error)
+        self._report(entry, tier, error)
+        self.stop_copy(entry, tier, error)
 
     def stalled(self, lane: Lane, id: CheckpointId, error: BaseException, now_s: float) -> None:
         """A copy could not go on, and keeps what has arrived: it is tried again from there."""
@@ -430,6 +513,18 @@ class Flusher:
             for e in self._ledger.entries.values()
         )
 
+    def older_owed(self, tier: str, entry: Entry) -> tuple[CheckpointId, ...]:
+        """Name the older checkpoints that the tier is still to get, though newer ones come before them."""
+        left = self._ledger.abandoned()
+        found = (
+            e.id
+            for e in self._ledger.entries.values()
+            if tier in e.overtaken
+            and e.order < entry.order
+            and not (e.id in left or e.tombstoned or e.state(tier) is CopyState.COMMITTED)
+        )
+        return tuple(sorted(found)[-OLDER_OWED_MAX:])
+
     def give_up_for_all(self, entry: Entry, tier: str, error: BaseException) -> None:
         """Give up a copy that this rank can bring no more; so no rank brings it."""
         self.others.cannot(entry, tier, error, for_good=True)
@@ -458,6 +553,15 @@ def _image_bytes(entry: Entry) -> int:
         return entry.geometry.image_bytes
     assert entry.commit is not None
     return entry.commit.image_bytes
+
+
+def _rounds_failed(lane: Lane, entry: Entry) -> int:
+    """Say how often a copy has let others go first: each time that it failed some times in a row. It is in its turn
+    again once the tier has taken another one."""
+    failures = entry.failures.get(lane.tier)
+    if failures is None or failures.arrivals != lane.arrivals:
+        return 0
+    return failures.count // TRIES_BEFORE_REPORT
 
 
 def _flush_error(entry: Entry, tier: str, cause: BaseException) -> FlushError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierfall.core.contracts import part_bytes
 from tierfall.core.errors import FlushError, IntegrityError
@@ -58,7 +58,8 @@ class LaneLimits:
 
 class Lane:
     """What is under way to one stored tier. With ``spare_memory``, host memory is read only where nothing else is;
-    with ``land_only``, copies end before their commit, which is somebody else's to do."""
+    with ``land_only``, copies end before their commit, which is somebody else's to do. ``arrivals`` counts the copies
+    that the tier took; ``failed`` names those that could not be brought since the last of them."""
 
     def __init__(
         self,
@@ -84,6 +85,8 @@ class Lane:
         self.stalled: BaseException | None = None
         self.found_damage: Callable[[str, CheckpointId, str], None] = _nobody_minds
         self.edge_bytes: dict[str, int] = {}
+        self.arrivals = 0
+        self.failed: set[CheckpointId] = set()
 
     # Driving ---------------------------------------------------------------------------------------
 
@@ -119,9 +122,11 @@ class Lane:
         marks: Sequence[Mark],
         *,
         name_latest: Callable[[], bool],
+        older_owed: Callable[[], tuple[CheckpointId, ...]],
         beside: Sequence[CopyRun],
     ) -> None:
-        """Dispatch what can be done now; ``beside`` is what other lanes are reading."""
+        """Dispatch what can be done now; ``beside`` is what other lanes are reading, ``older_owed`` what the commit
+        record is to say of older ones."""
         transfer = self.active
         if transfer is None:
             return
@@ -129,7 +134,7 @@ class Lane:
         if transfer.phase is Phase.COPYING and ready:
             self._dispatch_runs(transfer, beside)
         if transfer.phase is Phase.COPYING and ready and self._all_copied(transfer):
-            self._finish(transfer, marks, name_latest())
+            self._finish(transfer, marks, name_latest(), older_owed())
         if transfer.error is not None and transfer.phase is not Phase.ABORTING:
             self._stop(transfer)
 
@@ -340,7 +345,13 @@ class Lane:
             and entry.commit is not None
         )
 
-    def _finish(self, transfer: Transfer, marks: Sequence[Mark], name_latest: bool) -> None:
+    def _finish(
+        self,
+        transfer: Transfer,
+        marks: Sequence[Mark],
+        name_latest: bool,
+        older_owed: tuple[CheckpointId, ...],
+    ) -> None:
         entry = transfer.entry
         assert transfer.writer is not None
         assert entry.manifest is not None
@@ -353,7 +364,7 @@ class Lane:
                 shard=entry.shard,
                 writer=transfer.writer,
                 manifest=entry.manifest,
-                commit=entry.commit,
+                commit=replace(entry.commit, owed=older_owed),
                 marks=tuple(marks),
                 name_latest=name_latest,
                 land_only=self.land_only,
@@ -395,9 +406,10 @@ class Lane:
             self.failing_since_s = None
             self.not_before_s = 0.0
 
-    def back_off(self, now_s: float) -> None:
+    def back_off(self, entry: Entry, now_s: float) -> None:
         """Wait longer after each failure in a row."""
         self.tries += 1
+        self.failed.add(entry.id)
         self.not_before_s = now_s + _wait_s(self.tries)
         if self.failing_since_s is None:
             self.failing_since_s = now_s
@@ -411,6 +423,8 @@ class Lane:
 
     def succeeded(self, entry: Entry) -> None:
         self._sources.forget(entry.id)
+        self.arrivals += 1
+        self.failed.clear()
         self.tries = 0
         self.failing_since_s = None
         self.not_before_s = 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
-from tierfall.core.catalog import KnownCheckpoint, Listing
+from tierfall.core.catalog import KnownCheckpoint, Listing, overtaken
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import FlushError
 from tierfall.core.handle import SaveHandle
@@ -32,9 +32,11 @@ class Entry:
     whose copy this run has written, or has held against its digests whole. ``in_doubt`` names tiers
     where a try to commit it ended without an answer. ``awaits_others``: this rank's image is sealed in memory, others'
     may not be; ``landed`` names tiers that have it, and not all others' yet; ``lost`` says that it was given up while
-    its capture was under way; ``share`` is as its snapshot has it. ``parts``: other ranks than those of now saved it,
-    and these are the images that this rank brings to tiers for them, each an entry that shares what is known of the
-    checkpoint; there may be none.
+    its capture was under way; ``share`` is as its snapshot has it. ``failures`` are by tier; ``set_aside`` names tiers
+    that this start does not try to bring it to any more, as it alone cannot be written there, with the reason;
+    ``overtaken`` names tiers that failed to take it, so that newer ones may be there before it. ``parts``: other ranks
+    than those of now saved it, and these are the images that this rank brings to tiers for them, each an entry that
+    shares what is known of the checkpoint; there may be none.
     """
 
     id: CheckpointId
@@ -64,6 +66,9 @@ class Entry:
     owed: set[str] = field(default_factory=set)
     landed: set[str] = field(default_factory=set)
     in_doubt: set[str] = field(default_factory=set)
+    failures: dict[str, Failures] = field(default_factory=dict)
+    set_aside: dict[str, BaseException] = field(default_factory=dict)
+    overtaken: set[str] = field(default_factory=set)
     parts: tuple[Entry, ...] | None = None
 
     def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> Entry:
@@ -184,6 +189,27 @@ class Entry:
         self.leases[tier] = self.leases.get(tier, 0) + change
 
 
+@dataclass(slots=True, kw_only=True)
+class Failures:
+    """Tries in a row to bring one copy to one tier that failed, all so that it may pass, or all so that it ``lasts``.
+
+    ``others_came`` counts those before which the tier had taken another copy since the try before; ``arrivals`` is how
+    many it had taken by the last one."""
+
+    lasts: bool = False
+    count: int = 0
+    others_came: int = 0
+    arrivals: int = 0
+
+    def note(self, arrivals: int, *, lasts: bool) -> None:
+        """Note another try that failed, where the tier has taken so many copies by now."""
+        if lasts is not self.lasts:
+            self.lasts, self.count, self.others_came = lasts, 0, 0
+        self.others_came += self.count > 0 and arrivals > self.arrivals
+        self.count += 1
+        self.arrivals = arrivals
+
+
 ALONE = Shard(0, 1)
 TABLE_DIGITS = 32
 """128 bits: every rank tells every other by these."""
@@ -228,6 +254,8 @@ class Ledger:
 
     def load(self, known: Iterable[KnownCheckpoint], listings: Iterable[Listing]) -> None:
         """Take over what tiers were found to hold."""
+        known = tuple(known)
+        late = overtaken(known)
         for checkpoint in known:
             entry = entry_of(checkpoint.id, checkpoint.commit, self.shard)
             for tier, copy in checkpoint.copies.items():
@@ -237,6 +265,7 @@ class Ledger:
                 else:
                     entry.set_state(tier, copy.state, copy.bytes)
                 entry.marks[tier] = copy.marks
+            entry.overtaken.update(late.get(checkpoint.id, ()))
             self.entries[checkpoint.id] = entry
         for listing in listings:
             for id, bytes in listing.unfinished.items():
@@ -348,6 +377,7 @@ class Ledger:
                 for tier, state in entry.states.items()
             },
             owed=frozenset(entry.owed),
+            overtaken=frozenset(entry.overtaken),
             settling=settling,
             at_end=entry.commit is not None and entry.commit.line.at_end,
             metrics=commit.metrics if commit else {},

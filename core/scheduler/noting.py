@@ -133,6 +133,9 @@ class Notes:
     def flush_given_up(self, tier: str, id: CheckpointId, error: BaseException) -> None:
         self._notify(events.FlushGivenUp(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
 
+    def set_aside(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        self._notify(events.SetAside(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
+
     def committed(self, tier: str, id: CheckpointId, bytes: int) -> None:
         since_s = self._saves.get(id)
         self._notify(

@@ -61,6 +61,11 @@ class Alone:
         what lasts ``for_good`` does."""
         return False
 
+    def sets_aside(self, entry: Entry, tier: str, error: BaseException) -> bool:
+        """This rank cannot bring one copy to a tier that takes others; True where all ranks, this one among them, hear
+        of it as a message."""
+        return False
+
     def is_stuck(self, tier: str) -> bool:
         """Say whether a tier does not take a copy from some other rank at present."""
         return False

@@ -80,8 +80,7 @@ class Saves:
         self._pressure.saved(entry.id, event.tiers, self._ledger.now_s)
         if (fenced := self._flusher.fenced) is not None:
             entry.give_up(tuple(entry.owed), fenced)
-        for tier in entry.owed & self._ledger.failing.keys():
-            self._flusher.tell_failing(entry, tier)
+        self._flusher.save_begun(entry)
         for tier, error in self.others.was_given_up(entry.id).items():
             entry.give_up([tier], error)
         if (lost := self.others.was_lost(entry.id)) is not None:

@@ -74,7 +74,8 @@ class Turns:
         """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or, where
         it does not fit as it is, of what may not go at all."""
         draining = self.draining is not None and self.draining.active
-        if entry.pinned or (tier in self._in_order and not draining):
+        in_turn = tier in self._in_order and not draining and tier not in entry.overtaken
+        if entry.pinned or in_turn:
             return False
         after = any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
         left = self._ledger.abandoned()

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import IntegrityError, NotSupportedError
+from tierfall.core.packing.files import plain
 from tierfall.core.records import (
     Attempt,
     Commit,
@@ -245,6 +247,22 @@ def test_a_commit_counts_its_bytes() -> None:
     assert COMMIT.stored_bytes == 1000
     assert COMMIT.file("rank-00000-of-00001.json") == COMMIT.files[1]
     assert COMMIT.file("rank-00001-of-00001.json") is None
+
+
+OWED = (CheckpointId(300, 6), CheckpointId(350, 6))
+
+
+def test_a_commit_names_what_its_tier_is_still_owed_and_nothing_where_that_is_nothing() -> None:
+    assert b"owed" not in COMMIT.encode()
+    commit = replace(COMMIT, owed=OWED)
+    assert read_commit(commit.encode(), what="x") == commit
+    assert plain(commit) == COMMIT, "that is of one tier"
+
+
+@pytest.mark.parametrize("value", [None, {}, "300@6", 7, *([start] for start in NO_START), [None]])
+def test_a_hostile_debt_is_damage(value: Any) -> None:
+    with pytest.raises(IntegrityError, match="owed"):
+        read_commit(sealed({**members_of("commit"), "owed": value}), what="x")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 0.1, -0.0, 5e-324])

@@ -17,11 +17,14 @@ from tests.simulation.training import Training, draw_pace
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Zombie
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core import names
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import TierfallError
+from tierfall.core.events import SetAside
 from tierfall.core.handle import SaveHandle
 from tierfall.core.scheduler.tasks import CopyRun, DropCopy, Task
 from tierfall.core.values import CheckpointId, LossClass, SaveOutcome
+from tierfall.core.view import TierRules
 
 HOUR_S = 3600.0
 CAPTURE_PARTS = 2
@@ -57,6 +60,10 @@ class Hour(History):
         self.zombies: list[Zombie] = []
         self._hangs_as_it_drops = False
         self.lost: dict[LossClass, int] = {}
+        self._block = random.Random(f"block {seed}")
+        self._block_next: str | None = None
+        self._events_seen = 0
+        self.set_aside: list[SetAside] = []
         self._under_way: dict[int, Task] = {}
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
@@ -79,6 +86,8 @@ class Hour(History):
         clock.now_and_then(self._trouble, 0.5 * seconds)
         clock.now_and_then(self._outage, 0.4 * seconds)
         clock.now_and_then(self._person, 0.25 * seconds)
+        for _ in range(self._block.choice((0, 1, 1, 2))):
+            clock.after(self._block.uniform(0.0, seconds), self._replace_next_folder)
         while True:
             wake_s = self.world.step()
             self._schedule()
@@ -175,6 +184,10 @@ class Hour(History):
             handle.tell_given_up(SaveOutcome.SKIPPED, asked.answer[1])
         else:
             self._capture_soon(CAPTURE_PARTS)
+            if self._block_next is not None:
+                self._outage_of(self._block_next).blocked.add(names.step_prefix("run", id))
+                self.log.append(f"{self._block_next}: {id} cannot be written there")
+                self._block_next = None
         self.training.saved(handle, IMAGE)
 
     def _capture(self, parts: int) -> None:
@@ -216,9 +229,11 @@ class Hour(History):
         gone = {r.name for r in self.world.rules[1:] if RANK[r.survives] < RANK[LossClass.NODE]}
         for tier in gone:
             self.world.disks[tier]._objects.clear()
+            self._outage_of(tier).blocked.clear()
         if not any(held.commits for held in self.look().values()):
             for gone_for_ever in (self.deleted, self.buried, self.superseded):
                 gone_for_ever.clear()  # attempts are counted anew: others will be called the same
+            self.mend()
         for id, tiers in list(self.pinned.items()):
             if left := tiers - gone - {"host"}:
                 self.pinned[id] = left
@@ -244,6 +259,7 @@ class Hour(History):
         self.lost[lost] = self.lost.get(lost, 0) + 1
 
     def begin_anew(self, *, calm: bool) -> None:
+        self._events_seen = 0
         self._all_is_well()
         self._train_anew()
         super().begin_anew(calm=calm)
@@ -262,15 +278,69 @@ class Hour(History):
     def _all_is_well(self) -> None:
         for weather in self.weathers:
             assert isinstance(weather, Outage)
-            weather.bad = weather.down = False
+            weather.bad = weather.down = weather.denied = False
+
+    def _outage_of(self, tier: str) -> Outage:
+        weather = self.weathers[list(self.world.disks).index(tier)]
+        assert isinstance(weather, Outage)
+        return weather
+
+    def _replace_next_folder(self) -> None:
+        """The folder of what is saved next is not tierfall's on some tier."""
+        self._block_next = self._block.choice(list(self.world.disks))
+
+    def is_blocked(self, tier: str, id: CheckpointId) -> bool:
+        return names.step_prefix("run", id) in self._outage_of(tier).blocked
+
+    def mend(self) -> None:
+        """Whatever stood in the place of a folder is taken away."""
+        for tier in self.world.disks:
+            self._outage_of(tier).blocked.clear()
+
+    def check(self) -> None:
+        super().check()
+        self._check_set_aside()
+
+    def _check_set_aside(self) -> None:
+        """What alone cannot be written is set aside, and nothing else, whatever tiers do."""
+        events = self.world.lives[-1].events
+        for event in events[self._events_seen :]:
+            if isinstance(event, SetAside):
+                self.set_aside.append(event)
+                blocked = self.is_blocked(event.tier, event.id)
+                assert blocked, f"{event.id} is set aside, and can be written to {event.tier}"
+        self._events_seen = len(events)
+
+    def check_mended(self, was_set_aside: list[SetAside]) -> None:
+        """The next start brings what can be written now, where neither a rule nor want of room keeps it off."""
+        now = self.look()
+        gone = self._abandoned(self._known(now)) | self._tombstoned(now)
+        for event in was_set_aside:
+            rules = self.world.coordinator.ledger.view().tier(event.tier)
+            commit = self._known(now).get(event.id)
+            if (
+                commit is None
+                or event.id in gone
+                or self._is_full(rules.name, now, below=low(rules))
+            ):
+                continue
+            beside = {id: c for id, c in now[rules.name].commits.items() if id not in gone}
+            both = {**beside, event.id: commit}
+            if not rules.retain or event.id in self.wants[rules.name].wanted(
+                both, self.world.now_s
+            ):
+                assert event.id in beside, f"{event.id} is not owed to {rules.name} any more"
 
     def _outage(self) -> None:
-        """A tier answers nothing, or badly, for some minutes."""
+        """A tier answers nothing, or badly, for some minutes, or refuses everything for a while."""
         weather = self.draw.choice(self.weathers)
         assert isinstance(weather, Outage)
-        how = self.draw.choice(("down", "bad"))
+        how, seconds = self.draw.choice(("down", "bad")), self.draw.uniform(10.0, 600.0)
+        if self._block.random() < 0.3:
+            # briefly: what saves cost cannot be measured while no copy is begun
+            how, seconds = "denied", self._block.uniform(10.0, 120.0)
         setattr(weather, how, True)
-        self.clock.after(self.draw.uniform(10.0, 600.0), lambda: setattr(weather, how, False))
+        self.clock.after(seconds, lambda: setattr(weather, how, False))
 
     def _person(self) -> None:
         self.draw.choices(
@@ -282,6 +352,11 @@ class Hour(History):
         super().settle()
 
 
+def low(rules: TierRules) -> float:
+    """The share of its capacity that a tier is kept below."""
+    return rules.evict_low or rules.evict_high or 1.0
+
+
 def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
     """Live through one hour; what is wrong is said with the seed, how to see it again, and what happened."""
     hour = Hour(seed)
@@ -290,9 +365,12 @@ def run_hour(seed: int, *, seconds: float = HOUR_S) -> Hour:
         hour.watch.end()
         hour.settle()
         hour.check_settled()
+        was_set_aside = [e for e in hour.world.lives[-1].events if isinstance(e, SetAside)]
+        hour.mend()
         hour.begin_anew(calm=True)
         hour.settle()
         hour.check_settled()
+        hour.check_mended(was_set_aside)
         hour.check_ledger_is_true()
         check_restorable(hour)
     except (AssertionError, TierfallError, KeyError) as error:

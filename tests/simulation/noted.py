@@ -68,6 +68,7 @@ class Life:
         assert all(drop.reason for drop in dropped)
         given_up = coordinator.counters.given_up_copies
         assert found[events.FlushGivenUp] >= given_up
+        assert found[events.SetAside] == coordinator.counters.set_aside_copies
         superseded = [
             e
             for e in self.events

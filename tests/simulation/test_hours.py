@@ -21,7 +21,7 @@ BLOCKS = 32
 def seen_in(seed: int) -> Counter[str]:
     """What was lost, and what decided about saves."""
     hour = run_hour(seed)
-    return Counter(hour.lost) + hour.watch.bounds
+    return Counter(hour.lost) + hour.watch.bounds + Counter(set_aside=len(hour.set_aside))
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -34,6 +34,7 @@ def test_all_that_may_happen_comes_about() -> None:
     seen: Counter[str] = sum((seen_in(seed) for seed in range(70)), Counter())
     assert seen[LossClass.PROCESS] > 25
     assert seen[LossClass.NODE] > 12
+    assert seen["set_aside"] > 12
     bounds = set(Bound) - {Bound.OWN}
     assert not {bound for bound in bounds if seen[bound] < 50}, (
         "too little is saved by some cadence"

@@ -10,8 +10,10 @@ import pytest
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import run_many_hour
 from tierfall.announcing import AnnouncedSteps
-from tierfall.core.scheduler import dropping
+from tierfall.core.scheduler import dropping, flushing
 from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.flushing import Flusher
+from tierfall.core.scheduler.ledger import Failures
 from tierfall.core.values import CopyState
 from tierfall.core.view import CheckpointView, CopyView, View
 from tierfall.policies import cadence, eviction, guard
@@ -108,6 +110,27 @@ def save_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AnnouncedSteps, "ahead_steps", lambda self, pace_s: 0)
 
 
+def keep_the_turn_of_a_copy_that_fails(patch: pytest.MonkeyPatch) -> None:
+    """A copy that can never be written comes first for ever."""
+    patch.setattr(flushing, "_rounds_failed", lambda lane, entry: 0)
+
+
+def blame_a_copy_for_its_tier(patch: pytest.MonkeyPatch) -> None:
+    """A copy that fails some times is set aside, whether the tier takes others or not."""
+
+    def note(failures: Failures, arrivals: int, *, lasts: bool) -> None:
+        real(failures, arrivals, lasts=lasts)
+        failures.others_came = failures.count
+
+    real = Failures.note
+    patch.setattr(Failures, "note", note)
+
+
+def forget_what_was_set_aside(patch: pytest.MonkeyPatch) -> None:
+    """The records of newer ones do not say what the tier is still owed."""
+    patch.setattr(Flusher, "older_owed", lambda flusher, tier, entry: ())
+
+
 def wrong(run: Callable[[int], Any], seed: int) -> str:
     try:
         run(seed)
@@ -126,6 +149,9 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (believe_the_commit_record, run_hour),
         (save_twice_as_often, run_hour),
         (look_for_newer_attempts_at_commits_only, run_hour),
+        (keep_the_turn_of_a_copy_that_fails, run_hour),
+        (blame_a_copy_for_its_tier, run_hour),
+        (forget_what_was_set_aside, run_hour),
         (decide_per_rank, run_many_hour),
         (save_at_once, run_many_hour),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.contracts import Backend
+from tierfall.core.errors import AccessDeniedError
 
 KEYS = "run/step-*"
 
@@ -23,12 +24,19 @@ class Weather:
 
 
 class Outage(Weather):
-    """A backend with its faults, none, or an answer to nothing."""
+    """A backend with its faults, none, or an answer to nothing. ``denied``: it takes no image, and says that this will
+    not pass; ``blocked`` are folders where nothing can be made, as if a link or a file stood in their place."""
 
     def __init__(self, inner: Backend, faulty: Faulty, silent: Faulty) -> None:
         super().__init__(inner, faulty)
         self._silent = silent
-        self.down = False
+        self.down = self.denied = False
+        self.blocked: set[str] = set()
+
+    def create(self, key: str, **options: Any) -> Any:
+        if key.startswith(tuple(self.blocked)) or (self.denied and "/rank-" in key):
+            raise AccessDeniedError(f"create {key!r}: not here")
+        return self.__getattr__("create")(key, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._silent, name) if self.down else super().__getattr__(name)

@@ -234,7 +234,7 @@ def _grid(picture: Picture) -> Table:
 def _cell(one: CheckpointStatus, tier: str, *, alive: bool) -> str:
     copy = one.copies.get(tier)
     if copy is None:
-        return "owed" if tier in one.owed else "-"
+        return "owed" if tier in one.owed else "set aside" if tier in one.set_aside else "-"
     if copy.state is CopyState.ARRIVING and not alive:
         return "unfinished"
     return str(copy.state) + (

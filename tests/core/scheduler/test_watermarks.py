@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,10 +13,15 @@ from tests.rules import best, order, tagged
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core.errors import AccessDeniedError, CapacityError, UnreachableError
+from tierfall.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    StorageFullError,
+    UnreachableError,
+)
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId
+from tierfall.core.values import CheckpointId, Codec
 from tierfall.tiers.stored import StoredTier
 
 ENTRY = int(1.1 * IMAGE)
@@ -47,6 +53,40 @@ def test_without_watermarks_only_as_much_goes_as_is_needed() -> None:
     held = world.steps_on("nvme")
     assert held == list(range(held[0], 8))
     assert len(held) in (3, 4)
+
+
+def test_a_tier_that_packs_holds_as_many_as_fit_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is expected to take what it takes in memory, the others as much as the one before them."""
+    monkeypatch.setattr(World, "image", lambda world, id: bytes([id.step]) * IMAGE)
+    rules = file_rules("nvme", capacity_bytes=int(1.2 * IMAGE))
+    world = saved(World([rules], codecs={"nvme": Codec.ZSTD}), range(1, 8))
+    assert world.steps_on("nvme") == list(range(1, 8))
+    used = world.coordinator.ledger.used_bytes("nvme")
+    assert IMAGE / 5 < used <= int(1.2 * IMAGE)
+    held = saved(world, range(8, 40)).steps_on("nvme")
+    assert held == list(range(held[0], 40)), "it fills up, and the oldest go"
+    assert held[0] > 1
+    assert world.coordinator.ledger.used_bytes("nvme") <= int(1.2 * IMAGE)
+
+
+def test_a_disk_that_is_full_below_its_capacity_gives_up_one_copy_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How much it lacks is not known: the watermarks speak of the capacity, which is not reached."""
+    rules = file_rules("nvme", capacity_bytes=20 * ENTRY, evict_high=0.9, evict_low=0.2)
+    world = saved(World([rules]), range(1, 8))
+    real, refusals = world.stores["nvme"].create_shard, [1, 2]
+
+    def create_shard(*arguments: Any) -> Any:
+        if refusals:
+            refusals.pop()
+            raise StorageFullError("no space")
+        return real(*arguments)
+
+    monkeypatch.setattr(world.stores["nvme"], "create_shard", create_shard)
+    saved(world, range(8, 9))
+    assert not refusals
+    assert world.steps_on("nvme") == [3, 4, 5, 6, 7, 8]
 
 
 def test_what_a_failed_try_left_of_a_later_copy_does_not_keep_an_earlier_one_off_for_ever() -> None:

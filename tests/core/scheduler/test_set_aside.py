@@ -1,0 +1,291 @@
+"""One copy that can never be written, while its tier takes others: it is set aside until the next start."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.core.scheduler.test_commits import failing, folder_is_empty, talk
+from tests.core.scheduler.test_commits import world as ranks
+from tests.rules import NEWEST_FIRST
+from tests.simulation.many import NODE_TIER, SHARED_TIER
+from tests.simulation.world import IMAGE, World, file_rules
+from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.contracts import Backend
+from tierfall.core.errors import (
+    AccessDeniedError,
+    BackendError,
+    FlushError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.core.events import SetAside
+from tierfall.core.scheduler.flushing import ARRIVALS_BEFORE_SET_ASIDE
+from tierfall.core.scheduler.tasks import PersonsOrder
+from tierfall.core.values import CheckpointId, SaveOutcome
+
+FIRST = CheckpointId(1, 1)
+OF_FIRST = "run/step-00000001-*"
+OF_ALL = "run/step-*"
+
+
+def refusing(
+    keys: str, error: type[BackendError] = AccessDeniedError, times: int | None = None
+) -> Fault:
+    """Whatever is made below these keys is refused."""
+    kind = FaultKind.FAIL_BEFORE
+    return Fault(kind=kind, operation=Operation.CREATE, keys=keys, times=times, error=error)
+
+
+def world_with(*plan: Fault, images: int = 5, **rules: Any) -> tuple[World, Faulty]:
+    """Memory, and a tier that refuses by plan."""
+    backends: list[Faulty] = []
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        backends.append(Faulty(inner, seed=0, plan=plan))
+        return backends[-1]
+
+    world = World([file_rules("nvme", **rules)], wrap=wrap, memory_images=images, max_wait_s=30.0)
+    return world, backends[0]
+
+
+def start_again(world: World, newest: int) -> None:
+    """The process dies; another one goes on from the newest step."""
+    world.started_from = max(id for id in world.handles if id.step == newest)
+    world.crash()
+    world.start()
+
+
+def set_aside_in(world: World) -> list[SetAside]:
+    return [e for life in world.lives for e in life.events if isinstance(e, SetAside)]
+
+
+def owed_in(world: World) -> list[tuple[int, str]]:
+    return [(id.step, tier) for id, tier in world.coordinator.left_undone()]
+
+
+def test_the_next_ones_go_on_and_it_is_said_once_with_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world, _ = world_with(refusing(OF_FIRST))
+    handles = [world.save(step) for step in (1, 2, 3)]
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2, 3]
+    world.check("nvme")
+    assert [handle.outcome for handle in handles] == [
+        SaveOutcome.FAILED,
+        SaveOutcome.SAVED,
+        SaveOutcome.SAVED,
+    ]
+    with pytest.raises(FlushError, match=r"flush of 1@1 to nvme is set aside: it failed \d times"):
+        handles[0].wait("nvme", timeout=0)
+    said = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(said) == 1, said
+    assert "the next start tries it again" in said[0]
+    assert [event.id for event in set_aside_in(world)] == [FIRST]
+    assert world.coordinator.counters.set_aside_copies == 1
+    assert world.coordinator.ledger.failing == {}, "the tier does take copies"
+    assert not world.coordinator.busy()
+    assert owed_in(world) == []
+    trace = len(world.trace)
+    world.settle(limit_s=1000)
+    assert len(world.trace) == trace, "it is tried again in this start"
+
+
+def test_whoever_waits_for_the_next_one_is_not_told_that_the_tier_fails() -> None:
+    world, _ = world_with(refusing(OF_FIRST))
+    first, second = world.save(1), world.save(2)
+    told = []
+    for _ in range(40):
+        world.settle(limit_s=0.25)
+        world.now_s += 0.25
+        told.append(second.exception())
+    assert second.done("nvme")
+    assert not any(told)
+    assert first.exception() is not None
+
+
+def test_one_that_waits_alone_is_tried_until_another_one_tells_whose_fault_it_is() -> None:
+    world, _ = world_with(refusing(OF_FIRST))
+    first = world.save(1)
+    world.settle(limit_s=500)
+    assert owed_in(world) == [(1, "nvme")], "it may be the tier that fails"
+    assert isinstance(first.exception(), FlushError)
+    assert set_aside_in(world) == []
+    second = world.save(2)
+    assert second.exception() is None, "nobody knows yet"
+    world.settle(limit_s=0)
+    assert second.outcome is SaveOutcome.SAVED
+    world.settle(limit_s=100)
+    assert [event.id for event in set_aside_in(world)] == [FIRST]
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, UnreachableError, StorageFullError])
+def test_nothing_is_set_aside_while_the_tier_takes_nothing(error: type[BackendError]) -> None:
+    world, faulty = world_with(refusing(OF_ALL, error))
+    handles = [world.save(step) for step in (1, 2, 3)]
+    world.settle(limit_s=2000)
+    assert owed_in(world) == [(1, "nvme"), (2, "nvme"), (3, "nvme")]
+    assert world.coordinator.ledger.failing.keys() == {"nvme"}
+    faulty.heal()
+    world.settle(limit_s=200)
+    assert set_aside_in(world) == []
+    assert {handle.outcome for handle in handles} == {SaveOutcome.SAVED}
+    assert world.steps_on("nvme") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, UnreachableError])
+def test_a_tier_that_is_mended_before_another_copy_is_tried_takes_both(
+    error: type[BackendError],
+) -> None:
+    world, faulty = world_with(refusing(OF_ALL, error))
+    world.save(1)
+    world.settle(limit_s=100)
+    world.save(2)
+    faulty.heal()
+    world.settle(limit_s=200)
+    assert world.steps_on("nvme") == [1, 2]
+    assert set_aside_in(world) == []
+
+
+def test_one_that_does_not_answer_while_others_come_is_set_aside_later() -> None:
+    """That may pass: so many others must have come between its tries."""
+    world, _ = world_with(refusing(OF_FIRST, UnreachableError), images=16)
+    world.save(1)
+    for step in range(2, ARRIVALS_BEFORE_SET_ASIDE + 1):
+        world.save(step)
+        world.settle(limit_s=70)
+        assert step in world.steps_on("nvme")
+    assert set_aside_in(world) == []
+    assert owed_in(world) == [(1, "nvme")]
+    for step in range(20, 24):
+        world.save(step)
+        world.settle(limit_s=70)
+    assert [event.id for event in set_aside_in(world)] == [FIRST]
+    assert world.steps_on("nvme")[-1] == 23
+
+
+def test_the_next_start_tries_it_again_and_the_one_after_it_too() -> None:
+    world, faulty = world_with(refusing(OF_FIRST))
+    for step in (1, 2, 3):
+        world.save(step)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2, 3]
+    for _ in range(2):
+        start_again(world, 3)
+        assert owed_in(world) == [(1, "nvme")], "newer ones are there, and say that it is owed"
+    world.save(4)
+    world.settle(limit_s=20)
+    assert len(set_aside_in(world)) == 2
+    faulty.heal()
+    start_again(world, 4)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [1, 2, 3, 4]
+    world.check("nvme")
+
+
+def test_what_was_mended_and_dropped_by_retention_is_not_sent_again() -> None:
+    world, faulty = world_with(refusing(OF_FIRST), retain_last=2)
+    for step in (1, 2):
+        world.save(step)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2]
+    faulty.heal()
+    start_again(world, 2)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [1, 2]
+    world.save(3)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2, 3]
+    start_again(world, 3)
+    assert owed_in(world) == []
+
+
+def test_an_old_one_is_not_brought_in_place_of_newer_ones() -> None:
+    world, faulty = world_with(refusing(OF_FIRST), capacity_bytes=int(2.5 * IMAGE))
+    for step in (1, 2, 3):
+        world.save(step)
+    world.settle(limit_s=20)
+    faulty.heal()
+    start_again(world, 3)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [2, 3]
+    assert owed_in(world) == []
+
+
+def test_what_is_set_aside_takes_no_place_of_those_that_are_kept() -> None:
+    """The newest goes first here, and cannot be written: the older one is the newest that the tier has."""
+    world, _ = world_with(refusing("run/step-00000003-*"), retain_last=1, flush_order=NEWEST_FIRST)
+    for step in (1, 2, 3):
+        world.save(step)
+    world.settle(limit_s=20)
+    assert [event.id.step for event in set_aside_in(world)] == [3]
+    assert world.steps_on("nvme") == [2]
+
+
+def test_a_person_deletes_what_is_set_aside() -> None:
+    world, _ = world_with(refusing(OF_FIRST))
+    for step in (1, 2):
+        world.save(step)
+    world.settle(limit_s=20)
+    assert world.order(PersonsOrder.DELETE, FIRST) == {}
+    assert FIRST not in world.coordinator.ledger.entries
+    start_again(world, 2)
+    assert owed_in(world) == []
+
+
+# Several ranks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tier", [NODE_TIER, SHARED_TIER])
+def test_all_ranks_set_aside_what_one_cannot_write(tier: str, rank: int) -> None:
+    run = ranks(tiers=tier)
+    run.ranks[rank].troubles[tier].strike(
+        failing(Operation.CREATE, AccessDeniedError, keys=OF_FIRST)
+    )
+    for step in (1, 2, 3):
+        for one in run.ranks:
+            one.save(step)
+        talk(run)
+    run.settle(limit_s=60)
+    for one in run.ranks:
+        with pytest.raises(FlushError, match=f"rank {rank}: .* is set aside"):
+            one.handles[FIRST].wait(tier, timeout=0)
+        assert one.coordinator.counters.set_aside_copies == 1
+        for step in (2, 3):
+            assert one.handles[CheckpointId(step, 1)].done(tier)
+        assert one.coordinator.ledger.failing == {}
+        assert not one.coordinator.busy()
+    assert not any(
+        key.startswith("run/step-00000001")
+        for disk in run.disks(tier).values()
+        for key in disk._objects
+    ), "what others had brought of it is taken back"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_keep_their_debts_while_one_can_write_nothing(rank: int) -> None:
+    run = ranks(tiers=SHARED_TIER)
+    trouble = run.ranks[rank].troubles[SHARED_TIER]
+    trouble.strike(failing(Operation.CREATE, AccessDeniedError))
+    for step in (1, 2):
+        for one in run.ranks:
+            one.save(step)
+        talk(run)
+    run.settle(limit_s=200)
+    for one in run.ranks:
+        assert one.coordinator.counters.set_aside_copies == 0
+        assert one.coordinator.ledger.failing.keys() == {SHARED_TIER}
+        assert len(one.coordinator.left_undone()) == 2
+    assert not any(
+        "commit.json" in key for d in run.disks(SHARED_TIER).values() for key in d._objects
+    )
+    trouble.strike([])
+    run.settle(limit_s=200)
+    for one in run.ranks:
+        assert one.handles[FIRST].done(SHARED_TIER)
+        assert one.handles[CheckpointId(2, 1)].done(SHARED_TIER)
+    assert not folder_is_empty(run, SHARED_TIER)
