@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tierfall.attempts import newest_attempt
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.bell import Bell
@@ -149,15 +150,13 @@ def trained_elsewhere(
     listings: Sequence[Listing], stores: Mapping[str, StoredTier]
 ) -> Attempt | None:
     """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
-    numbered = [(max(x.attempts), x.tier) for x in listings if x.attempts and x.tier in stores]
-    if not numbered:
-        return None
-    number, tier = max(numbered)
     try:
-        attempt = stores[tier].read_attempt(number)
+        newest = newest_attempt(listings, stores)
     except TierfallError:
         return None
-    return None if attempt.node == socket.gethostname() else attempt
+    if newest is None or newest[0].node == socket.gethostname():
+        return None
+    return newest[0]
 
 
 def check_folders(config: Config) -> None:

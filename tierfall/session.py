@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tierfall.adopting import check_life, take_over
+from tierfall.attempts import next_number
 from tierfall.config import Config
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
@@ -217,15 +218,8 @@ class Session:
 
     def next_number(self) -> int:
         """Say which attempt's number would be above any that is seen here."""
-        return 1 + max(
-            (
-                *(n for listing in self.listings for n in listing.attempts),
-                *(c.id.attempt for listing in self.listings for c in listing.copies),
-                *(id.attempt for listing in self.listings for id in listing.unfinished),
-                self.attempt.number if self.attempt else 0,
-                0,
-            )
-        )
+        own = self.attempt.number if self.attempt else 0
+        return next_number(self.listings, self.stores, run=self.run, own=own)
 
     def take_number(self, number: int) -> Attempt:
         """Take that attempt, or one above it, on the most shared tier first; two starts never get the same."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from tierfall.attempts import newest_attempt
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
@@ -76,16 +77,9 @@ def writing_attempt(reader: Reader, listings: Sequence[Listing], line: Line) -> 
 
     Raises what kept its record from being read on every tier that has it.
     """
-    number = max((n for listing in listings for n in listing.attempts), default=0)
-    failure: TierfallError | None = None
-    for listing in listings:
-        if number and number in listing.attempts:
-            try:
-                return reader.stores[listing.tier].read_attempt(number)
-            except TierfallError as error:
-                failure = error
-    if failure is not None:
-        raise failure
+    newest = newest_attempt(listings, reader.stores)
+    if newest is not None:
+        return newest[0]
     return Attempt(
         run=reader.run,
         number=line.checkpoint.attempt,
