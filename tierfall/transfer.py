@@ -21,7 +21,7 @@ from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.contracts import Publish
 from tierfall.core.documents import sha256
-from tierfall.core.errors import IntegrityError, StepError, TierfallError
+from tierfall.core.errors import ConfigError, IntegrityError, StepError, TierfallError
 from tierfall.core.index.reading import make_index
 from tierfall.core.lock import RunLock
 from tierfall.core.packing.files import files_of, plain, with_index, with_packed
@@ -62,6 +62,8 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
     Raises UnreachableError, before anything is made, where its folder is not there, and where it does not answer.
     """
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
+    if not only.written:
+        raise ConfigError(f"tier {tier} is read_only: nothing there is changed")
     check_folders(only)
     stores, errors = open_stores(only, config.run)
     if tier in errors:

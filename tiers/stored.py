@@ -63,11 +63,14 @@ class StoredTier:
         packing: Packing | None = None,
         pace: Pace | None = None,
         recognise: Recognise | None = None,
+        read_only: str = "",
     ) -> None:
         """With ``packing``, images are stored packed; those that lie there otherwise are read as well. ``pace`` is what
         writes of ``backend`` keep to, where they keep to any. ``recognise`` tells a backend whose folder may be mounted
-        anew by which object, and what it says, that is the same."""
+        anew by which object, and what it says, that is the same. ``read_only`` says why
+        ``backend`` was opened for reading only, where it was."""
         self.name = name
+        self.read_only = read_only
         self.backend = backend
         self._run = run
         self._packing = packing
