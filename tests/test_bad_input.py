@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ def test_a_state_that_is_no_mapping(state: Any, make_config: MakeConfig) -> None
         ({"loss": 1 + 2j}, r"metrics\['loss'\]"),
         ({"loss": torch.tensor(1 + 2j)}, r"metrics\['loss'\] cannot be read"),
         ({"loss": torch.empty((), device="meta")}, r"metrics\['loss'\] cannot be read"),
-        ({"loss": 10**400}, r"metrics\['loss'\] cannot be read"),
+        ({"loss": 10**400}, r"metrics\['loss'\] is too large for a 64-bit float"),
+        ({"loss": Decimal("1e400")}, r"metrics\['loss'\] is too large for a 64-bit float"),
         ({"loss": np.ones(1)}, r"metrics\['loss'\].*0-dim"),
         ({"loss": np.str_("0.5")}, r"metrics\['loss'\]"),
         ({3: 0.5}, "a name is 3"),

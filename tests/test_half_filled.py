@@ -68,6 +68,36 @@ def test_an_older_step_that_does_not_fit_either_says_that_the_state_is_half_fill
     assert "nothing was written" not in str(caught.value)
 
 
+def test_an_older_step_that_lacks_what_a_damaged_one_has_written_to_is_refused(
+    make_config: MakeConfig,
+) -> None:
+    """The image is in the page cache, from where bytes go straight to their targets, before they are verified."""
+    config = make_config(disk={}, chunk="128KiB")
+    base, later = torch.ones(1 << 17), torch.ones(1 << 17)
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"base": base}, block=True)
+        ckpt.save(2, {"base": base + 1, "later": later}, block=True)
+    (image,) = folder_of(config).glob("*/step-00000002-*/rank-*.safetensors")
+    data = bytearray(image.read_bytes())
+    data[-3] ^= 1  # within the tensor that came later
+    image.write_bytes(data)
+    state = {"base": torch.zeros(1 << 17), "later": torch.full((1 << 17,), -1.0)}
+    with tierfall.open(config) as ckpt:
+        with pytest.raises(
+            RestoreError, match=r"restore of 1@1: it does not have later, which 2@1"
+        ):
+            ckpt.restore(state, strict=False)
+        with pytest.raises(StepError, match="left the state half filled"):
+            ckpt.save(2, state)
+        state["later"] = torch.full((1 << 17,), -1.0)
+        report = ckpt.restore(state, step=1, strict=False)
+        assert report is not None
+        assert report.step == 1
+        ckpt.save(2, state, block=True)
+    assert (state["base"] == 1).all()
+    assert (state["later"] == -1).all()
+
+
 class Stubborn:
     def state_dict(self) -> dict[str, int]:
         return {"a": 1}

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+from tierfall.attempts import ids_by_commits
 from tierfall.core.catalog import Listing
-from tierfall.core.errors import ConfigError
+from tierfall.core.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.records import Commit, read_manifest
 from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.snapshot import geometry
 from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.words import few_of
 from tierfall.inheriting import AdoptedSlot, Inheritance
 from tierfall.tiers.host import HeldImage, HostTier
 from tierfall.tiers.stored import StoredTier
@@ -31,34 +33,57 @@ def check_life(
 ) -> None:
     """Refuse, by a ConfigError, host memory of another life of this run's name.
 
-    ``listings`` are those of all tiers; memory of an attempt that none of them knows is refused where all answered,
-    unless it ``may_be_unknown``.
+    ``listings`` are those of all tiers; memory of an attempt that none of them knows, or whose record is damaged, is
+    refused where all answered, unless it ``may_be_unknown``.
     """
     answered = [x for x in listings if x.tier in stores and x.error is None]
+    is_known = len(answered) == len(stores) > 0 and not may_be_unknown
     for host in hosts:
+        found: dict[tuple[int, str], list[CheckpointId]] = {}
         for id, image in host.images().items():
-            if (why := _why_foreign(image, stores, answered, may_be_unknown)) is not None:
+            found.setdefault((id.attempt, image.commit.line.attempt_id), []).append(id)
+        for (number, attempt_id), ids in found.items():
+            why = _why_foreign(number, attempt_id, stores, answered, is_known=is_known)
+            if why is not None:
+                steps = few_of([str(id) for id in ids])
                 raise ConfigError(
-                    f"open: {host.path} holds step {id} of another life of run {run!r}: {why}. If it is not "
-                    "needed, remove that file; if it is, bring it to the tiers by 'tierfall drain'; or choose "
-                    "another run name"
+                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is not needed, remove "
+                    "that file; if it is, bring it to the tiers by 'tierfall drain'; or choose another run name"
                 )
 
 
 def _why_foreign(
-    image: HeldImage,
+    number: int,
+    attempt_id: str,
     stores: Mapping[str, StoredTier],
     answered: Sequence[Listing],
-    may_be_unknown: bool,
+    *,
+    is_known: bool,
 ) -> str | None:
-    line = image.commit.line
-    known = [x.tier for x in answered if line.checkpoint.attempt in x.attempts]
-    for tier in known:
-        if stores[tier].read_attempt(line.checkpoint.attempt).id != line.attempt_id:
-            return f"tier {tier} knows that attempt by another id"
-    if len(answered) == len(stores) > 0 and not known and not may_be_unknown:
-        return "no tier knows that attempt: they were emptied, or added"
-    return None
+    """Say why memory of an attempt is not this run's, or None. Where the attempt's record is not there, or damaged, the
+    commit records of the attempt say by which id a tier knows it."""
+    damage: list[TierfallError] = []
+    known = False
+    for listing in answered:
+        ids = ids_by_commits(listing, number)
+        if number in listing.attempts:
+            try:
+                ids = frozenset({stores[listing.tier].read_attempt(number).id})
+            except KeyNotFoundError:
+                logger.debug("%s: attempt %d was removed just now", listing.tier, number)
+            except IntegrityError as error:
+                damage.append(error)
+        if not ids <= {attempt_id}:
+            return f": tier {listing.tier} knows that attempt by another id"
+        known = known or bool(ids)
+    for each in damage:
+        whose = "this run's, other records say" if known else "taken for this run's, or not at all"
+        logger.warning("open: %s; memory of attempt %d is %s", each, number, whose)
+    if known or not is_known:
+        return None
+    if damage:
+        return f", or may do: its record is damaged, and no other says whose attempt {number} is ({damage[0]})"
+    return ": no tier knows that attempt: they were emptied, or added"
 
 
 def take_over(

@@ -24,7 +24,7 @@ from tierfall.core.restore.verify import CheckedCopy, Verifier
 from tierfall.core.values import CheckpointId
 from tierfall.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.reading import Reader
-from tierfall.tiers.stored import StoredTier
+from tierfall.tiers.stored import StoredTier, StrayAttemptError
 
 SECOND_LOOKS = 20
 BETWEEN_LOOKS_S = 0.05
@@ -175,12 +175,14 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
     for number in listing.attempts:
         key = names.attempt_key("", number).lstrip("/")
         try:
-            if store.read_attempt(number).number != number:
-                raise IntegrityError("it speaks of another attempt")
+            store.read_attempt(number)
         except (IntegrityError, NotSupportedError) as error:
             advice = (
-                "without it no process can tell whether a newer attempt exists; to write it anew from a tier that has "
-                f"it: tierfall verify --tier {store.name} --repair"
+                "no start has made it: remove it"
+                if isinstance(error, StrayAttemptError)
+                else "without it no process can tell whether a newer attempt exists; to write it anew from a tier that "
+                f"has it: tierfall verify --tier {store.name} --repair; where none has it, and no start of that number "
+                "is alive, remove it"
             )
             findings.append(_tier_finding(store, key, error, advice))
     findings += _check_latest(store)

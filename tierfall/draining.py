@@ -6,6 +6,7 @@ nothing is written. What is planned is worked out before anything moves; memory 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -14,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierfall.attempts import ids_by_commits, newest_attempt
 from tierfall.config import Config
 from tierfall.core.catalog import Listing, merge
-from tierfall.core.errors import FencedError
+from tierfall.core.errors import BackendError, FencedError, IntegrityError
 from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
@@ -29,6 +31,8 @@ from tierfall.slots import LocalMemory
 from tierfall.stores import open_stores
 from tierfall.tiers.host import HeldImage
 from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +204,15 @@ def writer_of(
     """
     line = newest.commit.line
     number = line.checkpoint.attempt
-    numbered = [(max(x.attempts), x.tier) for x in listings if x.attempts]
-    if not numbered or max(numbered)[0] <= number:
-        return Attempt(
+    try:
+        later = newest_attempt(listings, stores, above=number)
+    except IntegrityError as error:
+        raise IntegrityError(
+            f"drain: {error}: it may be of a newer start than the one that left {path}, and nothing is written beside "
+            f"that one. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
+        ) from error
+    if later is None:
+        attempt = Attempt(
             run=line.run,
             number=number,
             id=line.attempt_id,
@@ -210,15 +220,33 @@ def writer_of(
             pid=os.getpid(),
             wall_time_s=time.time(),
         )
-    later, tier = max(numbered)
-    attempt = stores[tier].read_attempt(later)
+        _mend_records(attempt, listings, stores)
+        return attempt
+    attempt, tier = later
     if not _is_dead(attempt):
         raise FencedError(
-            f"drain: attempt {number} of run {line.run!r} was followed by attempt {later} (process {attempt.pid} on "
-            f"{attempt.node}), tier {tier} says: nothing of the older one is written any more. If its images are not "
-            f"needed, remove {path}"
+            f"drain: attempt {number} of run {line.run!r} was followed by attempt {attempt.number} (process "
+            f"{attempt.pid} on {attempt.node}), tier {tier} says: nothing of the older one is written any more. If its "
+            f"images are not needed, remove {path}"
         )
     return attempt
+
+
+def _mend_records(
+    attempt: Attempt, listings: Sequence[Listing], stores: Mapping[str, StoredTier]
+) -> None:
+    """Write the record of the attempt that images in memory are of anew, where it is damaged: that these are to be
+    brought is a person's order. Not where commit records say that the number is another attempt's."""
+    for listing in listings:
+        if attempt.number not in listing.attempts or listing.tier not in stores:
+            continue
+        if ids_by_commits(listing, attempt.number) <= {attempt.id}:
+            try:
+                stores[listing.tier].mend_attempt(attempt)
+            except BackendError as error:  # what is owed to that tier will say so
+                logger.warning(
+                    "drain: tier %s: an attempt's record stays damaged: %s", listing.tier, error
+                )
 
 
 def _is_dead(attempt: Attempt) -> bool:

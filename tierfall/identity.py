@@ -118,11 +118,13 @@ class Identities:
             if other == name:
                 continue
             one, two = self._stores[other], self._stores[name]
-            if one.is_seen_by(two):
+            if two.is_seen_by(one) if one.read_only else one.is_seen_by(two):
                 raise ConfigError(
                     f"open: tiers {other} ({one.place}) and {name} ({two.place}) are one folder, and one copy would "
                     "count as two: give each a folder of its own, or leave one of them out"
                 )
+            if two.read_only:
+                continue  # it bears that id, and is not written to
             del self.records[name]  # a copy of that folder: it gets an id of its own
             self._anew.add(name)
 
@@ -140,7 +142,7 @@ class Identities:
         self._config = config
         tiers = [tier for tier in config.stored if tier.name in self._stores]
         for tier in tiers:
-            if tier.name not in self.records:
+            if tier.name not in self.records and not tier.read_only:
                 self._give_id(tier, attempt)
         self.refuse_aliases()
         known = {tier.name: self._known(tier) for tier in config.stored}

@@ -26,6 +26,7 @@ from tierfall.config import Config, HostTier, Tier
 from tierfall.core.buffers import BufferPool, allocate
 from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.errors import (
+    AccessDeniedError,
     BackendError,
     CapacityError,
     IntegrityError,
@@ -36,7 +37,7 @@ from tierfall.core.restore.reader import in_threads
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.units import format_size
 from tierfall.core.values import TierKind
-from tierfall.stores import lane_limits, run_folder
+from tierfall.stores import lane_limits, open_stores, run_folder
 from tierfall.tiers.arena_folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
 from tierfall.transfer import writable
@@ -53,7 +54,8 @@ class Measured:
 
     Rates are in bytes per second, ``round_trip_s`` is the median of a few questions for one object's length.
     ``fenced``: a newer start keeps an older one from committing there, whatever the moment. ``free_bytes`` is what the
-    medium has left, ``capacity_bytes`` what the configuration allows. ``error`` says why no more is known.
+    medium has left, ``capacity_bytes`` what the configuration allows. ``read_only``: it is restored from, and not
+    written to. ``error`` says why no more is known.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Measured:
     direct_io: bool | None = None
     free_bytes: int | None = None
     capacity_bytes: int | None = None
+    read_only: bool = False
     error: TierfallError | None = None
 
 
@@ -111,6 +114,8 @@ def _measure_stored(config: Config, tier: Tier, size_bytes: int) -> Measured:
         place=_shown(section.place),
         capacity_bytes=section.capacity_bytes,
     )
+    if section.read_only:
+        return replace(known, read_only=True, error=_read_error(config, section.name))
     try:
         with writable(config, section.name) as store:
             traits = store.backend.traits
@@ -126,8 +131,22 @@ def _measure_stored(config: Config, tier: Tier, size_bytes: int) -> Measured:
             _sweep(store)
             _check_capacity(store, known, size_bytes)
             return _measure_bytes(store, known, limits, config.chunk_bytes, size_bytes)
+    except AccessDeniedError as error:
+        is_read = _read_error(config, section.name) is None
+        return replace(known, read_only=is_read, error=error)
     except TierfallError as error:
         return replace(known, error=error)
+
+
+def _read_error(config: Config, tier: str) -> TierfallError | None:
+    """Return what keeps a tier from being read; None where it can be."""
+    only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
+    stores, errors = open_stores(only, config.run, read_only=True)
+    try:
+        return errors[tier] if tier in errors else stores[tier].list().error
+    finally:
+        for store in stores.values():
+            store.close()
 
 
 def _free_bytes(folder: Path | None) -> int | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tierfall.attempts import newest_attempt
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.bell import Bell
@@ -113,9 +114,11 @@ def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, .
 
 
 def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
-    """Make the picture that policies decide on, with what each tier is still owed."""
+    """Make the picture that policies decide on, with what each tier is still owed; of what only read-only tiers have,
+    none is owed any."""
     view = to_view(tier_rules(config), known, wall_time_s=time.time())
-    readable = {c.id for c in known if c.commit is not None}
+    written = {tier.name for tier in view.tiers}
+    readable = {c.id for c in known if c.commit is not None and written & c.copies.keys()}
     return replace(
         view,
         checkpoints=tuple(
@@ -139,7 +142,7 @@ def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, .
     silent = unread(listings)
     return tuple(
         decision
-        for tier in config.stored
+        for tier in config.written
         if tier.name not in silent
         for decision in plan_retention(view, tier.name)
     )
@@ -149,15 +152,13 @@ def trained_elsewhere(
     listings: Sequence[Listing], stores: Mapping[str, StoredTier]
 ) -> Attempt | None:
     """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
-    numbered = [(max(x.attempts), x.tier) for x in listings if x.attempts and x.tier in stores]
-    if not numbered:
-        return None
-    number, tier = max(numbered)
     try:
-        attempt = stores[tier].read_attempt(number)
+        newest = newest_attempt(listings, stores)
     except TierfallError:
         return None
-    return None if attempt.node == socket.gethostname() else attempt
+    if newest is None or newest[0].node == socket.gethostname():
+        return None
+    return newest[0]
 
 
 def check_folders(config: Config) -> None:
@@ -210,6 +211,8 @@ def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) 
             try:
                 if tier in errors:
                     raise errors[tier]
+                if stores[tier].read_only:
+                    raise StepError(f"{tier} is read-only: {checkpoint.id} stays as it is there")
                 _change(stores[tier], kind, checkpoint.id)
             except TierfallError as error:
                 failed[tier] = error
@@ -276,6 +279,9 @@ def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
         if "tierfall" in failed:
             raise failed["tierfall"]
         silent = unread(session.listings)
+        for tier in held:
+            if tier in session.stores and session.stores[tier].read_only:
+                failed[tier] = StepError(f"{tier} is read-only: {id} stays as it is there")
         if kind is PersonsOrder.DELETE:
             for tier in set(session.ask(lambda: _still_held(session, id))) - failed.keys():
                 failed[tier] = StepError(f"{id} is marked, and goes once every tier has the mark")

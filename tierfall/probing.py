@@ -47,7 +47,7 @@ def to_probe(session: Session) -> Tiers:
     """Name the tiers of which it is to be found out: the folders, where there are several nodes."""
     if len(session.ranks.topology.nodes) == 1:
         return ()
-    return tuple(tier for tier in session.config.stored if tier.folder is not None)
+    return tuple(tier for tier in session.config.written if tier.folder is not None)
 
 
 def probe(session: Session, token: str, written: Sequence[str]) -> tuple[Config, Mapping[str, str]]:

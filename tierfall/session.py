@@ -16,10 +16,12 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tierfall.adopting import check_life, take_over
+from tierfall.attempts import next_number
 from tierfall.config import Config
 from tierfall.core.bell import Bell
 from tierfall.core.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.errors import (
+    AccessDeniedError,
     BackendError,
     FencedError,
     FlushError,
@@ -58,6 +60,8 @@ from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.status_writing import StatusWriter
 from tierfall.steps_seen import StepsSeen
 from tierfall.stores import (
+    check_written,
+    holds_something,
     lane_limits,
     lane_pools,
     list_all,
@@ -94,6 +98,7 @@ class Session:
         self.config = config
         self.run = run
         self.ranks = ranks or Ranks.alone()
+        check_written(config)
         self.node = socket.gethostname()
         self.attempt: Attempt | None = None
         self.probed = False
@@ -107,6 +112,8 @@ class Session:
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes
         self._lock = RunLock.take(folder / lock_name(self.ranks.slot), run=run)
         self.stores: dict[str, StoredTier] = {}
+        self.found_read_only: dict[str, str] = {}
+        """The tiers that are not called read-only, and may not be written to, with why."""
         self.adopted: list[AdoptedSlot] = []
         self._folder = folder
         try:
@@ -126,7 +133,10 @@ class Session:
             if tending or (adopts and self.ranks.topology.is_leader):
                 first = len(self.ranks.topology.local_ranks)
                 self.adopted = adopt_slots(folder, first=first, name=self.host.name, run=run)
-            self.stores, self.errors = open_stores(config, run)
+            self.stores, self.errors = open_stores(config, run, find_read_only=True)
+            self.go_on_reading(
+                {name: s.read_only for name, s in self.stores.items() if s.read_only}
+            )
             for name, problem in self.errors.items():
                 logger.warning(
                     "open: goes on without tier %s, for as long as this process runs: %s",
@@ -229,15 +239,8 @@ class Session:
 
     def next_number(self) -> int:
         """Say which attempt's number would be above any that is seen here."""
-        return 1 + max(
-            (
-                *(n for listing in self.listings for n in listing.attempts),
-                *(c.id.attempt for listing in self.listings for c in listing.copies),
-                *(id.attempt for listing in self.listings for id in listing.unfinished),
-                self.attempt.number if self.attempt else 0,
-                0,
-            )
-        )
+        own = self.attempt.number if self.attempt else 0
+        return next_number(self.listings, self.stores, run=self.run, own=own)
 
     def take_number(self, number: int) -> Attempt:
         """Take that attempt, or one above it, on the most shared tier first; two starts never get the same."""
@@ -265,17 +268,33 @@ class Session:
                 "open: all ranks go on without tier %s, for as long as they run: %s", name, why
             )
 
+    def go_on_reading(self, tiers: Mapping[str, str]) -> None:
+        """Only read tiers that are not called read-only and may not be written to; ``tiers`` says of each why. Raises
+        ConfigError where no tier is left that can be."""
+        new = [t.name for t in self.config.written if t.name in tiers]
+        self.config = self.config.reading_only(new)
+        check_written(self.config, "".join(f"; {tiers[name]}" for name in new))
+        for name in new:
+            self.found_read_only[name] = tiers[name]
+            logger.warning(
+                "open: tier %s is read-only, for as long as this process runs: it is restored from, nothing is flushed "
+                "to it or dropped there (%s). If that is meant, say read_only: true",
+                name,
+                tiers[name],
+            )
+
     def adopt_attempt(self, attempt: Attempt) -> bool:
         """Write as ``attempt`` from now on; False where a tier knows another one by its number."""
         answered = {x.tier for x in self.listings if x.error is None}
-        reachable = [s for s in reversed(self.stores.values()) if s.name in answered]
+        written = [self.stores[t.name] for t in self.config.written if t.name in self.stores]
+        reachable = [store for store in reversed(written) if store.name in answered]
         if not self._take(attempt, reachable):
             return False
         if self.attempt is None:
             self.identities.leave(
                 attempt,
                 self.config,
-                owned=frozenset(t.name for t in self.config.stored if is_owner(t, self.ranks)),
+                owned=frozenset(t.name for t in self.config.written if is_owner(t, self.ranks)),
                 leads=self.ranks.topology.is_leader,
             )
         self.attempt = attempt
@@ -284,7 +303,10 @@ class Session:
     def check_newest(self) -> None:
         """Raise FencedError where a tier knows a newer attempt than this process's: it must not come back above it."""
         assert self.attempt is not None
-        for store in self.stores.values():
+        for tier in self.config.written:
+            store = self.stores.get(tier.name)
+            if store is None:
+                continue
             try:
                 store.check_fence(self.attempt)
             except (StorageFullError, UnreachableError) as error:
@@ -304,6 +326,10 @@ class Session:
                 logger.warning(
                     "open: tier %s did not take the attempt's record: %s", store.name, error
                 )
+            except AccessDeniedError as error:
+                if not holds_something(next(x for x in self.listings if x.tier == store.name)):
+                    raise
+                self.go_on_reading({store.name: str(error)})
         return True
 
     # Threads -----------------------------------------------------------------------------------------
@@ -319,15 +345,21 @@ class Session:
             self.settle()
         ledger = Ledger(tier_rules(self.config), self.config.host.name, shard=self.ranks.shard)
         ledger.set_clock(now_s=time.monotonic(), wall_time_s=time.time())
-        ledger.load(merge(self._held), self._held)
+        written = {self.host.name, *(tier.name for tier in self.config.written)}
+        held = [listing for listing in self._held if listing.tier in written]
+        ledger.load(merge(held), held)
         ledger.scattered = self._scattered
         ledger.deleted = self._deleted
-        ledger.note_partial(x for x in self.listings if x.tier in self._seen)
+        ledger.note_partial(x for x in self.listings if x.tier in self._seen & written)
         self.host.release_damaged()  # it was said, and makes room
         images = images_in(self.hosts())
         self.inheritance = take_over(ledger, images, self.adopted, self._saved_by_others())
         ledger.note_marks(self._marks)
-        lanes = {name: lane_limits(store, self.config) for name, store in self.stores.items()}
+        lanes = {
+            name: lane_limits(store, self.config)
+            for name, store in self.stores.items()
+            if name in written
+        }
         self.workers = Workers(
             TaskRunner(self.stores, lane_pools(self.config, lanes), lambda: self.attempt),
             {name: limits.parallel for name, limits in lanes.items()},
@@ -373,7 +405,7 @@ class Session:
 
     def _discard_leftovers(self) -> None:
         assert self.attempt is not None
-        for tier in self.config.stored:
+        for tier in self.config.written:
             store = self.stores.get(tier.name)
             if store is None or not is_owner(tier, self.ranks):
                 continue

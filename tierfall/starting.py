@@ -90,16 +90,21 @@ def start_together(session: Session) -> Start:
             {
                 "number": number,
                 "unreachable": {tier: str(error) for tier, error in session.errors.items()},
+                "read_only": session.found_read_only,
                 "tiers": describe(session.listings, mine=mine(config, ranks)),
                 "nothing": session.knows_of_nothing(),
             },
             lambda bodies: _decide(session, bodies, order),
         )
         session.leave_out(found["unreachable"])
+        session.go_on_reading(found["read_only"])
         attempt = Attempt(run=session.run, **found["attempt"])
         with _said_to_others(ranks, _ATTEMPT):
             taken = session.adopt_attempt(attempt)
-        refused = ranks.agree(_ATTEMPT, {"taken": taken}, _refused)
+        body = {"taken": taken, "read_only": session.found_read_only}
+        answer = ranks.agree(_ATTEMPT, body, _taken)
+        session.go_on_reading(answer["read_only"])
+        refused = answer["refused"]
         if not refused:
             return Start(
                 attempt=attempt,
@@ -190,6 +195,7 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
             unreachable.setdefault(tier, f"rank {rank}: {why}")
     return {
         "unreachable": unreachable,
+        "read_only": {**_read_only(bodies), **session.found_read_only},
         "attempt": {
             "number": attempt.number,
             "id": attempt.id,
@@ -232,9 +238,21 @@ def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[
     return found
 
 
-def _refused(bodies: Bodies) -> list[int]:
+def _taken(bodies: Bodies) -> dict[str, Any]:
     _check_started(bodies)
-    return [rank for rank, body in bodies.items() if not body["taken"]]
+    return {
+        "refused": [rank for rank, body in bodies.items() if not body["taken"]],
+        "read_only": _read_only(bodies),
+    }
+
+
+def _read_only(bodies: Bodies) -> dict[str, str]:
+    """Say which tiers any rank may not write to: none does then, as nothing would ever be whole there."""
+    found: dict[str, str] = {}
+    for rank, body in bodies.items():
+        for tier, why in body["read_only"].items():
+            found.setdefault(tier, f"rank {rank}: {why}")
+    return found
 
 
 def _pairs(ids: Any) -> list[list[int]]:

@@ -22,6 +22,7 @@ from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import FoundCopy, Listing
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
+    AccessDeniedError,
     BackendError,
     ConfigError,
     IntegrityError,
@@ -49,10 +50,12 @@ SYNCS_AT_ONCE = 16
 """Flushes of a disk's cache that are asked for at once are done as one."""
 
 
-def tier_rules(config: Config) -> tuple[TierRules, ...]:
-    """What policies are to know of each tier."""
+def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ...]:
+    """What policies are to know of each tier that is written to; ``read_too``: of those that are only read, too."""
     rules = []
     for tier in config.chain:
+        if isinstance(tier, StoredSection) and tier.read_only and not read_too:
+            continue
         stored = tier if isinstance(tier, StoredSection) else None
         rules.append(
             TierRules(
@@ -102,19 +105,25 @@ def any_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
 
 
 def open_stores(
-    config: Config, run: str, *, read_only: bool = False
+    config: Config, run: str, *, read_only: bool = False, find_read_only: bool = False
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
     """Open every stored tier; those that did not answer come back as errors.
 
-    A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at.
+    A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at. With
+    ``find_read_only``, a tier that may not be written to, and holds something of the run, is opened for reading.
     """
     stores: dict[str, StoredTier] = {}
     errors: dict[str, TierfallError] = {}
     try:
         for tier in config.stored:
             try:
-                backend = _open_backend(tier, read_only=read_only)
+                backend = _open_backend(tier, read_only=read_only or tier.read_only)
             except BackendError as error:
+                if find_read_only and isinstance(error, AccessDeniedError):
+                    found = _open_to_read(tier, config, run, error)
+                    if found is not None:
+                        stores[tier.name] = found
+                        continue
                 if not read_only and not isinstance(error, UnreachableError):
                     raise type(error)(f"open: tier {tier.name}: {error}") from error
                 later = "" if read_only else " (open again once it answers)"
@@ -122,7 +131,8 @@ def open_stores(
                 continue
             except ConfigError as error:
                 raise type(error)(f"open: tier {tier.name}: {error}") from error
-            stores[tier.name] = _store(tier, backend, config, run)
+            only = "it is only to be read" if read_only or tier.read_only else ""
+            stores[tier.name] = _store(tier, backend, config, run, read_only=only)
     except BaseException:
         for store in stores.values():
             store.close()
@@ -130,25 +140,65 @@ def open_stores(
     return stores, errors
 
 
+def _open_to_read(
+    tier: FileTier | ObjectTier, config: Config, run: str, refusal: AccessDeniedError
+) -> StoredTier | None:
+    """Open a tier that refused to be written to for reading; None where it cannot be read, or holds nothing."""
+    why = str(refusal)
+    try:
+        store = _store(tier, _open_backend(tier, read_only=True), config, run, read_only=why)
+    except BackendError as error:
+        logger.debug("open: tier %s cannot be read either: %s", tier.name, error)
+        return None
+    if holds_something(store.list()):
+        return store
+    store.close()
+    return None
+
+
+def holds_something(listing: Listing) -> bool:
+    """Say whether a start has left anything of the run on a tier, as far as that could be listed."""
+    return bool(listing.copies or listing.unfinished or listing.attempts)
+
+
+def check_written(config: Config, why: str = "") -> None:
+    """Raise ConfigError where the chain has stored tiers, and none that is written to; ``why`` says more of that."""
+    if config.stored and not config.written:
+        only = ", ".join(tier.name for tier in config.stored)
+        raise ConfigError(
+            f"open: of the tiers below host memory none can be written to ({only}: read-only{why}), so that nothing "
+            "saved would last. Add a tier that can be, or, to look at a checkpoint, read it by tierfall.load"
+        )
+
+
 @contextmanager
 def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
     """Open one stored tier, for writing, and close it after."""
     section = next(section for section in config.stored if section.name == tier)
-    store = _store(section, _open_backend(section, read_only=False), config, run)
+    backend = _open_backend(section, read_only=False)
+    store = _store(section, backend, config, run, read_only="")
     try:
         yield store
     finally:
         store.close()
 
 
-def _store(tier: FileTier | ObjectTier, backend: Backend, config: Config, run: str) -> StoredTier:
+def _store(
+    tier: FileTier | ObjectTier, backend: Backend, config: Config, run: str, *, read_only: str
+) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = Pace(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
     wrapped = wrap(backend, bandwidth=limit, writes=pace)
     packing = _packing(tier, config)
     recognise = backend.recognise if isinstance(backend, PosixBackend) else None
     return StoredTier(
-        name=tier.name, run=run, backend=wrapped, packing=packing, pace=pace, recognise=recognise
+        name=tier.name,
+        run=run,
+        backend=wrapped,
+        packing=packing,
+        pace=pace,
+        recognise=recognise,
+        read_only=read_only,
     )
 
 

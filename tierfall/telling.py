@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,8 +86,16 @@ def _read_metric(name: str, value: Any) -> Any:
         if not (value.is_cpu or value.is_meta or value.is_complex()):
             return value
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        read = float(value)
+        if math.isinf(read) and value != read:  # a Decimal becomes one without a word
+            raise OverflowError(f"it is larger than {sys.float_info.max:.2g}")
+        return read
+    except OverflowError as error:
+        raise CaptureError(
+            f"save: metrics[{name!r}] is too large for a 64-bit float, as metrics are stored ({error}): give it in a "
+            "larger unit, or put it into the state. Nothing of this step was saved: save it again without that metric"
+        ) from error
+    except (TypeError, ValueError, RuntimeError) as error:
         raise CaptureError(
             f"save: metrics[{name!r}] cannot be read as a number: {error}"
         ) from error

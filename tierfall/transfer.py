@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from tierfall.attempts import newest_attempt
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.catalog import KnownCheckpoint, Listing
 from tierfall.core.contracts import Publish
 from tierfall.core.documents import sha256
-from tierfall.core.errors import IntegrityError, StepError, TierfallError
+from tierfall.core.errors import ConfigError, IntegrityError, StepError, TierfallError
 from tierfall.core.index.reading import make_index
 from tierfall.core.lock import RunLock
 from tierfall.core.packing.files import files_of, plain, with_index, with_packed
@@ -61,6 +62,8 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
     Raises UnreachableError, before anything is made, where its folder is not there, and where it does not answer.
     """
     only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
+    if not only.written:
+        raise ConfigError(f"tier {tier} is read_only: nothing there is changed")
     check_folders(only)
     stores, errors = open_stores(only, config.run)
     if tier in errors:
@@ -76,16 +79,9 @@ def writing_attempt(reader: Reader, listings: Sequence[Listing], line: Line) -> 
 
     Raises what kept its record from being read on every tier that has it.
     """
-    number = max((n for listing in listings for n in listing.attempts), default=0)
-    failure: TierfallError | None = None
-    for listing in listings:
-        if number and number in listing.attempts:
-            try:
-                return reader.stores[listing.tier].read_attempt(number)
-            except TierfallError as error:
-                failure = error
-    if failure is not None:
-        raise failure
+    newest = newest_attempt(listings, reader.stores)
+    if newest is not None:
+        return newest[0]
     return Attempt(
         run=reader.run,
         number=line.checkpoint.attempt,

@@ -6,6 +6,7 @@ again (commit record first). It decides nothing, and it is handed its backend.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -42,7 +43,12 @@ from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 
+logger = logging.getLogger("tierfall")
 Recognise = Callable[[str, Callable[[bytes], bool]], None]
+
+
+class StrayAttemptError(IntegrityError):
+    """The record of an attempt that lies under the name of another: somebody put it there, no start did."""
 
 
 class StoredTier:
@@ -57,11 +63,14 @@ class StoredTier:
         packing: Packing | None = None,
         pace: Pace | None = None,
         recognise: Recognise | None = None,
+        read_only: str = "",
     ) -> None:
         """With ``packing``, images are stored packed; those that lie there otherwise are read as well. ``pace`` is what
         writes of ``backend`` keep to, where they keep to any. ``recognise`` tells a backend whose folder may be mounted
-        anew by which object, and what it says, that is the same."""
+        anew by which object, and what it says, that is the same. ``read_only`` says why
+        ``backend`` was opened for reading only, where it was."""
         self.name = name
+        self.read_only = read_only
         self.backend = backend
         self._run = run
         self._packing = packing
@@ -72,6 +81,9 @@ class StoredTier:
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
         self._settled: set[CheckpointId] = set()
+        self._recorded: set[str] = set()
+        """The attempts of this process whose records were seen here, whole."""
+        self._strays: set[int] = set()
 
     @property
     def place(self) -> str:
@@ -118,6 +130,14 @@ class StoredTier:
                 if names.COMMIT_NAME not in files
             },
             attempts=attempts,
+            damaged=tuple(
+                IntegrityError(
+                    f"{self.name}: {self._run}/{names.step_folder(checkpoint)} is a file where the folder of a step "
+                    "is to be: move it away"
+                )
+                for checkpoint, files in sorted(folders.items())
+                if "" in files
+            ),
         )
 
     def _scan(self) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...]]:
@@ -396,8 +416,17 @@ class StoredTier:
         return tuple(sorted(number for number in numbers if number is not None))
 
     def read_attempt(self, number: int) -> Attempt:
+        """Read an attempt's record. Raises IntegrityError where it is damaged; StrayAttemptError where it is whole, and
+        another attempt's."""
         key = names.attempt_key(self._run, number)
-        return read_attempt(self._documents.read(key), what=self._documents.what(key))
+        what = self._documents.what(key)
+        attempt = read_attempt(self._documents.read(key), what=what)
+        if (attempt.run, attempt.number) != (self._run, number):
+            raise StrayAttemptError(
+                f"{what}: is the record of attempt {attempt.number} of run {attempt.run!r}, which somebody put there: "
+                "remove it"
+            )
+        return attempt
 
     def take_attempt(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process took the number."""
@@ -405,22 +434,47 @@ class StoredTier:
         self._own_attempts.add(attempt.id)  # first: a commit under way may see the record at once
         try:
             self._documents.create(key, attempt.encode())
-            if self.backend.traits.conditional_create:
-                return
+            known = self.backend.traits.conditional_create or self._is_of(attempt)
         except KeyExistsError:
-            if self.read_attempt(attempt.number).id != attempt.id:
+            if not self._is_of(attempt):
                 raise
             self._documents.settle(key)
-            return
-        if self.read_attempt(attempt.number).id != attempt.id:  # the other one wrote last
+            known = True
+        if not known:  # the other one wrote last
             raise KeyExistsError(
                 f"{self._documents.what(key)}: another process took it at the same moment"
             )
+        self._recorded.add(attempt.id)
+
+    def _is_of(self, attempt: Attempt) -> bool:
+        """Say whether what lies under an attempt's name is its record: a damaged one is nobody's to take."""
+        try:
+            return self.read_attempt(attempt.number).id == attempt.id
+        except (IntegrityError, KeyNotFoundError) as error:
+            logger.warning("%s; that number is not taken", error)
+            return False
+
+    def mend_attempt(self, attempt: Attempt) -> None:
+        """Write the record of an attempt anew where it is damaged. Whoever calls this knows that the number is that
+        attempt's."""
+        with self._fence_lock:
+            try:
+                self.read_attempt(attempt.number)
+            except IntegrityError as error:
+                self._write_anew(attempt, error)
+
+    def _write_anew(self, attempt: Attempt, damage: IntegrityError) -> None:
+        key = names.attempt_key(self._run, attempt.number)
+        self._documents.replace(key, attempt.encode())
+        self._recorded.add(attempt.id)
+        logger.warning("%s; it was written anew", damage)
 
     def check_fence(self, attempt: Attempt) -> None:
         """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner.
 
-        A newer attempt of this process (it went back to an older step) is no other's.
+        A newer attempt of this process (it went back to an older step) is no other's. A record of a newer one that is
+        damaged raises IntegrityError: a newer start may be alive. Strays count for nothing. The record of ``attempt``
+        itself is written anew where it is damaged and this process has seen it whole.
         """
         with self._fence_lock:
             if self._is_registered(attempt, doing="commit"):
@@ -452,11 +506,9 @@ class StoredTier:
             holder = None
         except TierfallError as error:
             holder = error
-        numbers = (
-            self.attempts()
-        )  # last: the less time goes by between this look and what follows, the better
-        if numbers and numbers[-1] > attempt.number:
-            newer = self.read_attempt(numbers[-1])
+        numbers = self.attempts()  # last: the less time goes by before what follows, the better
+        newer = self._newest_above(attempt.number, numbers)
+        if newer is not None:
             if newer.id in self._own_attempts:
                 return True
             raise FencedError(
@@ -464,14 +516,46 @@ class StoredTier:
                 f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
                 "writes counts any more"
             )
+        if holder is not None:
+            self._check_owner(attempt, holder, doing=doing)
+        return holder is not None
+
+    def _newest_above(self, number: int, numbers: Iterable[int]) -> Attempt | None:
+        for newer in reversed([n for n in numbers if n > number]):
+            try:
+                return self.read_attempt(newer)
+            except StrayAttemptError as error:
+                if newer not in self._strays:
+                    logger.warning("%s; until then it is ignored", error)
+                self._strays.add(newer)
+            except KeyNotFoundError:
+                continue  # it was removed since the listing
+            except IntegrityError as error:
+                raise IntegrityError(
+                    f"{error}: it may be a newer start's, which nobody must commit beside. If no newer start of run "
+                    f"{self._run!r} is alive, remove that file: then this one goes on"
+                ) from error
+        return None
+
+    def _check_owner(
+        self, attempt: Attempt, holder: Attempt | TierfallError, *, doing: str
+    ) -> None:
+        if isinstance(holder, IntegrityError):
+            if attempt.id in self._recorded:
+                self._write_anew(attempt, holder)
+                return
+            raise IntegrityError(
+                f"{holder}: it may be another start's, which nobody must commit beside. If no other start of run "
+                f"{self._run!r} is alive, remove that file: then this one goes on"
+            ) from holder
         if isinstance(holder, TierfallError):
             raise holder
-        if holder is not None and holder.id != attempt.id:
+        if holder.id != attempt.id:
             raise FencedError(
                 f"{doing} on {self.name}: attempt {attempt.number} of run {attempt.run!r} belongs to process "
                 f"{holder.pid} on {holder.node}: this process must stop; nothing it writes counts any more"
             )
-        return holder is not None
+        self._recorded.add(attempt.id)
 
     # Marks ---------------------------------------------------------------------------------------
 

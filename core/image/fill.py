@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from tierfall.core.image.fill_module import ModuleFiller
 from tierfall.core.image.fill_optimizer import OptimizerFiller
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.item import Item, unwrap
+from tierfall.core.image.memory import LiveMemory, Range, Ranges
 from tierfall.core.image.naming import Trail
 from tierfall.core.image.nodes import (
     CodecNode,
@@ -59,6 +60,23 @@ class FillPlan:
     fills: tuple[Fill, ...]
     wants: tuple[Want, ...]
     _stages: tuple[tuple[Action, ...], ...]
+    _work: Work
+
+    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
+        """Return the tensors of the state that were written to where ``targets``, parts of those of ``fills``, were."""
+        ranges = Ranges(Range.of(target) for target in targets)
+        return [live for live in self._work.fitter.in_place() if ranges.overlaps(live.range)]
+
+    def leaves(self, written: Iterable[LiveMemory]) -> list[str]:
+        """Name the tensors, of those that another plan for this state has ``written`` to, that would stay so: this plan
+        neither fills them nor removes them from the state."""
+        filled = Ranges(live.range for live in self._work.fitter.in_place())
+        return [
+            live.name
+            for live in written
+            if not filled.contains(live.range)
+            and not any(naming.is_within(live.name, name) for name in self._work.renewed)
+        ]
 
     def finish(self) -> None:
         """Do what needs the bytes: copy into tensors that have no flat view, put values back, call load_state_dict of
@@ -88,7 +106,7 @@ def plan_fill(
     work.fitter.check_kept()
     work.fitter.check_overlaps()
     work.report.raise_if_any(header.what)
-    return FillPlan(work.builder.fills(), work.builder.wants(), work.stages())
+    return FillPlan(work.builder.fills(), work.builder.wants(), work.stages(), work)
 
 
 class _Filler:

@@ -90,6 +90,7 @@ class OptimizerFiller:
             stored = self._stored.get(name_then)
             self._state(node, parameter, stored, parameter.device, step_device, name)
         self._work.puts.append(lambda: self._remove_others(kept))
+        self._work.renewed.append(f"{self._name}.state")
 
     # ---- which group and parameter is which
 

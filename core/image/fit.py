@@ -7,13 +7,14 @@ targets of one stored tensor that overlap in part: they cannot both hold its val
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import dtypes, tensors
 from tierfall.core.image.build import CPU, Builder
+from tierfall.core.image.memory import LiveMemory, Range
 from tierfall.core.image.nodes import QuantizedNode
 from tierfall.core.image.report import Report
 from tierfall.core.image.sharded import (
@@ -98,6 +99,13 @@ class Fitter:
             live.data = built
 
         self.copies.append(copy)
+
+    def in_place(self) -> Iterator[LiveMemory]:
+        """The tensors that bytes are read straight into, before all of them are known to be good."""
+        for targets in self._targets.values():
+            for live, name in targets:
+                if tensors.as_bytes(live) is not None:
+                    yield LiveMemory(name, Range.of(live))
 
     def keep(self, live: object, name: str) -> None:
         """Note what a caller wants to stay as it is."""

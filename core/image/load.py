@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from tierfall.core.image.build import CPU, Builder, Fill, Want
 from tierfall.core.image.files import refuse_files
 from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.memory import LiveMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,14 @@ class LoadPlan:
     wants: tuple[Want, ...]
     _builder: Builder
     _device: torch.device
+
+    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]:
+        """Nothing that is filled is the caller's yet."""
+        return []
+
+    def leaves(self, written: Iterable[LiveMemory]) -> list[str]:
+        """Nothing was the caller's before."""
+        return []
 
     def result(self) -> dict[Any, Any]:
         """Return the state as a nested dict: tensors on the chosen device, values as they were."""

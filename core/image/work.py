@@ -29,7 +29,8 @@ _NEVER_MISSED = (RandomNode, KeptNode)
 @dataclass(slots=True)
 class Work:
     """The state of planning, shared by the walks over containers, modules and optimizers. ``filled`` are parameters
-    whose values are restored, and whose gradients are of others."""
+    whose values are restored, and whose gradients are of others; ``renewed`` the names below which nothing stays that
+    the checkpoint does not have."""
 
     state: Mapping[Any, object]
     header: ImageHeader
@@ -40,6 +41,7 @@ class Work:
     builder: Builder = field(init=False)
     fitter: Fitter = field(init=False)
     filled: list[nn.Parameter] = field(default_factory=list)
+    renewed: list[str] = field(default_factory=list)
     puts: list[Action] = field(default_factory=list)
     loads: list[Action] = field(default_factory=list)
     last: list[Action] = field(default_factory=list)

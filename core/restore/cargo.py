@@ -11,7 +11,7 @@ from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.records import Manifest, read_manifest
 from tierfall.core.restore.assigning import HEADER, Get, Item
 from tierfall.core.restore.device_copies import DeviceCopies
-from tierfall.core.restore.landing import Landing
+from tierfall.core.restore.landing import Landing, Written
 from tierfall.core.restore.passing import Head, Loaded
 from tierfall.core.restore.reader import ChunkReader, Tally, bring, scatter
 from tierfall.core.restore.ring import Ring
@@ -76,6 +76,7 @@ class Chunks:
         sizes: Mapping[int, int],
         order: Sequence[str],
         tally: Tally,
+        written: Written,
         *,
         ring: Ring,
         incoming: Ring,
@@ -83,7 +84,7 @@ class Chunks:
         """``sizes`` are the lengths of the images' chunks."""
         self.got: set[tuple[int, int]] = set()
         self._open, self._order, self._tally = open_reader, order, tally
-        self._landings = {image: Landing(those) for image, those in fills.items()}
+        self._landings = {image: Landing(those, written) for image, those in fills.items()}
         self._sizes = sizes
         self._ring, self._incoming = ring, incoming
         every = [fill for those in fills.values() for fill in those]

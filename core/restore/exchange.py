@@ -261,6 +261,7 @@ class _Exchanged(Parts):
                 sizes,
                 self.exchange.order,
                 self.tally,
+                self.written,
                 ring=ring,
                 incoming=incoming,
             )

@@ -13,6 +13,7 @@ from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.packing.files import image_file
 from tierfall.core.records import Commit, Manifest
 from tierfall.core.restore.images import Image, checked_manifest, unpacked
+from tierfall.core.restore.landing import Written
 from tierfall.core.restore.reader import ChunkReader, Tally, count_threads, read_fills
 from tierfall.core.restore.ring import Ring
 from tierfall.core.values import CheckpointId, Shard
@@ -59,9 +60,10 @@ class Job:
                 what=f"header of {self.manifest.line.checkpoint}",
             )
 
-    def fill(self, fills: Sequence[Fill]) -> None:
+    def fill(self, fills: Sequence[Fill], written: Written) -> None:
         ring = self._ring
-        read_fills(self._reader, self.manifest, fills, self._threads, ring.pool, ring.streams)
+        pool, streams = ring.pool, ring.streams
+        read_fills(self._reader, self.manifest, fills, self._threads, pool, streams, written)
 
     def __enter__(self) -> Self:
         return self

@@ -30,12 +30,33 @@ def copy_bytes(target: int, source: int, count: int) -> None:
         ctypes.memmove(target + done, source + done, min(PIECE_BYTES, count - done))
 
 
+class Written:
+    """What of its targets a restore has begun to write to, if only in part. Reading threads share it."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[Landing, int, int]] = []
+
+    def add(self, landing: Landing, start: int, end: int) -> None:
+        """Note the targets of ``start`` to ``end`` of an image's data; called before the first of these bytes goes to
+        one."""
+        self._ranges.append((landing, start, end))
+
+    def targets(self) -> Iterator[torch.Tensor]:
+        """The parts of flat targets that were noted."""
+        for landing, start, end in self._ranges:
+            for fill in landing.within(start, end):
+                low, high = max(fill.start, start), min(fill.end, end)
+                for target in fill.targets:
+                    yield target[low - fill.start : high - fill.start]
+
+
 class Landing:
     """The targets of one restore. Reading threads share it."""
 
-    def __init__(self, fills: Sequence[Fill]) -> None:
-        """``fills`` stand in image order."""
+    def __init__(self, fills: Sequence[Fill], written: Written) -> None:
+        """``fills`` stand in image order. ``written`` is told what is written to."""
         self._fills = fills
+        self.written = written
         self._ends = [fill.end for fill in fills]
         overlapping = _overlapping(fills)
         self._straight = [
@@ -65,6 +86,7 @@ class Landing:
 
         Once filled, each is hashed, and brought to its other targets. None is longer than ``scratch``.
         """
+        self.written.add(self, start, end)
         at = start
         while at < end:
             number = bisect_right(self._ends, at)

@@ -11,6 +11,7 @@ from tierfall.core.image import Fill, ImageHeader
 from tierfall.core.records import Manifest
 from tierfall.core.restore.images import Image
 from tierfall.core.restore.job import NOWHERE, Job, OpenImage, find_images
+from tierfall.core.restore.landing import Written
 from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.ring import Ring
 from tierfall.core.values import Shard
@@ -19,7 +20,7 @@ from tierfall.core.values import Shard
 @dataclass(slots=True)
 class Parts:
     """Opens images when they are needed, and reads for this rank alone. ``nowhere`` says what is wrong where no tier
-    holds one; ``touched``: targets may have been written to."""
+    holds one; ``touched``: targets may have been written to, and ``written`` which."""
 
     checkpoint: KnownCheckpoint
     tiers: Sequence[str]
@@ -29,6 +30,7 @@ class Parts:
     chunks_max: int | None
     nowhere: str = NOWHERE
     touched: bool = False
+    written: Written = field(default_factory=Written)
     _found: dict[Shard, tuple[list[Image], Manifest]] = field(default_factory=dict)
 
     def world_size(self, ours: int) -> int:
@@ -67,7 +69,7 @@ class Parts:
         self.touched = True
         for rank, those in sorted(fills.items()):
             with self._open(Shard(rank, world_size)) as job:
-                job.fill(those)
+                job.fill(those, self.written)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
         """Note that this rank comes no further, for ``error``; return what keeps other ranks from being told so."""

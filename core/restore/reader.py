@@ -24,7 +24,7 @@ from tierfall.core.image import Fill
 from tierfall.core.records import DIGEST_PREFIX, Manifest
 from tierfall.core.restore.device_copies import DeviceCopies, Piece
 from tierfall.core.restore.images import READ_THREADS, Image, PackedImage
-from tierfall.core.restore.landing import Landing, copy_bytes
+from tierfall.core.restore.landing import Landing, Written, copy_bytes
 from tierfall.core.streams import Streams
 from tierfall.core.values import CheckpointId
 
@@ -241,12 +241,13 @@ def read_fills(
     threads: int,
     pool: BufferPool,
     streams: Streams,
+    written: Written,
 ) -> None:
     """Bring the bytes of every fill to its targets. Raises the first failure once all threads have stopped.
 
     However it ends, no copy is under way any more; what is queued on a target's device later comes after them.
     """
-    landing = Landing(fills)
+    landing = Landing(fills, written)
     copies = DeviceCopies(fills, pool, streams)
 
     def read(index: int) -> None:
@@ -295,6 +296,7 @@ def scatter(
     source = torch.frombuffer(view, dtype=torch.uint8)
     address = source.data_ptr()
     end = start + len(view)
+    landing.written.add(landing, start, end)
     elsewhere: dict[torch.device, list[Piece]] = {}
     for fill in landing.within(start, end):
         low, high = max(fill.start, start), min(fill.end, end)

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from tierfall.core.errors import RestoreError
 from tierfall.core.image import Fill, ImageHeader, OnResize, Want
+from tierfall.core.image.memory import LiveMemory
 from tierfall.core.image.merging import Block, Merged, merge_headers
 from tierfall.core.records import Manifest
 from tierfall.core.restore.elsewhere import find_elsewhere
@@ -26,13 +29,18 @@ logger = logging.getLogger("tierfall")
 
 
 class Plan(Protocol):
-    """Where the bytes of an image go; ``wants`` is the same of one that is merged."""
+    """Where the bytes of an image go; ``wants`` is the same of one that is merged. ``written`` names what a plan that
+    failed has written to, ``leaves`` what of that another one would leave so."""
 
     @property
     def fills(self) -> Sequence[Fill]: ...
 
     @property
     def wants(self) -> Sequence[Want]: ...
+
+    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
+
+    def leaves(self, written: Iterable[LiveMemory]) -> list[str]: ...
 
 
 MakePlan = Callable[[ImageHeader], Plan]

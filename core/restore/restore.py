@@ -7,7 +7,7 @@ everywhere to the next older step, on all ranks at once, and each such turn stan
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierfall.core.catalog import KnownCheckpoint, Listing
@@ -16,6 +16,7 @@ from tierfall.core.errors import (
     RestoreError,
     TierfallError,
 )
+from tierfall.core.image.memory import LiveMemory
 from tierfall.core.packing.files import image_file
 from tierfall.core.restore.choosing import Request, choose
 from tierfall.core.restore.exchange import Exchange
@@ -25,7 +26,8 @@ from tierfall.core.restore.reader import Tally
 from tierfall.core.restore.resharding import MakePlan, Plan, Resize, plan_parts
 from tierfall.core.restore.ring import Ring
 from tierfall.core.restore.wire import LostError
-from tierfall.core.values import Shard
+from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.words import few_of
 
 __all__ = [
     "HALF_FILLED",
@@ -138,10 +140,15 @@ def fill_first(
     others with a RestoreError that names it. What is not an Exception, as Ctrl-C, goes through as it is. What other
     ranks saved is resharded, as ``resize`` says. By ``exchange`` ranks hand each other what more than one of them
     wants, or only another one can read; without it ``nowhere`` says what it means that no tier here holds a part.
+
+    Steps are never mixed: what a checkpoint that is passed over has written to, and the next one does not fill, is a
+    RestoreError that names it.
     """
     touched = False
+    written: dict[str, tuple[LiveMemory, CheckpointId]] = {}
     for checkpoint in candidates:
         plan: Plan | None = None
+        fill: Callable[[], None] | None = None  # the one before this holds its targets
         error: BaseException | None = None
         unheard: TierfallError | None = None
         tiers = _tiers(checkpoint, request, listings)
@@ -149,6 +156,7 @@ def fill_first(
         parts = Parts(*made) if exchange is None else exchange.parts(*made)
         try:
             plan, fill = plan_parts(parts, make_plan, shard, resize)
+            _check_none_left(plan, written, checkpoint, request)
             fill()
         except BaseException as failure:  # noqa: BLE001 - Ctrl-C, too: the other ranks must know; raised below
             unheard = parts.give_up(failure)
@@ -162,12 +170,34 @@ def fill_first(
                 _follow(elsewhere, error, checkpoint, request, tally, touched)
             elif plan is not None and error is None:
                 return Restored(checkpoint=checkpoint, plan=plan, tally=tally)
+            if plan is not None:
+                for memory in plan.written(parts.written.targets()):
+                    written[memory.name] = memory, checkpoint.id
         finally:
             del error  # its traceback holds this frame, and so the targets
     raise RestoreError(
         f"{request.operation}: none of the checkpoints can be read whole: "
         + "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-8:])
         + _half(touched)
+    )
+
+
+def _check_none_left(
+    plan: Plan,
+    written: Mapping[str, tuple[LiveMemory, CheckpointId]],
+    checkpoint: KnownCheckpoint,
+    request: Request,
+) -> None:
+    """Raise RestoreError where tensors would stay as checkpoints that were passed over have ``written`` to them."""
+    left = plan.leaves(memory for memory, _ in written.values())
+    if not left:
+        return
+    those = few_of([str(id) for id in sorted({written[name][1] for name in left})])
+    raise RestoreError(
+        f"{request.operation} of {checkpoint.id}: it does not have {few_of(left)}, which {those}, tried first and "
+        "passed over, has written to already: bytes of another step would stay there, not all of them verified. Make "
+        "the state anew, or give these tensors the values that they are to begin with, and name the step "
+        f"(step={checkpoint.id.step})"
     )
 
 

@@ -471,6 +471,17 @@ def test_latest_is_a_hint_that_may_be_missing_or_nonsense(
     assert tier.read_latest() is None
 
 
+def test_a_file_where_the_folder_of_a_step_is_to_be_is_named(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    put(disk, "step-00000009-a0001", b"x")
+    commit(tier, 1)
+    listing = tier.list()
+    assert [str(copy.id) for copy in listing.copies] == ["1@1"]
+    (damage,) = listing.damaged
+    assert "run/step-00000009-a0001 is a file where the folder of a step is to be" in str(damage)
+
+
 # Attempts --------------------------------------------------------------------------------------------
 
 
@@ -526,6 +537,54 @@ def test_two_that_take_a_number_at_once_fence_one_of_them(disk: MemoryBackend) -
 
     with pytest.raises(FencedError, match="was taken by another process just now"):
         tier_on(Racing("disk")).check_fence(attempt())
+
+
+def test_the_record_of_another_attempt_under_a_high_number_is_no_newer_one(
+    tier: StoredTier, disk: MemoryBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(disk, "attempts/a999999999999.json", attempt().encode())
+    commit(tier, 1)
+    commit(tier, 2)
+    assert steps(tier) == ["1@1", "2@1"]
+    said = [r.getMessage() for r in caplog.records if "a999999999999" in r.getMessage()]
+    assert len(said) == 1
+    assert "is the record of attempt 1 of run 'run', which somebody put there: remove it" in said[0]
+
+
+def test_a_newer_record_that_is_damaged_stops_commits_until_it_is_removed(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    write_image(tier, 1)
+    put(disk, "attempts/a0007.json", b"")
+    with pytest.raises(
+        IntegrityError, match=r"a0007\.json.*it may be a newer start's.*remove that"
+    ):
+        tier.commit(commit_of(1), attempt=attempt())
+    assert steps(tier) == []
+    disk.delete("run/attempts/a0007.json")
+    tier.commit(commit_of(1), attempt=attempt())
+    assert steps(tier) == ["1@1"]
+
+
+@pytest.mark.parametrize("data", [b"", attempt(5).encode()])
+def test_a_process_writes_its_own_record_anew_where_it_has_seen_it_whole(
+    tier: StoredTier, disk: MemoryBackend, data: bytes
+) -> None:
+    put(disk, "attempts/a0001.json", data)
+    commit(tier, 1)
+    assert tier.read_attempt(1) == attempt()
+    tier_on(disk).take_attempt(attempt(2, "b"))
+    with pytest.raises(FencedError):
+        tier.check_fence(attempt())
+
+
+def test_a_damaged_record_that_may_be_of_another_start_stops_commits(disk: MemoryBackend) -> None:
+    put(disk, "attempts/a0001.json", b"")
+    tier = tier_on(disk)  # it was away at open
+    with pytest.raises(IntegrityError, match=r"a0001\.json.*it may be another start's"):
+        tier.check_fence(attempt())
+    with pytest.raises(KeyExistsError):
+        tier.take_attempt(attempt())
 
 
 def test_a_fence_that_cannot_be_read_stops_the_commit(disk: MemoryBackend) -> None:

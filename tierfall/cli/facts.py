@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.errors import (
     BackendError,
     IntegrityError,
@@ -23,6 +23,7 @@ from tierfall.core.view import Decision, Verdict, View
 from tierfall.orders import unread, view_of
 from tierfall.policies.bundle import plan_retention
 from tierfall.reading import Reader
+from tierfall.stores import tier_rules
 
 DAMAGED = "damaged"
 UNFINISHED = "unfinished"
@@ -35,6 +36,8 @@ class Facts:
     listings: tuple[Listing, ...]
     known: tuple[KnownCheckpoint, ...]
     view: View
+    safety: View
+    """As ``view``, with the tiers that are only read: what is there is not lost."""
     owner: Owner | None
     wall_time_s: float
 
@@ -46,6 +49,9 @@ class Facts:
             listings=listings,
             known=known,
             view=view_of(reader.config, known),
+            safety=to_view(
+                tier_rules(reader.config, read_too=True), known, wall_time_s=time.time()
+            ),
             owner=reader.owner(),
             wall_time_s=time.time(),
         )
@@ -101,6 +107,9 @@ class Facts:
 
     def decision(self, tier: str, id: CheckpointId) -> Decision:
         """Say what becomes of a copy by rule, and why."""
+        if all(rules.name != tier for rules in self.view.tiers):
+            reason = "the tier is read-only: nothing there is dropped"
+            return Decision(checkpoint=id, tier=tier, verdict=Verdict.KEEP, reason=reason, bytes=0)
         if self.view.tier(tier).kind is TierKind.HOST:
             return self._in_memory(tier, id)
         for decision in plan_retention(self.view, tier):

@@ -54,7 +54,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
             "loss_bound": losses.members(
-                losses.told_bounds(trainer) if trainer else losses.known_bounds(facts.view)
+                losses.told_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
             ),
         }
         if facts.rows():
@@ -214,7 +214,7 @@ def _summary(facts: Facts, settings: Config, trainer: Status | None) -> Iterable
     if trainer is not None:
         yield losses.in_words(losses.told_bounds(trainer), what=losses.lost_and_read_back)
     elif facts.known:
-        yield losses.in_words(losses.known_bounds(facts.view), tuple(facts.unread))
+        yield losses.in_words(losses.known_bounds(facts.safety), tuple(facts.unread))
     if facts.owner is not None:
         yield f"a trainer owns it: {facts.owner}"
 

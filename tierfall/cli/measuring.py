@@ -95,7 +95,7 @@ def _say_what_a_loss_costs(answer: Answer, settings: Config, tiers: Sequence[Mea
     with Reader(settings) as reader:
         facts = Facts.gather(reader)
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
-    bounds = losses.known_bounds(replace(facts.view, read_bytes_per_s=rates))
+    bounds = losses.known_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
     answer.document["loss_bound"] = losses.members(bounds) if saved else None
     if saved:
@@ -144,6 +144,10 @@ def _show(answer: Answer, tiers: tuple[Measured, ...], size_bytes: int) -> None:
     for tier in tiers:
         if tier.durable is not None:
             answer.show(f"{tier.name}: {', '.join(_promises(tier))}")
+        if tier.read_only:
+            answer.show(
+                f"{tier.name}: read-only: it is restored from, and nothing is flushed to it"
+            )
         if tier.error is not None:
             answer.problem(of_tier(tier.name, tier.error))
     good = sum(tier.error is None for tier in tiers)
@@ -184,6 +188,7 @@ def _members(tier: Measured) -> dict[str, Any]:
         "fenced": tier.fenced,
         "direct_io": tier.direct_io,
         "free_bytes": tier.free_bytes,
+        "read_only": tier.read_only,
         "capacity_bytes": tier.capacity_bytes,
         "error": None if tier.error is None else str(tier.error),
     }

@@ -112,7 +112,7 @@ def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
         checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
         checkpoints_known=len(facts.rows()),
         transfers=(),
-        bounds=loss_bounds(facts.view),
+        bounds=loss_bounds(facts.safety),
         problems=(*glimpse.problems, *unread),
     )
 

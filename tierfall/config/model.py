@@ -7,6 +7,7 @@ read (``fields``), what is wrong with the chain in ``rules``.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -99,9 +100,24 @@ class HostTier(_Tier):
     )
 
 
+_OF_WRITING = frozenset(
+    (
+        *("bandwidth", "capacity_bytes", "compress", "evict", "flush", "max_wait_s", "retain"),
+        "when_full",
+    )
+)
+"""What is said of a tier that is written to alone."""
+
+
 class StoredTier(_Tier):
     """A tier that keeps checkpoints in files or objects."""
 
+    read_only: Flag = Field(
+        default=False,
+        description="Whether the tier is only restored from: nothing is flushed to it, and nothing there is changed or "
+        "dropped.",
+        examples=[True],
+    )
     shared: Flag | None = Field(
         default=None,
         description="Whether all nodes see the same files; absent: an object store is shared, and a folder what open "
@@ -163,6 +179,18 @@ class StoredTier(_Tier):
     def bandwidth_share(self) -> float | None:
         """The share of its measured rate that may be written there, where it is set as one."""
         return self.bandwidth if isinstance(self.bandwidth, float) else None
+
+    @model_validator(mode="after")
+    def _what_is_only_read_has_no_rules_of_writing(self) -> Self:
+        given = sorted(_OF_WRITING & self.model_fields_set)
+        if self.read_only and given:
+            words = ", ".join(type(self).model_fields[name].alias or name for name in given)
+            raise wrong(
+                f"read_only: true, and {words}: nothing is written to a tier that is only restored from; leave one of "
+                "them out",
+                expected="read_only alone, or the rules of a tier that is written to",
+            )
+        return self
 
     @model_validator(mode="after")
     def _watermarks_have_a_capacity(self) -> Self:
@@ -347,3 +375,19 @@ class Config(Section):
     def stored(self) -> tuple[FileTier | ObjectTier, ...]:
         """The folders and object stores of the chain, fastest first."""
         return tuple(tier for tier in self.tiers if isinstance(tier, FileTier | ObjectTier))
+
+    @property
+    def written(self) -> tuple[FileTier | ObjectTier, ...]:
+        """Those of them that are written to."""
+        return tuple(tier for tier in self.stored if not tier.read_only)
+
+    def reading_only(self, names: Collection[str]) -> Self:
+        """Return a configuration in which the tiers of these names are only read."""
+        return self.model_copy(
+            update={
+                "tiers": tuple(
+                    tier.model_copy(update={"read_only": True}) if tier.name in names else tier
+                    for tier in self.tiers
+                )
+            }
+        )

@@ -29,7 +29,7 @@ from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
 from tierfall.core.errors import BackendError, RestoreError, UnreachableError
 from tierfall.core.image import Fill, FillPlan, ImageHeader, plan_fill
 from tierfall.core.restore.images import StoredImage
-from tierfall.core.restore.landing import PIECE_BYTES, STRAIGHT_BYTES, Landing, copy_bytes
+from tierfall.core.restore.landing import PIECE_BYTES, STRAIGHT_BYTES, Landing, Written, copy_bytes
 from tierfall.core.restore.restore import Request, restore
 from tierfall.core.restore.ring import Ring
 from tierfall.core.values import CheckpointId, Codec, Shard
@@ -80,7 +80,7 @@ def test_every_byte_comes_to_all_its_targets_and_no_other_does(seed: int) -> Non
     fills = fills_of(rng)
     whole = fills[-1].end + rng.choice([0, 3000])
     image = rng.randbytes(whole)
-    landing = Landing(fills)
+    landing = Landing(fills, Written())
     cuts = sorted({0, whole, *(rng.randrange(whole) for _ in range(rng.randrange(4)))})
     for start, end in pairwise(cuts):
         if rng.random() < 0.8:
@@ -104,7 +104,7 @@ def bring_by_hand(target: torch.Tensor, image: bytes, fill: Fill, low: int, high
 
 def test_a_large_tensor_is_read_straight_into_its_memory() -> None:
     target = torch.zeros(3 * PIECE_BYTES, dtype=torch.uint8)
-    landing = Landing([Fill(name="w", start=0, end=len(target), targets=(target,))])
+    landing = Landing([Fill(name="w", start=0, end=len(target), targets=(target,))], Written())
     views = bring(landing, os.urandom(len(target)), 0, len(target))
     first, last = target.data_ptr(), target.data_ptr() + target.nbytes
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views]
@@ -121,7 +121,7 @@ def test_targets_that_overlap_are_written_once_their_bytes_are_hashed() -> None:
         at += len(target)
     image, digest, start = os.urandom(at), xxhash.xxh3_128(), 0
     scratch = memoryview(bytearray(PIECE_BYTES))
-    for view in Landing(fills).pieces(0, at, scratch, digest):
+    for view in Landing(fills, Written()).pieces(0, at, scratch, digest):
         view[:] = image[start : start + view.nbytes]
         start += view.nbytes
         memory.fill_(0xEE)  # as another thread does, for what lies there too

@@ -67,7 +67,7 @@ def orders_of(
     session, line = ckpt._session, ckpt._line
     ckpt._check_usable()
     step = as_step(step)
-    tier = next((t for t in ckpt._config.stored if t.name in session.stores), None)
+    tier = next((t for t in ckpt._config.written if t.name in session.stores), None)
     if tier is None:
         raise ConfigError(
             "dcp.async_save: in PROCESS mode a stored tier is written to, and there is none"

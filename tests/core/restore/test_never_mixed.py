@@ -1,0 +1,129 @@
+"""A restore that passes a checkpoint over leaves nothing of it in the state: never a mixture of two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from restore_help import SHARD, Tiers, checkpoint, flip
+from several_help import Rank, network, on_all, put_shared
+
+from tierfall.core.errors import RestoreError
+from tierfall.core.image import plan_fill
+from tierfall.core.image.choices import Choices
+from tierfall.core.restore.restore import Request, Restored, restore
+
+COUNT = 5000  # five chunks
+LOOSE = Choices.of(strict=False)
+
+
+def base_and_adapter(step: int) -> dict[str, Any]:
+    """What is stored last comes last in an image: of two of a size, what has the later name."""
+    return {"base": torch.full((COUNT,), float(step)), "later": torch.full((COUNT,), step + 0.5)}
+
+
+def only_base(step: int) -> dict[str, Any]:
+    return {"base": torch.full((COUNT,), float(step))}
+
+
+def refill(tiers: Tiers, state: dict[str, Any], **request: Any) -> Restored | None:
+    done = restore(
+        tiers.listings(),
+        Request(**request),
+        open_image=lambda tier, id, shard: tiers.images[tier, id],
+        make_plan=lambda header: plan_fill(state, header, LOOSE),
+        shard=SHARD,
+        chunks_max=1,  # one thread: what comes after a damaged chunk is not read
+    )
+    if done is not None:
+        done.plan.finish()  # type: ignore[attr-defined]
+    return done
+
+
+def test_what_a_damaged_step_has_written_to_and_the_older_one_lacks_is_named() -> None:
+    tiers = Tiers("nvme")
+    tiers.put("nvme", checkpoint(4, state=only_base(4)))
+    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 10)  # its very end
+    state = base_and_adapter(-1)
+    with pytest.raises(
+        RestoreError, match=r"restore of 4@1: it does not have later, .* 5@1"
+    ) as caught:
+        refill(tiers, state)
+    assert "HALF FILLED" in str(caught.value)
+    assert "step=4" in str(caught.value)
+    state["later"].fill_(-1)
+    assert refill(tiers, state, step=4) is not None
+    assert (state["base"] == 4).all()
+    assert (state["later"] == -1).all()
+
+
+def test_what_a_damaged_step_has_not_written_to_stays_as_it_was() -> None:
+    tiers = Tiers("nvme")
+    tiers.put("nvme", checkpoint(4, state=only_base(4)))
+    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 2)  # within the base
+    state = base_and_adapter(-1)
+    assert refill(tiers, state) is not None
+    assert (state["base"] == 4).all()
+    assert (state["later"] == -0.5).all()
+
+
+def test_all_that_several_damaged_steps_have_written_to_is_refused() -> None:
+    tiers = Tiers("nvme")
+    tiers.put("nvme", checkpoint(3, state=only_base(3)))
+    flip(tiers.put("nvme", checkpoint(4, state=base_and_adapter(4))), 2)
+    flip(tiers.put("nvme", checkpoint(5, state=base_and_adapter(5))), 10)
+    with pytest.raises(RestoreError, match=r"it does not have later, .* 5@1"):
+        refill(tiers, base_and_adapter(-1))
+
+
+def test_memory_that_the_older_step_fills_by_another_name_is_filled() -> None:
+    tied = torch.full((COUNT,), 4.0)
+    tiers = Tiers("nvme")
+    tiers.put("nvme", checkpoint(4, state={"base": torch.full((COUNT,), 4.0), "tied": tied}))
+    newest = base_and_adapter(5)
+    newest["tied"] = newest["later"]
+    flip(tiers.put("nvme", checkpoint(5, state=newest)), 10)
+    state = base_and_adapter(-1)
+    state["tied"] = state["later"]
+    assert refill(tiers, state) is not None
+    assert (state["later"] == 4).all()
+
+
+def test_optimizer_state_that_came_later_is_removed_again() -> None:
+    """State that the optimizer has is filled in place; the older step has none of that parameter's."""
+
+    def trained(both: bool) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.ones(COUNT)) for n in "ab"})
+        optimizer = torch.optim.Adam(model.parameters())
+        for name, parameter in model.items():
+            parameter.grad = torch.ones(COUNT) if both or name == "a" else None
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    tiers = Tiers("nvme")
+    tiers.put("nvme", checkpoint(4, state=trained(both=False)))
+    newest = tiers.put("nvme", checkpoint(5, state=trained(both=True)))
+    flip(newest, newest.made.manifest.chunk_count - 1)
+    state = trained(both=True)
+    assert refill(tiers, state) is not None
+    assert len(state["optimizer"].state) == 1
+
+
+def test_one_rank_that_would_keep_bytes_of_another_step_ends_the_restore_on_all() -> None:
+    with network("ab") as joined:
+        ranks = [
+            Rank(one, Tiers("store"), mine=["store"] if number == 0 else [])
+            for number, one in enumerate(joined)
+        ]
+        put_shared([rank.tiers for rank in ranks], "store", 4, state=only_base(4))
+        put_shared([rank.tiers for rank in ranks], "store", 5, state=base_and_adapter(5))
+        (flipped,) = [image for (_, id), image in ranks[1].tiers.images.items() if id.step == 5]
+        flip(flipped, 1)
+        for rank in ranks:
+            state = base_and_adapter(-1)
+            rank.make_plan = lambda header, state=state: plan_fill(state, header, LOOSE)
+        outcomes = on_all(lambda rank=rank: rank.restore() for rank in ranks)
+    assert all(isinstance(outcome, RestoreError) for outcome in outcomes), outcomes
+    assert "it does not have later" in str(outcomes[0])
+    assert "rank 0: restore of 4@1: it does not have later" in str(outcomes[1])

@@ -1,0 +1,146 @@
+"""Records of attempts that are damaged, gone, or copied to another number: named, with the way out; nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierfall
+from tests.steps import blank, state_of, step_in, steps_on
+from tierfall.config import load_config
+from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.draining import drain
+
+MakeConfig = Callable[..., dict[str, Any]]
+DAMAGE = pytest.mark.parametrize("how", ["empty", "gone"])
+
+
+def record(tmp_path: Path, number: int) -> Path:
+    return tmp_path / f"disk/run/attempts/a{number:04d}.json"
+
+
+def damage(path: Path, how: str = "empty") -> None:
+    if how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+
+
+def leave_in_memory(config: dict[str, Any], *steps: int) -> None:
+    """Save steps of which every second goes to the disk; the last stays in memory alone."""
+    with tierfall.open(config) as ckpt:
+        for step in steps:
+            ckpt.save(step, state_of(step), block=True)
+
+
+@DAMAGE
+def test_memory_is_taken_up_where_commit_records_say_whose_its_attempt_is(
+    how: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={"flush": {"every": 2}})
+    leave_in_memory(config, 1, 2, 3)
+    damage(record(tmp_path, 1), how)
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        assert step_in(state) == 3
+        ckpt.save(4, state_of(4), block=True)
+    assert steps_on(tmp_path / "disk") == [2, 4]
+
+
+def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
+    make_config: MakeConfig, tmp_path: Path, memory: Path
+) -> None:
+    config = make_config(disk={"flush": {"every": 2}})
+    leave_in_memory(config, 1)
+    damage(record(tmp_path, 1))
+    with pytest.raises(ConfigError) as caught:
+        tierfall.open(config)
+    for said in (str(next(memory.rglob("*.arena"))), "1@1", "a0001.json", "tierfall drain"):
+        assert said in str(caught.value)
+    drained = drain(load_config(make_config()), 30.0)
+    assert [str(owed.checkpoint) for owed in drained.done] == ["1@1"]
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        assert step_in(state) == 1
+
+
+def test_memory_of_another_life_is_known_by_commit_records_too(
+    make_config: MakeConfig, tmp_path: Path, memory: Path
+) -> None:
+    config = make_config(disk={"flush": {"every": 2}})
+    leave_in_memory(config, 1)
+    elsewhere = {**config["tiers"][0], "folder": str(memory / "other")}
+    (tmp_path / "disk").rename(tmp_path / "first")
+    leave_in_memory({**config, "tiers": [elsewhere, config["tiers"][1]]}, 1, 2)
+    damage(record(tmp_path, 1))
+    with pytest.raises(ConfigError, match="1@1 of another life of run 'run': tier disk knows"):
+        tierfall.open(config)
+
+
+def test_a_drain_leaves_memory_where_a_newer_record_is_damaged(
+    make_config: MakeConfig, tmp_path: Path, memory: Path
+) -> None:
+    leave_in_memory(make_config(disk={"flush": {"every": 2}}), 1)
+    record(tmp_path, 2).write_bytes(b"")
+    with pytest.raises(IntegrityError, match=r"a0002\.json.*newer start.*remove that file"):
+        drain(load_config(make_config()), 30.0)
+    assert list(memory.rglob("*.arena"))
+    record(tmp_path, 2).unlink()
+    assert drain(load_config(make_config()), 30.0).done
+
+
+def test_the_own_record_is_written_anew_in_mid_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+        damage(record(tmp_path, 1))
+        ckpt.save(2, state_of(2), block=True)
+    assert steps_on(tmp_path / "disk") == [1, 2]
+    assert record(tmp_path, 1).stat().st_size
+
+
+def test_a_record_that_was_copied_to_a_huge_number_is_ignored(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    stray = record(tmp_path, 999999999999)
+    stray.write_bytes(record(tmp_path, 1).read_bytes())
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.restore(blank())
+        assert ckpt.save(2, state_of(2), block=True).attempt == 2
+    assert steps_on(tmp_path / "disk") == [1, 2]
+    assert "a999999999999.json: is the record of attempt 1" in caplog.text
+    assert stray.exists()
+
+
+@pytest.mark.parametrize("stray", ["attempts/a999999999999.json", "step-00000009-a999999999999/x"])
+def test_where_no_number_is_left_open_names_what_has_the_last(
+    stray: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    path = tmp_path / "disk/run" / stray
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"attempt 999999999999 on disk.*remove its record"):
+        tierfall.open(make_config())
+    path.unlink()
+    with tierfall.open(make_config()) as ckpt:
+        assert ckpt.restore(blank()) is not None
+
+
+@pytest.mark.parametrize("name", ["run", "run/attempts"])
+def test_a_file_where_a_folder_is_to_be_is_named(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    place = tmp_path / "disk" / name
+    place.parent.mkdir(parents=True)
+    place.write_text("x")
+    with pytest.raises(TierfallError, match="a file where a folder is to be; move it"):
+        tierfall.open(make_config())
+    assert place.read_text() == "x"
