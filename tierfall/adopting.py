@@ -53,9 +53,9 @@ def _why_foreign(
 ) -> str | None:
     line = image.commit.line
     known = [x.tier for x in answered if line.checkpoint.attempt in x.attempts]
-    for tier in known:
-        if stores[tier].read_attempt(line.checkpoint.attempt).id != line.attempt_id:
-            return f"tier {tier} knows that attempt by another id"
+    ids = {tier: stores[tier].read_attempt(line.checkpoint.attempt).id for tier in known}
+    if ids and line.attempt_id not in ids.values():
+        return f"tier {known[0]} knows that attempt by another id"
     if len(answered) == len(stores) > 0 and not known and not may_be_unknown:
         return "no tier knows that attempt: they were emptied, or added"
     return None

@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 from tierfall.adopting import check_life, take_over
 from tierfall.config import Config
 from tierfall.core.bell import Bell
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import (
+    KnownCheckpoint,
+    Listing,
+    merge,
+    next_attempt,
+    start_of,
+    starts_in,
+)
 from tierfall.core.errors import (
     BackendError,
     ConfigError,
@@ -29,6 +36,7 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.lines import Key
 from tierfall.core.lock import RunLock
 from tierfall.core.ranks.ranks import News, Ranks
 from tierfall.core.records import Attempt, Commit
@@ -42,6 +50,7 @@ from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.words import few_of
 from tierfall.identity import Identities
 from tierfall.inheriting import (
     AdoptedSlot,
@@ -98,6 +107,7 @@ class Session:
         self.probed = False
         self._tending = tending
         self._closed = False
+        self._said_passed_over: set[Key] = set()
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
         self.steps_seen = StepsSeen()
@@ -177,6 +187,32 @@ class Session:
             for damage in listing.damaged:
                 logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
 
+    def _say_passed_over(self) -> None:
+        """Say, once, which checkpoints only share an attempt's number with what counts."""
+        if not self.ranks.topology.is_root:
+            return
+        passed_over = {
+            s.key for s in starts_in(self._held) if s.passed_over
+        } - self._said_passed_over
+        self._said_passed_over |= passed_over
+        found = [
+            c for c in self.known_by_all() if c.commit and start_of(c.commit).key in passed_over
+        ]
+        for number in sorted({number for number, _ in passed_over}):
+            left = [c for c in found if c.id.attempt == number]
+            if left:
+                logger.warning(
+                    "run %s: two starts have taken attempt %d, as neither could see the other's tiers. The one counts "
+                    "that the run went on from, or else that began last by its clock; what the other has saved is left "
+                    "behind: %s. If that is the wrong one, go back to it by restore(step=%d, attempt=%d); to keep it, "
+                    "pin it now",
+                    self.run,
+                    number,
+                    few_of([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
+                    left[-1].id.step,
+                    number,
+                )
+
     def hosts(self) -> list[HostTier]:
         """The slots of this process: its own, and those that it has adopted."""
         return [self.host, *(slot.host for slot in self.adopted)]
@@ -194,6 +230,7 @@ class Session:
         """Take an attempt, together with the other ranks; say whether nothing is known of any checkpoint."""
         if not self.puts_together:
             self.take_number(self.next_number())
+            self._say_passed_over()
             return self.knows_of_nothing()
         start = start_together(self)
         self._held = held_by_all(self, start)
@@ -202,6 +239,7 @@ class Session:
         self._inherited = start.inherited
         self._deleted = start.deleted
         self._marks = start.marks
+        self._say_passed_over()
         return start.first
 
     def take_attempt(self) -> Attempt:
@@ -216,16 +254,8 @@ class Session:
         return all(checkpoint.tombstoned for checkpoint in self.known())
 
     def next_number(self) -> int:
-        """Say which attempt's number would be above any that is seen here."""
-        return 1 + max(
-            (
-                *(n for listing in self.listings for n in listing.attempts),
-                *(c.id.attempt for listing in self.listings for c in listing.copies),
-                *(id.attempt for listing in self.listings for id in listing.unfinished),
-                self.attempt.number if self.attempt else 0,
-                0,
-            )
-        )
+        """Say which attempt's number would be above all others, also on tiers that could not be asked."""
+        return next_attempt(self.listings, self.attempt)
 
     def take_number(self, number: int) -> Attempt:
         """Take that attempt, or one above it, on the most shared tier first; two starts never get the same."""

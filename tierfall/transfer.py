@@ -71,14 +71,17 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
         stores[tier].close()
 
 
-def writing_attempt(reader: Reader, listings: Sequence[Listing], line: Line) -> Attempt:
-    """Return the newest attempt that a tier knows; where none is known, the one that saved the checkpoint.
+def writing_attempt(
+    reader: Reader, listings: Sequence[Listing], line: Line, *, tier: str
+) -> Attempt:
+    """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
+    is known, the one that saved the checkpoint.
 
     Raises what kept its record from being read on every tier that has it.
     """
     number = max((n for listing in listings for n in listing.attempts), default=0)
     failure: TierfallError | None = None
-    for listing in listings:
+    for listing in sorted(listings, key=lambda listing: listing.tier != tier):
         if number and number in listing.attempts:
             try:
                 return reader.stores[listing.tier].read_attempt(number)

@@ -6,24 +6,29 @@ again (commit record first). It decides nothing, and it is handed its backend.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, Listing
+from tierfall.core.catalog import FoundCopy, Listing, start_of
 from tierfall.core.contracts import Backend, Stored, delete_all
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
+    BackendError,
     FencedError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
     NotSupportedError,
+    StorageFullError,
     TierfallError,
 )
+from tierfall.core.lines import AttemptStart, Key
 from tierfall.core.pace import Pace
 from tierfall.core.packing.files import without_index, wrong_files
 from tierfall.core.records import (
@@ -31,6 +36,7 @@ from tierfall.core.records import (
     Commit,
     Mark,
     TierRecord,
+    encode_start,
     read_attempt,
     read_commit,
     read_mark,
@@ -41,6 +47,8 @@ from tierfall.core.snapshot import Geometry
 from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
+
+logger = logging.getLogger("tierfall")
 
 Recognise = Callable[[str, Callable[[bytes], bool]], None]
 
@@ -71,6 +79,8 @@ class StoredTier:
         self._recognise = recognise
         self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
+        self._recorded_starts: set[Key] = set()
+        self._recorded_numbers: set[int] = set()
 
     @property
     def place(self) -> str:
@@ -97,7 +107,7 @@ class StoredTier:
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
-        folders, attempts = self._scan()
+        folders, attempts, starts = self._scan()
         found = [
             self._found(checkpoint, files)
             for checkpoint, files in folders.items()
@@ -106,7 +116,7 @@ class StoredTier:
         copies = [copy for copy in found if copy is not None]
         if any(copy.commit is not None and copy.damage is not None for copy in copies):
             # the folder of what was committed during the scan may have been read in part: look once more
-            again, _ = self._scan()
+            again, _, _ = self._scan()
             copies = [self._judged(c, again[c.id]) for c in copies if c.id in again]
         return Listing(
             tier=self.name,
@@ -117,19 +127,27 @@ class StoredTier:
                 if names.COMMIT_NAME not in files
             },
             attempts=attempts,
+            starts=starts,
         )
 
-    def _scan(self) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...]]:
-        """Return the files of every step's folder, by their names in it, and the numbers of the attempts."""
+    def _scan(
+        self,
+    ) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...], tuple[AttemptStart, ...]]:
+        """Return the files of every step's folder, by their names in it; the numbers of the attempts; and how those
+        began that have committed something here."""
         folders: dict[CheckpointId, dict[str, Stored]] = {}
         attempts: list[int] = []
+        starts: list[AttemptStart] = []
         for stored in self.backend.scan(f"{self._run}/"):
             folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
             if folder == names.ATTEMPTS_FOLDER and (number := names.parse_attempt(rest)):
                 attempts.append(number)
+            elif folder == names.LINEAGE_FOLDER and (start := _start(rest)):
+                starts.append(start)
+                self._note_recorded(start.key)
             elif checkpoint := names.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
-        return folders, tuple(sorted(attempts))
+        return folders, tuple(sorted(attempts)), tuple(starts)
 
     def _found(self, checkpoint: CheckpointId, files: dict[str, Stored]) -> FoundCopy | None:
         commit: Commit | None = None
@@ -301,6 +319,13 @@ class StoredTier:
                     f"commit on {self.name}: {checkpoint} was committed before with other content; "
                     "it is left as it is"
                 ) from None
+        try:
+            self._record_start(commit, attempt)
+        except BackendError as error:  # whoever drops the attempt's checkpoints records it before
+            logger.warning(
+                "%s: how attempt %d began is not recorded yet: %s",
+                self.name, commit.line.checkpoint.attempt, error,
+            )  # fmt: skip
 
     def remove_other_forms(self, commit: Commit) -> None:
         """Remove what images left in the folder of a step where they were packed otherwise before."""
@@ -366,6 +391,35 @@ class StoredTier:
         return True
 
     # Attempts ------------------------------------------------------------------------------------
+
+    def _record_start(self, commit: Commit, writer: Attempt | None = None) -> None:
+        """Record how the attempt of a checkpoint that is committed here began, once: what it left behind stays so when
+        its last checkpoint is gone. The record is beside the commit record, never before it: a start that died before
+        its first commit leaves nothing behind."""
+        line = commit.line
+        number = line.checkpoint.attempt
+        if (number, line.attempt_id) in self._recorded_starts:
+            return
+        began_s = commit.wall_time_s
+        if writer is None or writer.id != line.attempt_id:
+            with suppress(KeyNotFoundError, IntegrityError, NotSupportedError):
+                writer = self.read_attempt(number)
+        if writer is not None and writer.id == line.attempt_id:
+            began_s = writer.wall_time_s
+        began_ms = max(0, int(began_s * 1000))
+        start = replace(start_of(commit), began_s=began_ms / 1000)
+        name = names.start_name(
+            number, line.attempt_id, began_ms=began_ms, started_from=line.started_from
+        )
+        if _start(name) == start:  # else it is of no attempt that tierfall makes
+            with suppress(KeyExistsError):
+                key = f"{self._run}/{names.LINEAGE_FOLDER}/{name}"
+                self._documents.create(key, encode_start(self._run, start))
+        self._note_recorded((number, line.attempt_id))
+
+    def _note_recorded(self, key: Key) -> None:
+        self._recorded_starts.add(key)
+        self._recorded_numbers.add(key[0])
 
     def attempts(self) -> tuple[int, ...]:
         prefix = f"{self._run}/{names.ATTEMPTS_FOLDER}/"
@@ -474,9 +528,27 @@ class StoredTier:
                 self.name_latest(next_latest)
             else:
                 self.forget_latest()
+        if not void:
+            self._keep_start(checkpoint)
         self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
         self.discard(checkpoint)
         return marks
+
+    def _keep_start(self, checkpoint: CheckpointId) -> None:
+        """Record how the attempt of a checkpoint began before it goes, which may be the attempt's last."""
+        if checkpoint.attempt in self._recorded_numbers:
+            return
+        try:
+            commit = self.read_commit(checkpoint)
+        except (KeyNotFoundError, IntegrityError, NotSupportedError):
+            return  # it leaves nothing behind: what cannot be read says of no attempt how it began
+        try:
+            self._record_start(commit)
+        except StorageFullError as error:  # what is dropped makes room
+            logger.warning(
+                "%s: how attempt %d began is not recorded: %s",
+                self.name, checkpoint.attempt, error,
+            )  # fmt: skip
 
     def discard(self, checkpoint: CheckpointId, shard: Shard | None = None) -> None:
         """Remove what is left in the folder of a step that is not committed: all, or one shard's files. Those whose
@@ -503,6 +575,20 @@ class StoredTier:
 
     def _key(self, checkpoint: CheckpointId, name: str) -> str:
         return names.step_prefix(self._run, checkpoint) + name
+
+
+def _start(name: str) -> AttemptStart | None:
+    """Read how an attempt began from the name of its record."""
+    parsed = names.parse_start(name)
+    if parsed is None:
+        return None
+    number, attempt_id, began_ms, started_from = parsed
+    return AttemptStart(
+        attempt=number,
+        attempt_id=attempt_id,
+        started_from=started_from,
+        began_s=began_ms / 1000,
+    )
 
 
 def _bytes(files: Iterable[Stored]) -> int:

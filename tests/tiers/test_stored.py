@@ -128,6 +128,7 @@ def test_files_lie_where_the_names_say(tier: StoredTier, disk: MemoryBackend) ->
     assert keys(disk) == [
         "attempts/a0001.json",
         "latest",
+        f"lineage/a0001-{'a' * 32}-0-anew.json",
         folder + "commit.json",
         folder + "marks/pin",
         folder + f"{STEM}.json",
@@ -635,4 +636,4 @@ def test_publish_if_absent_is_what_commits_and_marks_use(disk: MemoryBackend) ->
     tier = tier_on(Noting("disk"))
     commit(tier, 1, marks=[mark(1)])
     once = {name for name, how in asked.items() if how is Publish.IF_ABSENT}
-    assert once == {"commit.json", "pin", "a0001.json"}
+    assert once == {"commit.json", "pin", "a0001.json", f"a0001-{'a' * 32}-0-anew.json"}
