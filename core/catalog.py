@@ -6,15 +6,19 @@ that kept it from answering. A commit record that is there but damaged is damage
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
 from tierfall.core.errors import IntegrityError, TierfallError
-from tierfall.core.lines import abandoned
-from tierfall.core.records import Commit
+from tierfall.core.lines import AttemptStart, Key, abandoned, resolve
+from tierfall.core.records import Attempt, Commit
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+
+UNSEEN_ATTEMPTS = 1000
+"""So many attempts a tier that cannot be asked may know of beyond those that are seen: more starts than a run has while
+a tier is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +46,14 @@ class FoundCopy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """All that one tier answered. ``unfinished`` are step folders without a commit record, with their bytes;
-    ``damaged`` is what could not even be told apart, as in memory that was overwritten."""
+    ``starts`` say how attempts began that have committed something there, though it may be gone; ``damaged`` is what
+    could not even be told apart, as in memory that was overwritten."""
 
     tier: str
     copies: tuple[FoundCopy, ...] = ()
     unfinished: dict[CheckpointId, int] = field(default_factory=dict)
     attempts: tuple[int, ...] = ()
+    starts: tuple[AttemptStart, ...] = ()
     damaged: tuple[TierfallError, ...] = ()
     error: TierfallError | None = None
 
@@ -79,17 +85,21 @@ class KnownCheckpoint:
 
 def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     """Bring listings together, oldest checkpoint first."""
+    listings = tuple(listings)
+    starts = starts_in(listings)
+    passed_over = {start.key for start in starts if start.passed_over}
     found: dict[CheckpointId, dict[str, FoundCopy]] = {}
     for listing in listings:
         for copy in listing.copies:
             found.setdefault(copy.id, {})[listing.tier] = copy
-    found = {id: of_one_life(copies) for id, copies in found.items()}
+    found = {id: of_one_life(copies, passed_over) for id, copies in found.items()}
     commits = {
         id: next((c.commit for c in copies.values() if c.commit is not None), None)
         for id, copies in found.items()
     }
     left = abandoned(
-        (id, commit.line.started_from) for id, commit in commits.items() if commit is not None
+        ((id, commit.line.attempt_id) for id, commit in commits.items() if commit is not None),
+        starts,
     )
     return tuple(
         KnownCheckpoint(id=id, commit=commits[id], copies=found[id], abandoned=id in left)
@@ -97,13 +107,65 @@ def merge(listings: Iterable[Listing]) -> tuple[KnownCheckpoint, ...]:
     )
 
 
-def of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
-    """Tell copies apart that only share a name: a run that began anew while a tier could not be asked may give the same
-    attempt number twice. What was saved last counts; the others are damage."""
+def start_of(commit: Commit) -> AttemptStart:
+    """Say what a commit record tells of how its attempt began; it was not later than the record."""
+    line = commit.line
+    return AttemptStart(
+        attempt=line.checkpoint.attempt,
+        attempt_id=line.attempt_id,
+        started_from=line.started_from,
+        began_s=commit.wall_time_s,
+    )
+
+
+def starts_in(
+    listings: Iterable[Listing], whole: Collection[CheckpointId] | None = None
+) -> tuple[AttemptStart, ...]:
+    """Say how every attempt began that has committed something, as far as these tiers know; of those that share a
+    number, all but one are passed over. Copies count of what is ``whole`` alone, where that is given."""
+    starts: list[AttemptStart] = []
+    saved = []
+    for listing in listings:
+        starts += listing.starts
+        for copy in listing.copies:
+            if copy.commit is not None and (whole is None or copy.id in whole):
+                starts.append(start_of(copy.commit))
+                saved.append((copy.id, copy.commit.line.attempt_id))
+    return resolve(starts, saved)
+
+
+def next_attempt(listings: Sequence[Listing], own: Attempt | None = None) -> int:
+    """Return an attempt's number above any that these tiers know, and above that of this process (``own``); where a
+    tier could not be asked, above any that it may know, so that what is saved now comes after all that lies there."""
+    saved = [
+        *(copy.id.attempt for listing in listings for copy in listing.copies),
+        *(id.attempt for listing in listings for id in listing.unfinished),
+        *(start.attempt for listing in listings for start in listing.starts),
+    ]
+    taken = [number for listing in listings for number in listing.attempts]
+    newest = max((*saved, *taken, own.number if own else 0, 0))
+    if own is None and any(listing.error is not None for listing in listings):
+        # starts that save nothing, one after the other while a tier is away, need no further room
+        newest = max(newest, max(saved, default=0) + UNSEEN_ATTEMPTS)
+    return newest + 1
+
+
+def of_one_life(
+    copies: dict[str, FoundCopy], passed_over: Collection[Key] = ()
+) -> dict[str, FoundCopy]:
+    """Tell copies apart that only share a name: starts that could not see each other's tiers may take the same attempt
+    number. What is not of an attempt that is ``passed_over`` counts, or else what was saved last; the others are
+    damage."""
     commits = [copy.commit for copy in copies.values() if copy.commit is not None]
     if len({commit.line.attempt_id for commit in commits}) < 2:
         return copies
-    newest = max(commits, key=lambda commit: commit.wall_time_s).line.attempt_id
+    newest = max(
+        commits,
+        key=lambda commit: (
+            (commit.line.checkpoint.attempt, commit.line.attempt_id) not in passed_over,
+            commit.wall_time_s,
+        ),
+    ).line.attempt_id
     return {
         tier: copy
         if copy.commit is None or copy.commit.line.attempt_id == newest
@@ -113,7 +175,7 @@ def of_one_life(copies: dict[str, FoundCopy]) -> dict[str, FoundCopy]:
             marks=frozenset(),
             foreign=True,
             damage=IntegrityError(
-                f"{tier}: {copy.id} is of another life of this run, and another tier holds a newer one of that name"
+                f"{tier}: {copy.id} is of another life of this run, and another tier holds the one that counts"
             ),
         )
         for tier, copy in copies.items()

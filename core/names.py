@@ -1,6 +1,7 @@
 """How things are named on a tier: pure functions between values and keys, and nothing else.
 
     <run>/attempts/a0007.json
+    <run>/lineage/a0007-<attempt id>-<milliseconds>-step-00000300-a0006.json, or -anew.json
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors, .json, commit.json, marks/<name>
     <run>/step-00000400-a0007/index.zst: the merged index of several ranks
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
@@ -25,6 +26,7 @@ INDEX_NAME = "index.zst"
 LATEST_NAME = "latest"
 TIER_NAME = "tier.json"
 ATTEMPTS_FOLDER = "attempts"
+LINEAGE_FOLDER = "lineage"
 MARKS_FOLDER = "marks"
 PROBE_FOLDER = "probe"
 STORED_SUFFIX = ".stored.json"
@@ -36,6 +38,10 @@ STEP_MAX = 10**_STEP_DIGITS - 1
 ATTEMPT_MAX = 10**_ATTEMPT_DIGITS - 1
 
 _STEP = re.compile(rf"step-([0-9]{{8,{_STEP_DIGITS}}})-a([0-9]{{4,{_ATTEMPT_DIGITS}}})\Z")
+_START = re.compile(
+    rf"a([0-9]{{4,{_ATTEMPT_DIGITS}}})-([0-9a-f]{{32}})-([0-9]{{1,15}})"
+    rf"-(?:anew|step-([0-9]{{8,{_STEP_DIGITS}}})-a([0-9]{{4,{_ATTEMPT_DIGITS}}}))\.json\Z"
+)
 _ATTEMPT = re.compile(rf"a([0-9]{{4,{_ATTEMPT_DIGITS}}})\.json\Z")
 _SHARD = re.compile(
     r"rank-([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors(?:\.zst|\.tfz)?|\.json|\.stored\.json)\Z"
@@ -71,6 +77,24 @@ def parse_attempt(name: str) -> int | None:
     """Read an attempt number from the last part of a key."""
     match = _ATTEMPT.match(name)
     return int(match[1]) if match else None
+
+
+def start_name(
+    number: int, attempt_id: str, *, began_ms: int, started_from: CheckpointId | None
+) -> str:
+    """Name the record of how an attempt that saved something began."""
+    start = "anew" if started_from is None else step_folder(started_from)
+    return f"a{number:04d}-{attempt_id}-{began_ms}-{start}.json"
+
+
+def parse_start(name: str) -> tuple[int, str, int, CheckpointId | None] | None:
+    """Read what ``start_name`` was given."""
+    match = _START.match(name)
+    if match is None:
+        return None
+    number, attempt_id, began_ms, step, attempt = match.groups()
+    started_from = None if step is None else CheckpointId(int(step), int(attempt))
+    return int(number), attempt_id, int(began_ms), started_from
 
 
 def step_folder(checkpoint: CheckpointId) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from tierfall.core import documents, names
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import IntegrityError
+from tierfall.core.lines import AttemptStart
 from tierfall.core.members import Members
 from tierfall.core.values import CheckpointId, Shard
 
@@ -169,7 +170,7 @@ class Commit:
         return next((file for file in self.files if file.name == name), None)
 
     def encode(self) -> bytes:
-        owed = {"owed": [_id_members(id) for id in self.owed]} if self.owed else {}
+        owed = {"owed": [_checkpoint_members(id) for id in self.owed]} if self.owed else {}
         return documents.seal(
             {
                 **_line_members(self.line),
@@ -253,6 +254,19 @@ class Attempt:
                 "wall_time_s": self.wall_time_s,
             }
         )
+
+
+def encode_start(run: str, start: AttemptStart) -> bytes:
+    """Return the record of how an attempt began. Its name says the same, and is what is read."""
+    return documents.seal(
+        {
+            "run": run,
+            "attempt": start.attempt,
+            "attempt_id": start.attempt_id,
+            "wall_time_s": start.began_s,
+            "started_from": _checkpoint_members(start.started_from),
+        }
+    )
 
 
 def read_attempt(data: bytes, *, what: str) -> Attempt:
@@ -378,7 +392,6 @@ def read_mark(data: bytes, *, what: str) -> Mark:
 
 
 def _line_members(line: Line) -> dict[str, object]:
-    start = line.started_from
     last = {"at_end": True} if line.at_end else {}
     return {
         "run": line.run,
@@ -386,13 +399,13 @@ def _line_members(line: Line) -> dict[str, object]:
         "attempt": line.checkpoint.attempt,
         "attempt_id": line.attempt_id,
         "ordinal": line.ordinal,
-        "started_from": None if start is None else _id_members(start),
+        "started_from": _checkpoint_members(line.started_from),
         **last,
     }
 
 
-def _id_members(id: CheckpointId) -> dict[str, int]:
-    return {"step": id.step, "attempt": id.attempt}
+def _checkpoint_members(id: CheckpointId | None) -> dict[str, int] | None:
+    return None if id is None else {"step": id.step, "attempt": id.attempt}
 
 
 def _line(reader: Members) -> Line:

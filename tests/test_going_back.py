@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 import tierfall
 from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on, wait_until
-from tierfall.core.errors import FencedError, StepError
+from tierfall import stores
+from tierfall.core.errors import FencedError, RestoreError, StepError, UnreachableError
 from tierfall.session import Session
 from tierfall.tiers.stored import StoredTier
 
@@ -280,3 +282,177 @@ def test_what_is_restored_is_protected_before_anything_may_be_dropped(
         assert report is not None
         ckpt.drain()
         assert 1 in steps_on(tmp_path / "disk")
+
+
+# Lines whose successor is gone, and attempts that could not see each other ------------------------
+
+
+def restored(config: dict[str, Any], **request: Any) -> tuple[str, int]:
+    """What a start restores, and the value that is in the state then."""
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        report = ckpt.restore(state, **request)
+        assert report is not None
+        return f"{report.step}@{report.attempt}", step_in(state)
+
+
+def test_what_was_left_behind_stays_so_when_the_line_that_left_it_is_gone(
+    make_config: MakeConfig,
+) -> None:
+    """Retention drops every checkpoint of attempt 2, which had gone back from 400@1 to 100@1."""
+    config = make_config(disk={"retain": {"last": 2}})
+    with tierfall.open(config) as ckpt:
+        for step in (100, 200, 300, 400):
+            ckpt.save(step, state_of(step if step == 100 else -step), block=True)
+            if step in (100, 400):
+                ckpt.pin(step)
+    for begin, steps in ((100, (200, 300, 400)), (None, (500, 600, 700))):
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank(), step=begin)
+            for step in steps:
+                ckpt.save(step, state_of(step), block=True)
+            ckpt.drain()
+            assert listed(ckpt)["400@1"]
+    with tierfall.open(config) as ckpt:
+        assert listed(ckpt) == {"100@1": False, "400@1": True, "600@3": False, "700@3": False}
+        with pytest.raises(RestoreError, match=r"400@1: its line was left behind"):
+            ckpt.restore(blank(), step=400)
+    assert restored(config) == ("700@3", 700)
+    assert restored(config, step=400, attempt=1) == ("400@1", -400)
+
+
+def test_a_line_stays_left_behind_when_a_person_removes_all_that_came_after_it(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config()
+    save_steps(config, range(1, 4))
+    with tierfall.open(config) as ckpt:
+        ckpt.pin(3)
+        ckpt.restore(blank(), step=1)
+        ckpt.save(2, state_of(-2), block=True)
+    shutil.rmtree(tmp_path / "disk" / "run" / "step-00000002-a0002")
+    assert restored(config) == ("1@1", 1)
+
+
+def test_a_start_that_saved_nothing_leaves_nothing_behind(make_config: MakeConfig) -> None:
+    config = make_config()
+    save_steps(config, range(1, 4))
+    assert restored(config, step=1) == ("1@1", 1)
+    assert restored(config) == ("3@1", 3)
+
+
+def away(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stores._open_backend
+
+    def opening(section: Any, *, read_only: bool) -> Any:
+        if section.name == tier:
+            raise UnreachableError(f"{tier}: no answer")
+        return real(section, read_only=read_only)
+
+    monkeypatch.setattr(stores, "_open_backend", opening)
+
+
+def test_what_begins_anew_while_a_tier_is_away_comes_after_all_that_lies_there(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(nvme={}, pfs={"shared": True})
+    for start in (range(1, 4), range(4, 8)):  # two attempts, of which another machine sees none
+        save_steps(config, start)
+    shutil.rmtree(tmp_path / "nvme")
+    with monkeypatch.context() as patch:
+        away("pfs", patch)
+        with tierfall.open(config, fresh=True) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(step, state_of(-step), block=True)
+    assert restored(config)[1] == -3
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        assert {name for name, left in listed(ckpt).items() if not left} == {
+            name for name in listed(ckpt) if int(name.split("@")[1]) > 2
+        }
+
+
+def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
+    make_config: MakeConfig, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = make_config(nvme={}, pfs={"shared": True})
+    there = make_config(nvme={"path": str(tmp_path / "other")}, pfs={"shared": True})
+    save_steps(here, range(1, 3))
+    save_steps(there, range(3, 6))
+    with monkeypatch.context() as patch:
+        away("pfs", patch)
+        with tierfall.open(here) as ckpt:
+            ckpt.restore(blank(), unreachable="ignore")
+            ckpt.save(3, state_of(-3), block=True)
+    assert restored(here)[1] == -3
+
+
+def two_lives(config: dict[str, Any], tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    """Machines ``a`` and ``b`` each begin anew while ``pfs`` is away, and so take the same number."""
+    away("pfs", patch)
+    for machine, sign in (("a", 1), ("b", -1)):
+        config["tiers"][1]["path"] = str(tmp_path / machine)
+        with tierfall.open(config, fresh=True) as ckpt:
+            for step in (1, 2, 5) if machine == "a" else (1, 3):
+                ckpt.save(step, state_of(sign * step), block=True)
+    # b's disk is what all nodes see from now on
+    shutil.copytree(tmp_path / "b", tmp_path / "pfs", dirs_exist_ok=True)
+    config["tiers"][1]["path"] = str(tmp_path / "a")
+
+
+@pytest.fixture
+def lives(make_config: MakeConfig, tmp_path: Path) -> dict[str, Any]:
+    config = make_config(nvme={}, pfs={"shared": True})
+    with pytest.MonkeyPatch.context() as patch:
+        two_lives(config, tmp_path, patch)
+    return config
+
+
+def test_of_two_lives_of_one_number_the_one_that_began_last_counts_and_it_is_said_once(
+    lives: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(lives) as ckpt:
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert (report.step, step_in(state)) == (3, -3)
+        ckpt.restore(state)
+        said = [r.getMessage() for r in caplog.records if "two starts" in r.getMessage()]
+        assert len(said) == 1
+        number = report.attempt
+        assert f"2@{number} on nvme" in said[0]
+        assert f"restore(step=5, attempt={number})" in said[0]
+        assert listed(ckpt) == {
+            f"1@{number}": False, f"2@{number}": True, f"3@{number}": False, f"5@{number}": True,
+        }  # fmt: skip
+        handle = ckpt.save(6, state_of(-6), block=True)
+        assert handle.attempt == number + 1
+        ckpt.drain()
+    assert restored(lives)[1] == -6
+
+
+def test_nothing_of_the_other_life_goes_before_the_run_has_gone_on(
+    lives: dict[str, Any], tmp_path: Path
+) -> None:
+    """Which one began last goes by clocks of two machines: that alone deletes nothing."""
+    with tierfall.open(lives) as ckpt:
+        ckpt.restore(blank())
+        ckpt.drain()
+        ckpt.prune()
+    assert {"step-00000002-a1001", "step-00000005-a1001"} <= set(names_on(tmp_path / "a"))
+
+
+def test_a_person_goes_back_to_the_other_life_by_step_and_attempt(lives: dict[str, Any]) -> None:
+    with tierfall.open(lives) as ckpt:
+        number = ckpt.checkpoints()[0].attempt
+        state = blank()
+        ckpt.restore(state, step=5, attempt=number)
+        assert step_in(state) == 5
+        ckpt.save(6, state_of(6), block=True)
+        ckpt.drain()
+    with tierfall.open(lives) as ckpt:
+        state = blank()
+        ckpt.restore(state)
+        assert step_in(state) == 6
+        assert not listed(ckpt)[f"5@{number}"]
+        assert listed(ckpt).get(f"3@{number}", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -390,3 +391,32 @@ def test_backend_errors_keep_their_kind(nodes: Nodes, monkeypatch: pytest.Monkey
         )
     assert issubclass(AccessDeniedError, BackendError)
     close_all(ckpts)
+
+
+def test_what_was_left_behind_on_one_node_alone_stays_so_for_all_ranks(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    """Attempt 2 went back from 3@1 to 1@1, and all that it saved is gone; the disk of node ``a`` alone knows of it."""
+    ckpts = nodes.all_open()
+    save(ckpts, 1, 2, 3)
+    close_all(ckpts)
+    with network(["a", "a", "b"]) as again:
+        ckpts = Nodes(tmp_path, again).all_open(rules={"retain": {"last": 9}})
+        state = {"w": torch.zeros(4), "rng": None}
+        call(ckpts, lambda c: c.restore(state, step=1))
+        call(ckpts, lambda c: c.pin(3, attempt=1))
+        save(ckpts, 2)
+        close_all(ckpts)
+    for disk in nodes.disks():
+        shutil.rmtree(disk / "run" / "step-00000002-a0002")
+    for disk in nodes.disks()[1:]:
+        shutil.rmtree(disk / "run" / "lineage")
+    with network(["a", "a", "b"]) as last:
+        ckpts = Nodes(tmp_path, last).all_open()
+        seen = call(
+            ckpts, lambda c: {f"{i.step}@{i.attempt}": i.abandoned for i in c.checkpoints()}
+        )
+        reports = call(ckpts, lambda c: c.restore({"w": torch.zeros(4), "rng": None}))
+        close_all(ckpts)
+    assert seen == [{"1@1": False, "3@1": True}] * 3
+    assert [report.step for report in reports] == [1, 1, 1]

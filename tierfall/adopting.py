@@ -61,21 +61,24 @@ def _why_foreign(
     is_known: bool,
 ) -> str | None:
     """Say why memory of an attempt is not this run's, or None. Where the attempt's record is not there, or damaged, the
-    commit records of the attempt say by which id a tier knows it."""
+    commit records of the attempt say by which id a tier knows it. A tier that was away may know another by its number.
+    """
     damage: list[TierfallError] = []
-    known = False
+    ids: dict[str, frozenset[str]] = {}
     for listing in answered:
-        ids = ids_by_commits(listing, number)
+        found = ids_by_commits(listing, number)
         if number in listing.attempts:
             try:
-                ids = frozenset({stores[listing.tier].read_attempt(number).id})
+                found = frozenset({stores[listing.tier].read_attempt(number).id})
             except KeyNotFoundError:
                 logger.debug("%s: attempt %d was removed just now", listing.tier, number)
             except IntegrityError as error:
                 damage.append(error)
-        if not ids <= {attempt_id}:
-            return f": tier {listing.tier} knows that attempt by another id"
-        known = known or bool(ids)
+        if found:
+            ids[listing.tier] = found
+    known = any(attempt_id in found for found in ids.values())
+    if ids and not known:
+        return f": tier {next(iter(ids))} knows that attempt by another id"
     for each in damage:
         whose = "this run's, other records say" if known else "taken for this run's, or not at all"
         logger.warning("open: %s; memory of attempt %d is %s", each, number, whose)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from tierfall.core.catalog import Listing
+from tierfall.core.catalog import Listing, next_attempt
 from tierfall.core.errors import ConfigError, KeyNotFoundError, TierfallError
 from tierfall.core.names import ATTEMPT_MAX
 from tierfall.core.records import Attempt
@@ -17,19 +18,25 @@ FAR = 1000
 
 
 def next_number(
-    listings: Sequence[Listing], stores: Mapping[str, StoredTier], *, run: str, own: int = 0
+    listings: Sequence[Listing],
+    stores: Mapping[str, StoredTier],
+    *,
+    run: str,
+    own: Attempt | None = None,
 ) -> int:
-    """Return the number above all attempts that ``listings`` name, and above this process's ``own``. A record far above
+    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does. A record far above
     the others that is a stray counts for nothing.
 
     Raises ConfigError, which names what has it, where the last number is taken.
     """
     saved = {number for x in listings for number in _saved_by(x)}
-    numbers = sorted({0, own, *saved, *(number for x in listings for number in x.attempts)})
+    mine = own.number if own else 0
+    numbers = sorted({0, mine, *saved, *(number for x in listings for number in x.attempts)})
+    strays = set()
     while len(numbers) > 1 and numbers[-1] - numbers[-2] > FAR and numbers[-1] not in saved:
         if not _is_stray(numbers[-1], listings, stores):
             break
-        numbers.pop()
+        strays.add(numbers.pop())
     if numbers[-1] >= ATTEMPT_MAX:
         last = numbers[-1]
         where = [x.tier for x in listings if last in x.attempts or last in _saved_by(x)]
@@ -38,7 +45,12 @@ def next_number(
             "is no start's, but was put there, remove its record, or the folders of its steps; or choose another run "
             "name"
         )
-    return numbers[-1] + 1
+    counted = [
+        replace(x, attempts=tuple(number for number in x.attempts if number not in strays))
+        for x in listings
+    ]
+    number: int = min(next_attempt(counted, own), ATTEMPT_MAX)
+    return number
 
 
 def _saved_by(listing: Listing) -> set[int]:

@@ -163,7 +163,7 @@ def _copy(
 ) -> Copied:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     source = origin(reader, checkpoint, held)
-    attempt = writing_attempt(reader, listings, source.commit.line)
+    attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
     there = next(listing for listing in listings if listing.tier == store.name)
     _check_room(reader.config, there, source.commit)
     marks = marks_of(reader, checkpoint)

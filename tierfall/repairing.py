@@ -165,7 +165,7 @@ class Repairer:
     def _mend_index(self, store: StoredTier, commit: Commit) -> str:
         """Make the index of the manifests beside it. Its bytes, and so the commit record, may come to be others than
         they were, as another zstd makes them."""
-        attempt = writing_attempt(self._reader, self._listings, commit.line)
+        attempt = writing_attempt(self._reader, self._listings, commit.line, tier=store.name)
         store.check_fence(attempt)
         data = make_index(store, commit)
         self._replace_records(store, with_index(commit, data), index=data)
@@ -173,7 +173,7 @@ class Repairer:
 
     def _mend_files(self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy) -> str:
         source = origin(self._reader, checkpoint, self._sources(store, checkpoint, copy))
-        attempt = writing_attempt(self._reader, self._listings, source.commit.line)
+        attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
         store.check_fence(attempt)
         limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)

@@ -19,7 +19,13 @@ from tierfall.adopting import check_life, take_over
 from tierfall.attempts import next_number
 from tierfall.config import Config
 from tierfall.core.bell import Bell
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import (
+    KnownCheckpoint,
+    Listing,
+    merge,
+    start_of,
+    starts_in,
+)
 from tierfall.core.errors import (
     AccessDeniedError,
     BackendError,
@@ -31,6 +37,7 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.lines import Key
 from tierfall.core.lock import RunLock
 from tierfall.core.ranks.ranks import News, Ranks
 from tierfall.core.records import Attempt, Commit
@@ -44,6 +51,7 @@ from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.words import few_of
 from tierfall.identity import Identities
 from tierfall.inheriting import (
     AdoptedSlot,
@@ -104,6 +112,7 @@ class Session:
         self.probed = False
         self._tending = tending
         self._closed = False
+        self._said_passed_over: set[Key] = set()
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
         self.steps_seen = StepsSeen()
@@ -188,6 +197,32 @@ class Session:
             for damage in listing.damaged:
                 logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
 
+    def _say_passed_over(self) -> None:
+        """Say, once, which checkpoints only share an attempt's number with what counts."""
+        if not self.ranks.topology.is_root:
+            return
+        passed_over = {
+            s.key for s in starts_in(self._held) if s.passed_over
+        } - self._said_passed_over
+        self._said_passed_over |= passed_over
+        found = [
+            c for c in self.known_by_all() if c.commit and start_of(c.commit).key in passed_over
+        ]
+        for number in sorted({number for number, _ in passed_over}):
+            left = [c for c in found if c.id.attempt == number]
+            if left:
+                logger.warning(
+                    "run %s: two starts have taken attempt %d, as neither could see the other's tiers. The one counts "
+                    "that the run went on from, or else that began last by its clock; what the other has saved is left "
+                    "behind: %s. If that is the wrong one, go back to it by restore(step=%d, attempt=%d); to keep it, "
+                    "pin it now",
+                    self.run,
+                    number,
+                    few_of([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
+                    left[-1].id.step,
+                    number,
+                )
+
     def hosts(self) -> list[HostTier]:
         """The slots of this process: its own, and those that it has adopted."""
         return [self.host, *(slot.host for slot in self.adopted)]
@@ -206,6 +241,7 @@ class Session:
         if not self.puts_together:
             self.settle()
             self.take_number(self.next_number())
+            self._say_passed_over()
             return self.knows_of_nothing()
         start = start_together(self)
         self._held = held_by_all(self, start)
@@ -214,6 +250,7 @@ class Session:
         self._inherited = start.inherited
         self._deleted = start.deleted
         self._marks = start.marks
+        self._say_passed_over()
         return start.first
 
     def settle(self) -> None:
@@ -238,9 +275,8 @@ class Session:
         return all(checkpoint.tombstoned for checkpoint in self.known())
 
     def next_number(self) -> int:
-        """Say which attempt's number would be above any that is seen here."""
-        own = self.attempt.number if self.attempt else 0
-        return next_number(self.listings, self.stores, run=self.run, own=own)
+        """Say which attempt's number would be above all others, also on tiers that could not be asked."""
+        return next_number(self.listings, self.stores, run=self.run, own=self.attempt)
 
     def take_number(self, number: int) -> Attempt:
         """Take that attempt, or one above it, on the most shared tier first; two starts never get the same."""

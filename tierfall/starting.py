@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any
 from tierfall import probing
 from tierfall.config import Config, ObjectTier
 from tierfall.config import StoredTier as StoredSection
-from tierfall.core.catalog import FoundCopy, Listing, merge
+from tierfall.core.catalog import FoundCopy, Listing, merge, starts_in
 from tierfall.core.errors import IntegrityError, RanksError, TierfallError
+from tierfall.core.lines import AttemptStart
 from tierfall.core.packing.files import image_file
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
 from tierfall.core.records import Attempt, Commit, read_commit
 from tierfall.core.restore.agreeing import complete, whole_on
-from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.restore.describing import (
+    describe,
+    describe_starts,
+    merge_ranks,
+    read_starts,
+)
 from tierfall.core.values import CheckpointId
 from tierfall.core.words import ranks_named
 from tierfall.inheriting import inherited
@@ -39,7 +45,7 @@ class Start:
     there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
     ``first``: no rank found any; ``inherited`` as in ``inheriting.inherited``. ``marks``, per tier, are those that any
     rank found there; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired, each
-    with what is wrong with it."""
+    with what is wrong with it; ``starts`` say how attempts began that have committed something."""
 
     attempt: Attempt
     whole: Mapping[str, frozenset[CheckpointId]]
@@ -50,6 +56,7 @@ class Start:
     marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
     deleted: frozenset[CheckpointId] = frozenset()
     damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
+    starts: tuple[AttemptStart, ...] = ()
 
     @property
     def scattered(self) -> frozenset[CheckpointId]:
@@ -122,6 +129,7 @@ def start_together(session: Session) -> Start:
                     tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
                     for tier, said in found["damaged"].items()
                 },
+                starts=read_starts(found["starts"]),
             )
         number = attempt.number + 1
     raise RanksError(
@@ -223,6 +231,7 @@ def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any
         },
         "damaged": damaged_copies(listings, host=session.config.host.name),
         "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
+        "starts": describe_starts(starts_in(listings, found)),
         "first": all(body["nothing"] for body in bodies.values()),
     }
 
@@ -289,6 +298,7 @@ def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
     return tuple(
         replace(
             listing,
+            starts=start.starts,
             copies=tuple(
                 replace(
                     copy,

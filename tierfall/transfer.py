@@ -74,12 +74,16 @@ def writable(config: Config, tier: str) -> Iterator[StoredTier]:
         stores[tier].close()
 
 
-def writing_attempt(reader: Reader, listings: Sequence[Listing], line: Line) -> Attempt:
-    """Return the newest attempt that a tier knows; where none is known, the one that saved the checkpoint.
+def writing_attempt(
+    reader: Reader, listings: Sequence[Listing], line: Line, *, tier: str
+) -> Attempt:
+    """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
+    is known, the one that saved the checkpoint.
 
     Raises what kept its record from being read on every tier that has it.
     """
-    newest = newest_attempt(listings, reader.stores)
+    at_first = sorted(listings, key=lambda listing: listing.tier != tier)
+    newest = newest_attempt(at_first, reader.stores)
     if newest is not None:
         return newest[0]
     return Attempt(

@@ -11,20 +11,24 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, Listing
+from tierfall.core.catalog import FoundCopy, Listing, start_of
 from tierfall.core.contracts import Backend, Stored, delete_all
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
+    BackendError,
     FencedError,
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
     NotSupportedError,
+    StorageFullError,
     TierfallError,
 )
+from tierfall.core.lines import AttemptStart, Key
 from tierfall.core.pace import Pace
 from tierfall.core.packing.files import without_index, wrong_files
 from tierfall.core.records import (
@@ -32,6 +36,7 @@ from tierfall.core.records import (
     Commit,
     Mark,
     TierRecord,
+    encode_start,
     read_attempt,
     read_commit,
     read_mark,
@@ -84,6 +89,8 @@ class StoredTier:
         self._recorded: set[str] = set()
         """The attempts of this process whose records were seen here, whole."""
         self._strays: set[int] = set()
+        self._recorded_starts: set[Key] = set()
+        self._recorded_numbers: set[int] = set()
 
     @property
     def place(self) -> str:
@@ -110,7 +117,7 @@ class StoredTier:
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
-        folders, attempts = self._scan()
+        folders, attempts, starts = self._scan()
         found = [
             self._found(checkpoint, files)
             for checkpoint, files in folders.items()
@@ -119,7 +126,7 @@ class StoredTier:
         copies = [copy for copy in found if copy is not None]
         if any(copy.commit is not None and copy.damage is not None for copy in copies):
             # the folder of what was committed during the scan may have been read in part: look once more
-            again, _ = self._scan()
+            again, _, _ = self._scan()
             copies = [self._judged(c, again[c.id]) for c in copies if c.id in again]
         return Listing(
             tier=self.name,
@@ -130,6 +137,7 @@ class StoredTier:
                 if names.COMMIT_NAME not in files
             },
             attempts=attempts,
+            starts=starts,
             damaged=tuple(
                 IntegrityError(
                     f"{self.name}: {self._run}/{names.step_folder(checkpoint)} is a file where the folder of a step "
@@ -140,17 +148,24 @@ class StoredTier:
             ),
         )
 
-    def _scan(self) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...]]:
-        """Return the files of every step's folder, by their names in it, and the numbers of the attempts."""
+    def _scan(
+        self,
+    ) -> tuple[dict[CheckpointId, dict[str, Stored]], tuple[int, ...], tuple[AttemptStart, ...]]:
+        """Return the files of every step's folder, by their names in it; the numbers of the attempts; and how those
+        began that have committed something here."""
         folders: dict[CheckpointId, dict[str, Stored]] = {}
         attempts: list[int] = []
+        starts: list[AttemptStart] = []
         for stored in self.backend.scan(f"{self._run}/"):
             folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
             if folder == names.ATTEMPTS_FOLDER and (number := names.parse_attempt(rest)):
                 attempts.append(number)
+            elif folder == names.LINEAGE_FOLDER and (start := _start(rest)):
+                starts.append(start)
+                self._note_recorded(start.key)
             elif checkpoint := names.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
-        return folders, tuple(sorted(attempts))
+        return folders, tuple(sorted(attempts)), tuple(starts)
 
     def _found(self, checkpoint: CheckpointId, files: dict[str, Stored]) -> FoundCopy | None:
         commit: Commit | None = None
@@ -336,6 +351,13 @@ class StoredTier:
             self.settle(checkpoint)
         else:
             self._settled.add(checkpoint)
+        try:
+            self._record_start(commit, attempt)
+        except BackendError as error:  # whoever drops the attempt's checkpoints records it before
+            logger.warning(
+                "%s: how attempt %d began is not recorded yet: %s",
+                self.name, commit.line.checkpoint.attempt, error,
+            )  # fmt: skip
 
     def remove_other_forms(self, commit: Commit, *, attempt: Attempt) -> None:
         """Remove what images left in the folder of a step where they were packed otherwise before. Raises FencedError
@@ -406,6 +428,35 @@ class StoredTier:
         return True
 
     # Attempts ------------------------------------------------------------------------------------
+
+    def _record_start(self, commit: Commit, writer: Attempt | None = None) -> None:
+        """Record how the attempt of a checkpoint that is committed here began, once: what it left behind stays so when
+        its last checkpoint is gone. The record is beside the commit record, never before it: a start that died before
+        its first commit leaves nothing behind."""
+        line = commit.line
+        number = line.checkpoint.attempt
+        if (number, line.attempt_id) in self._recorded_starts:
+            return
+        began_s = commit.wall_time_s
+        if writer is None or writer.id != line.attempt_id:
+            with suppress(KeyNotFoundError, IntegrityError, NotSupportedError):
+                writer = self.read_attempt(number)
+        if writer is not None and writer.id == line.attempt_id:
+            began_s = writer.wall_time_s
+        began_ms = max(0, int(began_s * 1000))
+        start = replace(start_of(commit), began_s=began_ms / 1000)
+        name = names.start_name(
+            number, line.attempt_id, began_ms=began_ms, started_from=line.started_from
+        )
+        if _start(name) == start:  # else it is of no attempt that tierfall makes
+            with suppress(KeyExistsError):
+                key = f"{self._run}/{names.LINEAGE_FOLDER}/{name}"
+                self._documents.create(key, encode_start(self._run, start))
+        self._note_recorded((number, line.attempt_id))
+
+    def _note_recorded(self, key: Key) -> None:
+        self._recorded_starts.add(key)
+        self._recorded_numbers.add(key[0])
 
     def attempts(self) -> tuple[int, ...]:
         prefix = f"{self._run}/{names.ATTEMPTS_FOLDER}/"
@@ -612,11 +663,29 @@ class StoredTier:
                 self.name_latest(next_latest)
             else:
                 self.forget_latest()
+        if not void:
+            self._keep_start(checkpoint)
         self.check_newest(attempt, doing=doing)
         self._settled.discard(checkpoint)
         self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
         self.discard(checkpoint, attempt=attempt)
         return marks
+
+    def _keep_start(self, checkpoint: CheckpointId) -> None:
+        """Record how the attempt of a checkpoint began before it goes, which may be the attempt's last."""
+        if checkpoint.attempt in self._recorded_numbers:
+            return
+        try:
+            commit = self.read_commit(checkpoint)
+        except (KeyNotFoundError, IntegrityError, NotSupportedError):
+            return  # it leaves nothing behind: what cannot be read says of no attempt how it began
+        try:
+            self._record_start(commit)
+        except StorageFullError as error:  # what is dropped makes room
+            logger.warning(
+                "%s: how attempt %d began is not recorded: %s",
+                self.name, checkpoint.attempt, error,
+            )  # fmt: skip
 
     def discard(
         self, checkpoint: CheckpointId, shard: Shard | None = None, *, attempt: Attempt | None
@@ -653,6 +722,20 @@ class StoredTier:
 
     def _key(self, checkpoint: CheckpointId, name: str) -> str:
         return names.step_prefix(self._run, checkpoint) + name
+
+
+def _start(name: str) -> AttemptStart | None:
+    """Read how an attempt began from the name of its record."""
+    parsed = names.parse_start(name)
+    if parsed is None:
+        return None
+    number, attempt_id, began_ms, started_from = parsed
+    return AttemptStart(
+        attempt=number,
+        attempt_id=attempt_id,
+        started_from=started_from,
+        began_s=began_ms / 1000,
+    )
 
 
 def _bytes(files: Iterable[Stored]) -> int:

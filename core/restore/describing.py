@@ -18,6 +18,7 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.lines import AttemptStart, merge_starts
 from tierfall.core.records import Commit, read_commit
 from tierfall.core.values import CheckpointId, CopyState
 
@@ -28,6 +29,7 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, A
         listing.tier: {
             "error": _said(listing.error),
             "damaged": [str(damage) for damage in listing.damaged],
+            "starts": describe_starts(listing.starts),
             "copies": [
                 {
                     "step": copy.id.step,
@@ -45,6 +47,32 @@ def describe(listings: Iterable[Listing], *, mine: Sequence[str]) -> dict[str, A
         for listing in listings
         if listing.tier in mine
     }
+
+
+def describe_starts(starts: Iterable[AttemptStart]) -> list[list[Any]]:
+    return [
+        [
+            start.attempt,
+            start.attempt_id,
+            start.started_from and [start.started_from.step, start.started_from.attempt],
+            start.began_s,
+            start.passed_over,
+        ]
+        for start in starts
+    ]
+
+
+def read_starts(said: Iterable[list[Any]]) -> tuple[AttemptStart, ...]:
+    return tuple(
+        AttemptStart(
+            attempt=attempt,
+            attempt_id=attempt_id,
+            started_from=None if started_from is None else CheckpointId(*started_from),
+            began_s=began_s,
+            passed_over=passed_over,
+        )
+        for attempt, attempt_id, started_from, began_s, passed_over in said
+    )
 
 
 def merge_ranks(
@@ -66,8 +94,10 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
         return Listing(tier=tier, error=RanksError(f"no rank has looked at tier {tier}"))
     damaged: list[TierfallError] = []
     failures: list[TierfallError] = []
+    starts: list[AttemptStart] = []
     found: dict[CheckpointId, dict[int, FoundCopy]] = {}
     for rank, said in sorted(described.items()):
+        starts += read_starts(said["starts"])
         if said["error"] is not None:
             failures.append(_heard(said["error"], rank))
         damaged += [IntegrityError(f"rank {rank}: {text}") for text in said["damaged"]]
@@ -82,6 +112,7 @@ def _merge_tier(tier: str, described: Mapping[int, Mapping[str, Any]]) -> Listin
     return Listing(
         tier=tier,
         copies=tuple(copies),
+        starts=tuple(merge_starts(starts).values()),
         damaged=tuple(damaged),
         error=failures[0] if failures else None,
     )

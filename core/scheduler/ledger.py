@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
-from tierfall.core.catalog import KnownCheckpoint, Listing, overtaken
+from tierfall.core.catalog import KnownCheckpoint, Listing, overtaken, starts_in
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import FlushError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.lines import abandoned
+from tierfall.core.lines import AttemptStart, Key, abandoned
 from tierfall.core.packing.files import plain
 from tierfall.core.records import Commit, Manifest
 from tierfall.core.snapshot import Geometry, HostRegion, Share, Snapshot, geometry
@@ -132,6 +132,18 @@ class Entry:
         self.marks[tier] = old | {name} if there else old - {name}
 
     @property
+    def start(self) -> AttemptStart | None:
+        """How its attempt began; None where every commit record is damaged."""
+        if self.attempt_id is None:
+            return None
+        return AttemptStart(
+            attempt=self.id.attempt,
+            attempt_id=self.attempt_id,
+            started_from=self.started_from,
+            began_s=self.commit.wall_time_s if self.commit else 0.0,
+        )
+
+    @property
     def order(self) -> tuple[int, int]:
         """In which order checkpoints came to be, over attempts and rewinds."""
         return (self.id.attempt, self.id.step)
@@ -243,6 +255,7 @@ class Ledger:
         self.least_ordinal = 0
         self.now_s = 0.0
         self.wall_offset_s = 0.0
+        self._starts: dict[Key, AttemptStart] = {}
         self.found_pinned: set[CheckpointId] = set()
         """What some rank found a pin of at the start, perhaps where this one has no copy."""
         self.read_rates: Callable[[], Mapping[str, float]] = dict
@@ -267,6 +280,8 @@ class Ledger:
                 entry.marks[tier] = copy.marks
             entry.overtaken.update(late.get(checkpoint.id, ()))
             self.entries[checkpoint.id] = entry
+        listings = tuple(listings)
+        self._starts = {start.key: start for start in starts_in(listings)}
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
@@ -301,6 +316,13 @@ class Ledger:
         self.restored_from, self.attempt = checkpoint, attempt
         self.least_ordinal = 0
         self.knows_good = True
+        entry = None if checkpoint is None else self.entries.get(checkpoint)
+        if entry is not None and entry.attempt_id is not None:
+            # of attempts that share its number it is the one that counts now
+            for key, start in self._starts.items():
+                if key[0] == entry.id.attempt:
+                    passed_over = key[1] != entry.attempt_id
+                    self._starts[key] = replace(start, passed_over=passed_over)
 
     def knows_what_is_good(self) -> None:
         """Note that copies may be dropped by rule from now on."""
@@ -321,7 +343,17 @@ class Ledger:
         )
 
     def abandoned(self) -> frozenset[CheckpointId]:
-        return abandoned((e.id, e.started_from) for e in self.entries.values() if self.whole(e))
+        """Name what the present line left behind; an attempt that has committed something counts also when all of that
+        is gone."""
+        whole = [entry for entry in self.entries.values() if self.whole(entry)]
+        starts = dict(self._starts)
+        for entry in whole:
+            start = entry.start
+            if start is not None and start.key not in starts:
+                starts[start.key] = start
+                if CopyState.COMMITTED in entry.states.values():
+                    self._starts[start.key] = start
+        return abandoned(((entry.id, entry.attempt_id) for entry in whole), starts.values())
 
     def view(
         self,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tierfall.core.catalog import FoundCopy, Listing, merge, to_view
+from tierfall.core.catalog import FoundCopy, Listing, merge, next_attempt, to_view
 from tierfall.core.errors import IntegrityError, UnreachableError
-from tierfall.core.records import Commit, Line, NamedFile
+from tierfall.core.records import Attempt, Commit, Line, NamedFile
 from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
 from tierfall.core.view import TierRules
 
@@ -138,3 +138,38 @@ def test_a_copy_of_another_life_is_damage_and_its_marks_are_not_the_living_ones(
     assert not known.tombstoned
     assert known.copies["nvme"].damage is None
     assert "another life" in str(known.copies["store"].damage)
+
+
+def test_of_copies_of_one_name_that_counts_which_the_run_went_on_from() -> None:
+    """The clock of the machine that saved the other one was fast."""
+    one, later = commit(1), commit(2)
+    foreign = replace(one, wall_time_s=9.0, line=replace(one.line, attempt_id="f" * 32))
+    went_on = commit(3, 2, started_from=CheckpointId(2, 1))
+    known = merge(
+        [
+            Listing(
+                tier="nvme", copies=(copy(1), copy(2, commit=later), copy(3, 2, commit=went_on))
+            ),
+            Listing(tier="store", copies=(copy(1, commit=foreign),)),
+        ]
+    )
+    assert [(str(c.id), c.abandoned) for c in known] == [
+        ("1@1", False), ("2@1", False), ("3@2", False),
+    ]  # fmt: skip
+    assert known[0].commit == one
+    assert known[0].copies["nvme"].damage is None
+    assert "another life" in str(known[0].copies["store"].damage)
+
+
+def test_the_next_attempt_is_above_all_that_a_tier_which_cannot_be_asked_may_know() -> None:
+    away = Listing(tier="store", error=UnreachableError("timeout"))
+    seen = Listing(tier="nvme", copies=(copy(2, 3),), attempts=(1, 3))
+    assert next_attempt([seen]) == 4
+    first = next_attempt([seen, away])
+    assert first > 1000
+    # one start after the other that saves nothing, or goes back while it runs, stays close to that
+    again = replace(seen, attempts=(1, 3, first))
+    assert next_attempt([again, away]) == first + 1
+    own = Attempt(run="run", number=first, id="a" * 32, node="n", pid=1, wall_time_s=0.0)
+    assert next_attempt([replace(again, copies=(copy(9, first),)), away], own) == first + 1
+    assert next_attempt([replace(again, copies=(copy(9, first),)), away]) > first + 1000

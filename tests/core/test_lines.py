@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.lines import abandoned
+from tierfall.core.lines import AttemptStart, resolve
+from tierfall.core.lines import abandoned as left_behind
 from tierfall.core.values import CheckpointId
 
 Pair = tuple[CheckpointId, CheckpointId | None]
@@ -14,6 +18,17 @@ Pair = tuple[CheckpointId, CheckpointId | None]
 def at(text: str) -> CheckpointId:
     step, attempt = text.split("@")
     return CheckpointId(int(step), int(attempt))
+
+
+def start(id: CheckpointId, started_from: CheckpointId | None, **members: Any) -> AttemptStart:
+    given = {"attempt_id": "x", "began_s": float(id.attempt), **members}
+    return AttemptStart(attempt=id.attempt, started_from=started_from, **given)
+
+
+def abandoned(known: Iterable[Pair]) -> frozenset[CheckpointId]:
+    known = list(known)
+    saved = [(id, "x") for id, _ in known]
+    return left_behind(saved, resolve([start(id, begun) for id, begun in known], saved))
 
 
 def left(*pairs: tuple[str, str | None]) -> list[str]:
@@ -91,3 +106,60 @@ def test_what_is_live_rises_from_attempt_to_attempt(known: list[Pair]) -> None:
     for id, _ in known:
         if id not in gone:
             assert all(id.step <= s for a, s in starts.items() if a > id.attempt)
+
+
+# Attempts whose checkpoints are gone, and numbers that were taken twice -------------------------------
+
+
+def test_what_an_attempt_left_behind_stays_so_when_all_that_it_saved_is_gone() -> None:
+    starts = [start(at("1@1"), None), start(at("2@2"), at("100@1")), start(at("6@3"), at("500@2"))]
+    saved = [(at(one), "x") for one in ("100@1", "400@1", "600@3")]
+    assert left_behind(saved, resolve(starts, saved)) == {at("400@1")}
+
+
+def test_of_two_attempts_of_one_number_the_one_that_began_last_counts() -> None:
+    old, new = start(at("1@1"), None), start(at("1@1"), None, attempt_id="y", began_s=5.0)
+    saved = [(at("100@1"), "x"), (at("500@1"), "x"), (at("10@1"), "y")]
+    for order in ([old, new], [new, old]):
+        assert left_behind(saved, resolve(order, saved)) == {at("100@1"), at("500@1")}
+
+
+def test_what_a_later_attempt_went_on_from_counts_whatever_clocks_say() -> None:
+    """A person went back to the other one, or the clock of one machine was wrong."""
+    starts = [
+        start(at("1@1"), None),
+        start(at("1@1"), None, attempt_id="y", began_s=5.0),
+        start(at("6@2"), at("500@1")),
+    ]
+    saved = [(at("100@1"), "x"), (at("500@1"), "x"), (at("10@1"), "y"), (at("600@2"), "x")]
+    assert left_behind(saved, resolve(starts, saved)) == {at("10@1")}
+
+
+def test_an_attempt_that_is_passed_over_leaves_nothing_behind() -> None:
+    starts = [
+        start(at("1@1"), None),
+        start(at("1@2"), None, began_s=2.0),
+        start(at("1@2"), at("300@1"), attempt_id="y", began_s=3.0),
+    ]
+    saved = [(at("200@1"), "x"), (at("10@2"), "x"), (at("400@2"), "y")]
+    assert left_behind(saved, resolve(starts, saved)) == {at("10@2")}
+
+
+@given(pairs, st.lists(st.sampled_from("xyz"), min_size=12, max_size=12), st.randoms())
+def test_what_several_ranks_resolve_again_stays_as_it_is(
+    known: list[Pair], ids: list[str], random: Any
+) -> None:
+    """Rank 0 resolves for all; each rank brings that together with what it sees itself."""
+    starts = [
+        start(id, begun, attempt_id=of, began_s=random.random())
+        for (id, begun), of in zip(known, ids, strict=False)
+    ]
+    saved = [(id, of) for (id, _), of in zip(known, ids, strict=False)]
+    resolved = resolve(starts, saved)
+    kept = [one for one in saved if random.random() < 0.5]
+    assert set(resolve([*resolved, *starts], kept)) == set(resolved)
+    shuffled = random.sample(starts, len(starts))
+    assert set(resolve(shuffled, saved)) == set(resolved)
+    for number in {one.attempt for one in resolved}:
+        of_number = [one for one in resolved if one.attempt == number]
+        assert sum(not one.passed_over for one in of_number) == 1

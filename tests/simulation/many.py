@@ -22,7 +22,7 @@ from tests.simulation.world import (
 )
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
-from tierfall.core.catalog import merge
+from tierfall.core.catalog import merge, starts_in
 from tierfall.core.errors import RestoreError
 from tierfall.core.ranks.council import Topic
 from tierfall.core.records import (
@@ -139,6 +139,7 @@ class Many:
                 tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
                 for tier, said in damaged_copies(together, host="host").items()
             },
+            starts=starts_in(together, found),
         )
         self.started_from = self._chosen(described, order)
         commit = known.get(self.started_from) if self.started_from else None

@@ -20,7 +20,7 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.catalog import FoundCopy, Listing, merge
+from tierfall.core.catalog import FoundCopy, Listing, merge, next_attempt
 from tierfall.core.contracts import Backend
 from tierfall.core.documents import Spliced, sha256
 from tierfall.core.errors import UnreachableError
@@ -290,17 +290,15 @@ class World:
             for store in self.stores.values()
         )
         held = images_of(self.memory)
-        numbers = [n for x in listings for n in x.attempts]
-        numbers += [c.id.attempt for x in listings for c in x.copies]
-        self.attempt = _attempt(1 + max((*numbers, *(id.attempt for id, _ in held), 0)))
+        in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
+        everything = (in_memory, *listings)
+        self.attempt = _attempt(next_attempt(everything))
         for listing, store in zip(listings, self.stores.values(), strict=True):
             if listing.error is None:
                 store.take_attempt(self.attempt)
                 store.discard_unfinished(attempt=self.attempt)
         ledger = Ledger(self.rules, "host")
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.now_s)
-        in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
-        everything = (in_memory, *listings)
         ledger.load(merge(everything), everything)
         take_over(ledger, held, [], ())
         tasks: list[Task] = []

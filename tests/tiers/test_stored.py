@@ -131,6 +131,7 @@ def test_files_lie_where_the_names_say(tier: StoredTier, disk: MemoryBackend) ->
     assert keys(disk) == [
         "attempts/a0001.json",
         "latest",
+        f"lineage/a0001-{'a' * 32}-0-anew.json",
         folder + "commit.json",
         folder + "marks/pin",
         folder + f"{STEM}.json",
@@ -875,4 +876,100 @@ def test_publish_if_absent_is_what_commits_and_marks_use(disk: MemoryBackend) ->
     tier = tier_on(Noting("disk"))
     commit(tier, 1, marks=[mark(1)])
     once = {name for name, how in asked.items() if how is Publish.IF_ABSENT}
-    assert once == {"commit.json", "pin", "a0001.json"}
+    assert once == {"commit.json", "pin", "a0001.json", f"a0001-{'a' * 32}-0-anew.json"}
+
+
+# How attempts began -----------------------------------------------------------------------------------
+
+
+def begun(tier: StoredTier) -> list[tuple[int, str | None]]:
+    """Name the attempts that are known to have committed something here, and what each went on from."""
+    return [
+        (start.attempt, None if start.started_from is None else str(start.started_from))
+        for start in tier.list().starts
+    ]
+
+
+def went_on(step: int, number: int, begin: CheckpointId) -> Commit:
+    commit = commit_of(step, number)
+    return dataclasses.replace(commit, line=dataclasses.replace(commit.line, started_from=begin))
+
+
+def test_how_an_attempt_began_is_known_when_its_last_checkpoint_is_gone(tier: StoredTier) -> None:
+    commit(tier, 1)
+    tier.take_attempt(attempt(2))
+    assert begun(tier) == [(1, None)], "an attempt that committed nothing leaves nothing behind"
+    for step in (4, 5):
+        write_image(tier, step, 2)
+        tier.commit(went_on(step, 2, CheckpointId(1, 1)), attempt=attempt(2))
+        tier.drop(CheckpointId(step, 2))
+    assert steps(tier) == ["1@1"]
+    assert begun(tier) == [(1, None), (2, "1@1")]
+
+
+def test_what_died_before_its_first_commit_leaves_nothing_behind(disk: MemoryBackend) -> None:
+    plan = [Fault(kind=FaultKind.FAIL_BEFORE, operation=Operation.PUBLISH, keys="*/commit.json")]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    with pytest.raises(UnreachableError):
+        commit(tier, 1)
+    assert begun(tier_on(disk)) == []
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.DISK_FULL])
+def test_a_commit_counts_though_how_its_attempt_began_is_not_recorded(
+    disk: MemoryBackend, kind: FaultKind
+) -> None:
+    """It is recorded before the checkpoint goes, by whichever process drops it."""
+    operation = Operation.PUBLISH if kind is FaultKind.FAIL_BEFORE else Operation.WRITE
+    plan = [Fault(kind=kind, operation=operation, keys="*/lineage/*", times=None)]
+    commit(tier_on(Faulty(disk, seed=0, plan=plan)), 1)
+    later = tier_on(disk)
+    assert (steps(later), begun(later)) == (["1@1"], [])
+    later.drop(CheckpointId(1, 1))
+    assert (steps(later), begun(later)) == ([], [(1, None)])
+
+
+def test_a_full_disk_still_gives_up_a_checkpoint(disk: MemoryBackend) -> None:
+    plan = [Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, keys="*/lineage/*")]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    commit(tier, 1)
+    tier.drop(CheckpointId(1, 1))
+    assert steps(tier) == []
+
+
+def test_a_checkpoint_stays_while_how_its_attempt_began_cannot_be_recorded(
+    disk: MemoryBackend,
+) -> None:
+    plan = [
+        Fault(
+            kind=FaultKind.FAIL_BEFORE, operation=Operation.PUBLISH, keys="*/lineage/*", times=None
+        )
+    ]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    commit(tier, 1)
+    with pytest.raises(UnreachableError):
+        tier.drop(CheckpointId(1, 1))
+    assert steps(tier_on(disk)) == ["1@1"]
+
+
+def test_a_checkpoint_whose_record_is_damaged_goes_and_tells_nothing(disk: MemoryBackend) -> None:
+    tier = tier_on(disk)
+    put(disk, "step-00000001-a0001/commit.json", b"{}")
+    tier.drop(CheckpointId(1, 1))
+    assert (steps(tier), begun(tier)) == ([], [])
+
+
+def test_names_in_lineage_that_are_not_ours_are_passed_over(disk: MemoryBackend) -> None:
+    for name in ("a0001.json", f"a0001-{'A' * 32}-0-anew.json", f"a0001-{'a' * 32}-0-step-1.json"):
+        put(disk, f"lineage/{name}", b"")
+    assert begun(tier_on(disk)) == []
+
+
+def test_an_attempt_whose_id_tierfall_does_not_make_names_no_file(disk: MemoryBackend) -> None:
+    tier = tier_on(disk)
+    odd = dataclasses.replace(attempt(), id="../../x")
+    line = dataclasses.replace(commit_of(1).line, attempt_id=odd.id)
+    write_image(tier, 1)
+    tier.commit(dataclasses.replace(commit_of(1), line=line), attempt=odd)
+    assert steps(tier) == ["1@1"]
+    assert keys(disk, "lineage") == []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tierfall.cli.common import Answer, code_of, find_on
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.errors import IntegrityError, TierfallError
 from tierfall.core.values import CheckpointId
 from tierfall.orders import unread
@@ -47,11 +47,7 @@ def may_be_newer(listings: Sequence[Listing], id: CheckpointId) -> bool:
     to have begun at that step or above."""
     known = merge(listings)
     numbers = {n for listing in listings for n in listing.attempts} | {c.id.attempt for c in known}
-    begun = {
-        c.id.attempt: c.commit.line.started_from.step
-        for c in known
-        if c.commit is not None and c.commit.line.started_from is not None
-    }
+    begun = {start.attempt: start.step for start in starts_in(listings) if not start.passed_over}
     newest = max(numbers, default=id.attempt)
     return any(begun.get(n, -1) < id.step for n in range(id.attempt + 1, newest + 1))
 

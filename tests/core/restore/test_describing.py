@@ -19,6 +19,7 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
+from tierfall.core.lines import AttemptStart
 from tierfall.core.records import Commit
 from tierfall.core.restore.agreeing import whole_on
 from tierfall.core.restore.describing import describe, merge_ranks
@@ -69,6 +70,16 @@ def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
                 found(None, id=CheckpointId(4, 1), damage=NotSupportedError("format 2")),
                 found(part(1)),
             ),
+            starts=(
+                AttemptStart(attempt=1, attempt_id="a", started_from=None, began_s=1.5),
+                AttemptStart(
+                    attempt=2,
+                    attempt_id="b",
+                    started_from=CheckpointId(4, 1),
+                    began_s=2.0,
+                    passed_over=True,
+                ),
+            ),
         ),
         Listing(tier="store", error=UnreachableError("timeout")),
     )
@@ -77,6 +88,7 @@ def test_one_rank_that_speaks_for_everything_is_heard_as_it_spoke() -> None:
     assert host.copies == listings[0].copies
     assert [str(damage) for damage in host.damaged] == ["rank 0: block 3"]
     assert nvme.copies[1] == listings[1].copies[1]
+    assert nvme.starts == listings[1].starts
     assert isinstance(nvme.copies[0].damage, NotSupportedError)
     assert str(nvme.copies[0].damage) == "rank 0: format 2"
     assert isinstance(store.error, UnreachableError)
