@@ -148,6 +148,9 @@ class History:
         self.seen_drops: list[DropCopy] = []
         self.purges = random.Random(f"purge {seed}")
         self.purged: set[tuple[str, CheckpointId]] = set()
+        self.rot = random.Random(f"rot {seed}")
+        self.rotten: dict[tuple[str, CheckpointId], tuple[object, Commit]] = {}
+        self.skews = random.Random(f"clock {seed}")
         self.before = self.look()
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
@@ -305,6 +308,9 @@ class History:
         self.world.crash()
         if self.purges.random() < 0.3:
             self.purge()
+        if self.rot.random() < 0.5:
+            self.rot_silently()
+        self.world.wall_ahead_s = self.skews.choice((0.0, 0.0, -1000.0, 1000.0, 1e9))
         self.asked.clear()
         self.captures.clear()
         self.unpinning.clear()
@@ -321,8 +327,20 @@ class History:
         """While no trainer lives a tier loses an image; its commit record stays. A tier that survives as much has
         another copy, which is not to go before this one is whole again."""
         now = self.look()
+        spare = self._twice(now)
+        if not spare:
+            return
+        tier, id = self.purges.choice(spare)
+        file = image_file(now[tier].commits[id], SHARD)
+        assert file is not None
+        del self.world.disks[tier]._objects[names.step_prefix("run", id) + file.file.name]
+        self.log.append(f"the image of {id} is purged on {tier}")
+        self.purged.add((tier, id))
+
+    def _twice(self, now: dict[str, Held]) -> list[tuple[str, CheckpointId]]:
+        """Name the copies that a tier may lose: one that survives as much has another."""
         ranks = {rules.name: RANK[rules.survives] for rules in self.world.rules[1:]}
-        spare = [
+        return [
             (tier, id)
             for tier in sorted(ranks)
             for id in sorted(now[tier].commits)
@@ -333,14 +351,26 @@ class History:
                 if other != tier
             )
         ]
+
+    def rot_silently(self) -> None:
+        """While no trainer lives a bit flips in the newest image that a tier has: no listing tells."""
+        now = self.look()
+        spare = self._twice(now)
         if not spare:
             return
-        tier, id = self.purges.choice(spare)
-        file = image_file(now[tier].commits[id], SHARD)
+        tier, id = max(spare, key=lambda copy: (copy[1], self.rot.random()))
+        commit = now[tier].commits[id]
+        file = image_file(commit, SHARD)
         assert file is not None
-        del self.world.disks[tier]._objects[names.step_prefix("run", id) + file.file.name]
-        self.log.append(f"the image of {id} is purged on {tier}")
-        self.purged.add((tier, id))
+        objects, key = (
+            self.world.disks[tier]._objects,
+            names.step_prefix("run", id) + file.file.name,
+        )
+        data = bytearray(objects[key])
+        data[self.rot.randrange(len(data))] ^= 1 << self.rot.randrange(8)
+        objects[key] = type(objects[key])(data)
+        self.log.append(f"a bit of {id} flips on {tier}")
+        self.rotten[tier, id] = objects[key], commit
 
     def go_back_in_process(self) -> None:
         """A restore after a save takes a new attempt."""
@@ -435,7 +465,19 @@ class History:
                 self.purged.discard((tier, id))  # it has gone, or is whole again
             else:
                 del held.commits[id]
+        for id in [id for where, id in self.rotten if where == tier]:
+            data, commit = self.rotten[tier, id]
+            file = image_file(commit, SHARD)
+            assert file is not None
+            if disk._objects.get(names.step_prefix("run", id) + file.file.name) is data:
+                held.commits.pop(id, None)
+            else:
+                del self.rotten[tier, id]  # it has gone, or was written anew
         return held
+
+    def _bad(self) -> set[tuple[str, CheckpointId]]:
+        """Copies that are damaged, seen or unseen."""
+        return self.purged | self.rotten.keys()
 
     def _known(self, now: dict[str, Held]) -> dict[CheckpointId, Commit]:
         return {id: commit for held in now.values() for id, commit in held.commits.items()}
@@ -570,7 +612,9 @@ class History:
         left = self._abandoned(self._known(now))
         # a mark from outside may not have been read yet: what bears one counts
         held = {id: c for id, c in now[task.tier].commits.items() if id not in left}
-        wanted = self.wants[task.tier].wanted(held, self.world.now_s)
+        # what nobody has read yet takes up a place
+        held |= {id: c for (t, id), (_, c) in self.rotten.items() if t == task.tier}
+        wanted = self.wants[task.tier].wanted(held, self.world.wall_s)
         assert task.id not in wanted, f"{task.id} is to stay on {task.tier}: {task.reason}"
 
     def _check_handles(self, now: dict[str, Held]) -> None:
@@ -642,7 +686,7 @@ class History:
                 folder, _, _rest = key.removeprefix("run/").partition("/")
                 id = names.parse_step_folder(folder)
                 known = id is None or id in now[tier].commits or tier in unread
-                known |= (tier, id) in self.purged
+                known |= (tier, id) in self._bad()
                 assert known, f"{tier}: {key} is a leftover"
             for id, marks in now[tier].marks.items():
                 if names.TOMBSTONE_MARK in marks:
@@ -664,7 +708,7 @@ class History:
                 )
                 assert unseen or postponed, f"{id} was deleted from outside, and is still on {tier}"
             latest = self._clean(tier).read_latest()
-            there = latest in now[tier].commits or (tier, latest) in self.purged
+            there = latest in now[tier].commits or (tier, latest) in self._bad()
             assert latest is None or there, f"{tier}: latest names {latest}"
         owed = {id for id, _ in coordinator.left_undone()}
         for id, handle in world.handles.items():
@@ -674,7 +718,7 @@ class History:
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
-        purged = {id for _, id in self.purged}
+        purged = {id for _, id in self._bad()}
         assert set(coordinator.ledger.entries) <= set(self._known(now)) | purged, (
             "what is not there is known"
         )
@@ -690,6 +734,7 @@ class History:
         now, ledger = self.look(), self.world.coordinator.ledger
         for tier, held in now.items():
             told = {e.id for e in ledger.entries.values() if e.readable_on(tier)}
+            told -= {id for where, id in self.rotten if where == tier}
             assert told == set(held.commits), f"{tier}: the ledger says {told}"
         self._check_flushed(now)
 
@@ -704,11 +749,12 @@ class History:
                 if id not in gone and commit.line.ordinal % rules.flush_every == 0
             }
             both = {**due_there, **{id: now[rules.name].commits[id] for id in there}}
-            wanted = self.wants[rules.name].wanted(both, self.world.now_s)
+            wanted = self.wants[rules.name].wanted(both, self.world.wall_s)
             sends_all = not (rules.in_order or rules.retain or rules.capacity_bytes)
             for id in due_there:
                 due = id in wanted or not rules.retain
-                passed = id in there or (not sends_all and any(other > id for other in there))
+                beside = there | {i for tier, i in self.rotten if tier == rules.name}
+                passed = id in beside or (not sends_all and any(other > id for other in beside))
                 full = self._is_full(rules.name, now, below=rules.evict_high or 1.0)
                 evicted = f"DropCopy {id} on {rules.name}: done" in self.log
                 assert not due or passed or full or evicted, (
@@ -732,6 +778,8 @@ def check_restorable(history: History) -> None:
         assert listing.error is None
         for copy in listing.copies:
             assert copy.commit is not None
+            if (tier, copy.id) in history.rotten:
+                continue
             if copy.damage is not None:
                 assert (tier, copy.id) in history.purged, f"{copy.id} is damaged on {tier}"
                 continue

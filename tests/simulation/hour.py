@@ -327,7 +327,7 @@ class Hour(History):
             beside = {id: c for id, c in now[rules.name].commits.items() if id not in gone}
             both = {**beside, event.id: commit}
             if not rules.retain or event.id in self.wants[rules.name].wanted(
-                both, self.world.now_s
+                both, self.world.wall_s
             ):
                 assert event.id in beside, f"{event.id} is not owed to {rules.name} any more"
 

@@ -74,6 +74,15 @@ def drop_a_leased_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CopyView, "leased", property(lambda view: False, lambda view, value: None))
 
 
+def rely_on_what_nobody_has_read(patch: pytest.MonkeyPatch) -> None:
+    """A copy of an earlier start counts as good by its commit record."""
+
+    def is_safe(view: View, checkpoint: CheckpointView, tier: str) -> bool:
+        return checkpoint.state(tier) is CopyState.COMMITTED
+
+    patch.setattr(View, "is_safe", is_safe)
+
+
 def believe_the_commit_record(patch: pytest.MonkeyPatch) -> None:
     """A listing does not look at which files are there."""
     patch.setattr(stored.StoredTier, "_judged", lambda store, copy, files: copy)
@@ -147,6 +156,7 @@ def wrong(run: Callable[[int], Any], seed: int) -> str:
         (count_uncommitted_ones, run_hour),
         (drop_a_leased_copy, run_hour),
         (believe_the_commit_record, run_hour),
+        (rely_on_what_nobody_has_read, run_hour),
         (save_twice_as_often, run_hour),
         (look_for_newer_attempts_at_commits_only, run_hour),
         (keep_the_turn_of_a_copy_that_fails, run_hour),

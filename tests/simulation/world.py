@@ -263,6 +263,7 @@ class World:
         self.codecs = codecs
         self.random = random.Random(seed)
         self.now_s = 0.0
+        self.wall_ahead_s = 0.0
         self.max_wait_s = max_wait_s
         self.when_full = when_full
         self.handles: dict[CheckpointId, SaveHandle] = {}
@@ -272,6 +273,11 @@ class World:
         self.sees: Callable[[Task], None] = lambda task: None
         self.lives: list[Life] = []
         self.start()
+
+    @property
+    def wall_s(self) -> float:
+        """What the wall clock of the process shows; it may be wrong."""
+        return self.now_s + self.wall_ahead_s
 
     # Starts ------------------------------------------------------------------------------------------
 
@@ -298,7 +304,7 @@ class World:
                 store.take_attempt(self.attempt)
                 store.discard_unfinished(attempt=self.attempt)
         ledger = Ledger(self.rules, "host")
-        ledger.set_clock(now_s=self.now_s, wall_time_s=self.now_s)
+        ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
         ledger.load(merge(everything), everything)
         take_over(ledger, held, [], ())
         tasks: list[Task] = []
