@@ -21,6 +21,7 @@ from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.core.errors import FlushError
 from tierfall.core.events import TierFailing, TierRecovered
 from tierfall.core.values import LossClass
+from tierfall.identity import MEMORY_NAME
 from tierfall.slots import left_in_memory
 from tierfall.tiers.arena import Arena
 
@@ -107,6 +108,20 @@ def test_a_removed_folder_is_noticed_said_once_and_made_anew(
         assert report is not None
         assert {s.tier for s in report.sources} == {"host"}
         assert step_in(state) == 3
+
+
+@pytest.mark.usefixtures("sleepy")
+def test_what_the_machine_remembers_of_the_tiers_comes_back(
+    make_config: MakeConfig, memory: Path
+) -> None:
+    """By that a start notices that a tier is not mounted."""
+    with tierfall.open(make_config()) as ckpt:
+        ckpt.save(1, state_of(1)).captured()
+        file = memory / "run" / MEMORY_NAME
+        remembered = file.read_bytes()
+        remove(memory / "run")
+        assert ckpt._session.memory.repair(10.0)
+        assert file.read_bytes() == remembered
 
 
 @pytest.mark.usefixtures("sleepy")

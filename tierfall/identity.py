@@ -58,6 +58,7 @@ class Identities:
             if record is not None:
                 self.records[name] = record
         self._remembered = self._read_memory()
+        self._left: TierRecord | None = None
 
     def _read_memory(self) -> TierRecord | None:
         try:
@@ -203,8 +204,14 @@ class Identities:
         try:
             unfinished.write_bytes(record.encode())
             unfinished.replace(self._memory)
+            self._left = record
         except OSError as error:
             logger.warning("this machine does not remember the run's tiers: %s", error)
+
+    def remember_again(self) -> None:
+        """Write anew what this machine remembers, where somebody has removed it since this process wrote it."""
+        if self._left is not None and not self._memory.exists():
+            self._write_memory(self._left.others, self._left.wall_time_s)
 
     def forget(
         self, name: str, *, wall_time_s: float

@@ -110,6 +110,7 @@ class MemoryFiles:
         hosts = [host for _, host in slots if not host.file_is_there()]
         if locks or hosts:
             prepare_folder(self._folder)
+            self._session.identities.remember_again()
         for lock in locks:
             lock.take_again()
             level = (
