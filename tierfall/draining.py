@@ -6,7 +6,6 @@ nothing is written. What is planned is worked out before anything moves; memory 
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -18,7 +17,7 @@ from pathlib import Path
 from tierfall.attempts import ids_by_commits, newest_attempt
 from tierfall.config import Config
 from tierfall.core.catalog import Listing, merge
-from tierfall.core.errors import BackendError, FencedError, IntegrityError
+from tierfall.core.errors import FencedError, IntegrityError
 from tierfall.core.records import Attempt
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
@@ -31,8 +30,6 @@ from tierfall.slots import LocalMemory
 from tierfall.stores import open_stores
 from tierfall.tiers.host import HeldImage
 from tierfall.tiers.stored import StoredTier
-
-logger = logging.getLogger("tierfall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +217,11 @@ def writer_of(
             pid=os.getpid(),
             wall_time_s=time.time(),
         )
-        _mend_records(attempt, listings, stores)
+        # That these images are to be brought is a person's order: a damaged record counts as theirs, unless commit
+        # records say that the number is another attempt's.
+        for listing in listings:
+            if listing.tier in stores and ids_by_commits(listing, number) <= {attempt.id}:
+                stores[listing.tier].vouch_for(attempt)
         return attempt
     attempt, tier = later
     if not _is_dead(attempt):
@@ -230,23 +231,6 @@ def writer_of(
             f"images are not needed, remove {path}"
         )
     return attempt
-
-
-def _mend_records(
-    attempt: Attempt, listings: Sequence[Listing], stores: Mapping[str, StoredTier]
-) -> None:
-    """Write the record of the attempt that images in memory are of anew, where it is damaged: that these are to be
-    brought is a person's order. Not where commit records say that the number is another attempt's."""
-    for listing in listings:
-        if attempt.number not in listing.attempts or listing.tier not in stores:
-            continue
-        if ids_by_commits(listing, attempt.number) <= {attempt.id}:
-            try:
-                stores[listing.tier].mend_attempt(attempt)
-            except BackendError as error:  # what is owed to that tier will say so
-                logger.warning(
-                    "drain: tier %s: an attempt's record stays damaged: %s", listing.tier, error
-                )
 
 
 def _is_dead(attempt: Attempt) -> bool:

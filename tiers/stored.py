@@ -87,7 +87,7 @@ class StoredTier:
         self._own_attempts: set[str] = set()
         self._settled: set[CheckpointId] = set()
         self._recorded: set[str] = set()
-        """The attempts of this process whose records were seen here, whole."""
+        """The attempts of this process whose records were seen here, whole, or that somebody vouches for."""
         self._strays: set[int] = set()
         self._recorded_starts: set[Key] = set()
         self._recorded_numbers: set[int] = set()
@@ -505,20 +505,10 @@ class StoredTier:
             logger.warning("%s; that number is not taken", error)
             return False
 
-    def mend_attempt(self, attempt: Attempt) -> None:
-        """Write the record of an attempt anew where it is damaged. Whoever calls this knows that the number is that
-        attempt's."""
-        with self._fence_lock:
-            try:
-                self.read_attempt(attempt.number)
-            except IntegrityError as error:
-                self._write_anew(attempt, error)
-
-    def _write_anew(self, attempt: Attempt, damage: IntegrityError) -> None:
-        key = names.attempt_key(self._run, attempt.number)
-        self._documents.replace(key, attempt.encode())
+    def vouch_for(self, attempt: Attempt) -> None:
+        """Have the record of an attempt written anew before the next commit, where it is damaged. Whoever calls this
+        knows that the number is that attempt's."""
         self._recorded.add(attempt.id)
-        logger.warning("%s; it was written anew", damage)
 
     def check_fence(self, attempt: Attempt) -> None:
         """Raise FencedError if a newer attempt than ``attempt`` exists here, or its number has another owner.
@@ -593,7 +583,9 @@ class StoredTier:
     ) -> None:
         if isinstance(holder, IntegrityError):
             if attempt.id in self._recorded:
-                self._write_anew(attempt, holder)
+                key = names.attempt_key(self._run, attempt.number)
+                self._documents.replace(key, attempt.encode())
+                logger.warning("%s; it was written anew", holder)
                 return
             raise IntegrityError(
                 f"{holder}: it may be another start's, which nobody must commit beside. If no other start of run "
