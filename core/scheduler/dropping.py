@@ -70,6 +70,7 @@ class Dropper:
         self._due: set[str] = set()
         self._surveying: set[str] = set()
         self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
+        self._asks_again_s: dict[str, float] = {}
         self.reserved: set[CheckpointId] = set()
         self.awaited: set[CheckpointId] = set()
         self._changed: set[CheckpointId] = set()
@@ -140,6 +141,7 @@ class Dropper:
         if self.paused:
             return None
         times = [when for _, when in self._failed.values()]
+        times += [when for when in self._asks_again_s.values() if when > self._ledger.now_s]
         if self._looks_by_itself() and (look_s := self._ageing.next_s()) is not None:
             times.append(look_s)
         return min(times, default=None)
@@ -307,6 +309,7 @@ class Dropper:
                 task.id,
                 outcome.error,
             )
+            self._asks_again_s[task.tier] = self._ledger.now_s + RETRY_S
             return
         entry.marks[task.tier] = outcome.value[task.id]
         if self.paused or stops_drop(outcome.value[task.id], tombstoned=task.tombstoned):
@@ -315,6 +318,10 @@ class Dropper:
             return
         self.has_dropped(task)
         self.leave(task)
+
+    def waits_for_marks(self, tier: str) -> bool:
+        """Say whether a drop was kept off a moment ago as marks could not be read: the next one waits."""
+        return self._ledger.now_s < self._asks_again_s.get(tier, 0.0)
 
     def collect(
         self, tier: str, id: CheckpointId, reason: str, *, shard: Shard | None = None

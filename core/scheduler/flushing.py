@@ -201,6 +201,8 @@ class Flusher:
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
         if plan.drops and self.others.decides and plan.missing_bytes == 0:
+            if self._dropper.waits_for_marks(lane.tier):
+                return fits
             lane.full = False
             for decision in plan.drops:
                 self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import CUT, Rank
-from tests.simulation.world import file_rules
+from tests.simulation.world import IMAGE, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Operation
 from tierfall.core import names
 from tierfall.core.errors import (
@@ -82,6 +82,25 @@ def test_a_tier_that_was_given_up_before_a_rank_came_to_save_is_given_up_there_t
         handle.wait(SHARED_TIER, timeout=0)
     assert not any(rank.coordinator.busy() for rank in run.ranks)
     assert folder_is_empty(run, SHARED_TIER)
+
+
+def test_a_drop_whose_marks_a_rank_cannot_read_is_asked_for_again_after_a_while() -> None:
+    rules = file_rules(NODE_TIER, capacity_bytes=int(2.5 * IMAGE))
+    run = Many((0, 1), [rules], max_wait_s=10.0)
+    for step in (1, 2):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle(limit_s=1.0)
+    trouble = run.ranks[1].troubles[NODE_TIER]
+    trouble.strike(failing(Operation.SCAN, UnreachableError, keys="*/marks/*"))
+    for rank in run.ranks:
+        rank.save(3)
+    run.settle(limit_s=100.0)
+    asked = [line for line in run.trace if line.startswith("rank 1: ReadMarks") and "scan" in line]
+    assert 1 < len(asked) < 10
+    trouble.strike([])
+    run.settle(limit_s=100.0)
+    assert all(rank.handles[CheckpointId(3, 1)].done(NODE_TIER) for rank in run.ranks)
 
 
 def test_what_lands_while_it_is_given_up_is_taken_back() -> None:
