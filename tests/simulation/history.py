@@ -308,7 +308,7 @@ class History:
         self.world.crash()
         if self.purges.random() < 0.3:
             self.purge()
-        if self.rot.random() < 0.5:
+        if self.rot.random() < 0.9:
             self.rot_silently()
         self.world.wall_ahead_s = self.skews.choice((0.0, 0.0, -1000.0, 1000.0, 1e9))
         self.asked.clear()
@@ -353,9 +353,15 @@ class History:
         ]
 
     def rot_silently(self) -> None:
-        """While no trainer lives a bit flips in the newest image that a tier has: no listing tells."""
+        """While no trainer lives a bit flips in the newest image that a tier has: no listing tells. Another tier that
+        survives as much, or memory, has it too."""
         now = self.look()
         spare = self._twice(now)
+        for tier in self.world.disks:
+            newest = max(now[tier].commits, default=None)
+            if newest in now["host"].commits and newest not in self.pinned:
+                assert newest is not None
+                spare.append((tier, newest))
         if not spare:
             return
         tier, id = max(spare, key=lambda copy: (copy[1], self.rot.random()))
@@ -371,6 +377,7 @@ class History:
         objects[key] = type(objects[key])(data)
         self.log.append(f"a bit of {id} flips on {tier}")
         self.rotten[tier, id] = objects[key], commit
+        self.before = self.look()
 
     def go_back_in_process(self) -> None:
         """A restore after a save takes a new attempt."""
