@@ -400,7 +400,7 @@ class Coordinator:
         """A checkpoint is there that another process wrote."""
         if self.fenced is None:
             self._note_owed(entry)
-        self.dropper.survey(tier)
+        self.dropper.survey_found(tier, entry.id)
         self._flusher.has_committed(tier, entry)
 
     def step(self, now_s: float) -> float | None:

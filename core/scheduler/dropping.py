@@ -1,7 +1,8 @@
 """Dropping: how copies leave stored tiers, by retention, by room that is needed, and by a person's order.
 
-Whoever plans a deletion reads the marks afresh: a survey of a tier's marks comes first, the plan of the policy second,
-the deletions third. Nothing here does I/O; it says what is to be done as tasks.
+Whoever plans a deletion reads the marks afresh: a plan of the policy says what may go, the marks of that are read, with
+those that a person has changed since, and what the policy says then still may go does. Nothing here does I/O; it says
+what is to be done as tasks.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Dropper:
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
+        self._to_read: dict[str, set[CheckpointId]] = {tier: set() for tier in self._leaving}
         self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
         self.reserved: set[CheckpointId] = set()
         self.awaited: set[CheckpointId] = set()
@@ -100,6 +102,11 @@ class Dropper:
         """Carry a person's order out: apply the rules of each tier once, now, as if every copy had been verified."""
         self._trusted = set(self._leaving)
         self.survey_all()
+
+    def survey_found(self, tier: str, id: CheckpointId) -> None:
+        """Do so, for a copy that was found to be there: what marks it has is not known."""
+        self._to_read[tier].add(id)
+        self.survey(tier)
 
     def survey_all(self) -> None:
         for tier in self._leaving:
@@ -158,17 +165,19 @@ class Dropper:
         return bool(self._under_way())
 
     def dispatch_surveys(self) -> None:
-        """Read the marks that are due, unless a restore is reading the tiers, or nothing may be dropped yet."""
+        """Read the marks that are due, of what may go, unless a restore is reading the tiers, or nothing may be dropped
+        yet."""
         if self.paused or self.gated:
             return
         for tier in sorted(self._due - self._surveying):
             self._due.discard(tier)
-            ids = tuple(e.id for e in self._ledger.ordered() if _has_record(e, tier))
-            if ids:
-                self._surveying.add(tier)
-                self.read_marks(ReadMarks(tier=tier, ids=ids))
-            else:
+            if not any(_has_record(e, tier) for e in self._ledger.entries.values()):
                 self._trusted.discard(tier)
+                continue
+            ids = {decision.checkpoint for decision in self._plan(tier)} | self._to_read[tier]
+            self._to_read[tier].clear()
+            self._surveying.add(tier)
+            self.read_marks(ReadMarks(tier=tier, ids=tuple(sorted(ids))))
 
     def cancel(self) -> None:
         """Nothing more is dropped by this process of its own accord; a person's order still is."""
@@ -184,6 +193,8 @@ class Dropper:
         outdated = self.reserved | self._changed
         if not self._surveying:
             self._changed.clear()
+        read: Mapping[CheckpointId, frozenset[str]] = outcome.value or {}
+        self._learn(task.tier, {id: marks for id, marks in read.items() if id not in outdated})
         if outcome.error is not None:
             self._trusted.discard(task.tier)
             logger.warning(
@@ -191,9 +202,9 @@ class Dropper:
                 task.tier,
                 outcome.error,
             )
+            self._to_read[task.tier].update(id for id in task.ids if id not in read)
             self._ageing.look_in(task.tier, RETRY_S)
             return
-        self._learn(task.tier, {id: m for id, m in outcome.value.items() if id not in outdated})
         if self._cancelled:
             return
         if self.paused:
@@ -202,7 +213,10 @@ class Dropper:
         planned = self._plan(task.tier)
         self._trusted.discard(task.tier)
         for decision in planned:
-            self.drop(task.tier, decision.checkpoint, decision.reason)
+            if decision.checkpoint in read:
+                self.drop(task.tier, decision.checkpoint, decision.reason)
+            else:
+                self.survey(task.tier)  # what was read has changed the plan
         self.look_again(but=task.tier)
 
     def look_again(self, *, but: str | None = None) -> None:
@@ -210,6 +224,17 @@ class Dropper:
         for tier in self._leaving:
             if tier != but and self._plan(tier):
                 self.survey(tier)
+
+    def news(self, tier: str, found: Mapping[CheckpointId, frozenset[str]]) -> set[CheckpointId]:
+        """Name those of which other marks were known so far."""
+        entries = self._ledger.entries
+        return {
+            id
+            for id, marks in found.items()
+            if (entry := entries.get(id)) is not None
+            and _has_record(entry, tier)
+            and entry.marks.get(tier, frozenset()) != marks
+        }
 
     def _learn(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
@@ -380,6 +405,7 @@ class Dropper:
         if entry.attempt_id != commit.line.attempt_id:
             return
         entry.set_state(task.tier, CopyState.COMMITTED, commit.stored_bytes)
+        self._to_read[task.tier].add(task.id)
         if self.was_deleted(task.id):
             self.delete(task.id)
 
