@@ -68,7 +68,8 @@ class Reader:
 
     def list(self) -> tuple[Listing, ...]:
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        missing = Identities(self.config, self.stores, self._folder).missing(listings)
+        identities = Identities(self.config, self.stores, self._folder, listings)
+        missing = identities.missing(listings)
         listings = tuple(
             Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings

@@ -180,7 +180,7 @@ class Session:
 
     def _find_out_which_tiers(self) -> None:
         """Refuse two tiers that are one, and go on without those that are not mounted."""
-        self.identities = Identities(self.config, self.stores, self._folder)
+        self.identities = Identities(self.config, self.stores, self._folder, self.listings)
         self.identities.refuse_aliases()
         for name, error in self.identities.missing(self.listings).items():
             self._leave_out(name, error)

@@ -508,11 +508,10 @@ class StoredTier:
     def mend_attempt(self, attempt: Attempt) -> None:
         """Write the record of an attempt anew where it is damaged. Whoever calls this knows that the number is that
         attempt's."""
-        with self._fence_lock:
-            try:
-                self.read_attempt(attempt.number)
-            except IntegrityError as error:
-                self._write_anew(attempt, error)
+        try:
+            self.read_attempt(attempt.number)
+        except IntegrityError as error:
+            self._write_anew(attempt, error)
 
     def _write_anew(self, attempt: Attempt, damage: IntegrityError) -> None:
         key = names.attempt_key(self._run, attempt.number)

@@ -8,7 +8,7 @@ what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,14 +18,14 @@ from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
-from tierfall.core.view import CheckpointView, CopyView, Decision, Verdict, View
+from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, View
 
 logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
 SAVES_WITHOUT_METRICS = 3
 """So many saves in a row without any are no accident."""
-PlanRetention = Callable[[View, str], tuple[Decision, ...]]
+PlanDrops = Callable[[View, str], tuple[Decision, ...]]
 
 
 class MissingMetrics(Protocol):
@@ -52,13 +52,15 @@ class Dropper:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        plan_retention: PlanRetention,
+        plan_drops: PlanDrops,
+        keeps_all_live: Callable[[TierRules], bool],
         next_due_s: Callable[[View, str], float | None],
         missing_metrics: MissingMetrics,
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
-        self._plan_retention = plan_retention
+        self._plan_drops = plan_drops
+        self._keeps_all_live = {t.name: keeps_all_live(t) for t in ledger.rules}
         self._missing_metrics = missing_metrics
         self._said_missing: set[str] = set()
         self._ageing = Ageing(ledger, next_due_s)
@@ -114,15 +116,13 @@ class Dropper:
 
     def busy(self, tier: str | None = None) -> bool:
         """Say whether something is on its way out (of one tier); what failed to go is not waited for."""
-        under_way = self._under_way()
         if tier is not None:
-            return any(name == tier for name, _ in under_way)
+            return self._is_under_way([tier])
         due = self._due and not self.gated
-        return bool(due or self._surveying or under_way)
+        return bool(due or self._surveying) or self.is_dropping()
 
-    def _under_way(self) -> set[tuple[str, CheckpointId]]:
-        leaving = {(name, id) for name, ids in self._leaving.items() for id in ids}
-        return leaving - self._failed.keys()
+    def _is_under_way(self, tiers: Iterable[str]) -> bool:
+        return any((tier, id) not in self._failed for tier in tiers for id in self._leaving[tier])
 
     def retry(self, now_s: float) -> None:
         """Try again what could not be dropped, once its pause is over, and let go what has become too old."""
@@ -162,7 +162,7 @@ class Dropper:
 
     def is_dropping(self) -> bool:
         """Say whether a copy is just being dropped somewhere; one that failed to go is not."""
-        return bool(self._under_way())
+        return self._is_under_way(self._leaving)
 
     def dispatch_surveys(self) -> None:
         """Read the marks that are due, of what may go, unless a restore is reading the tiers, or nothing may be dropped
@@ -210,13 +210,15 @@ class Dropper:
         if self.paused:
             self._due.add(task.tier)
             return
-        planned = self._plan(task.tier)
-        self._trusted.discard(task.tier)
-        for decision in planned:
-            if decision.checkpoint in read:
-                self.drop(task.tier, decision.checkpoint, decision.reason)
-            else:
-                self.survey(task.tier)  # what was read has changed the plan
+        plan = self._plan(task.tier)
+        drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
+        newest = self._newest_left(task.tier, without=drops) if drops else None
+        for id, reason in drops.items():
+            self._drop(task.tier, id, reason, next_latest=newest)
+        if len(drops) < len(plan):
+            self.survey(task.tier)  # what was read has changed the plan
+        else:
+            self._trusted.discard(task.tier)
         self.look_again(but=task.tier)
 
     def look_again(self, *, but: str | None = None) -> None:
@@ -245,6 +247,8 @@ class Dropper:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
+        if self._keeps_all_live[tier] and self._ledger.all_live:
+            return []  # however many lie there
         view = replace(self._ledger.view(), trusting=tier in self._trusted)
         self._ageing.note(view, tier)
         self._say_what_is_missing(view)
@@ -256,20 +260,16 @@ class Dropper:
         return planned
 
     def _drops(self, view: View, tier: str) -> list[Decision]:
-        decisions = (*self._plan_retention(view, tier), *self._plan_damaged(view, tier))
-        return [
-            decision
-            for decision in decisions
-            if decision.verdict is Verdict.DROP
-            and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
-        ]
+        busy = self._leaving[tier] | self.reserved | self.awaited
+        decisions = (*self._plan_drops(view, tier), *self._plan_damaged(view, tier))
+        return [d for d in decisions if d.checkpoint not in busy]
 
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
         """Decide on damaged copies that are not written anew: each goes where a whole one in its place would go. Good
         copies are decided on without them."""
         left = {
             e.id: e.bytes.get(tier, 0)
-            for e in self._ledger.entries.values()
+            for e in self._ledger.repairable()
             if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
         }
         if not left:
@@ -282,7 +282,7 @@ class Dropper:
             return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
 
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in self._plan_retention(whole, tier) if d.checkpoint in left)
+        yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
 
     def _say_what_is_missing(self, view: View) -> None:
         """A rule that goes by a metric which no save gives is said once."""
@@ -293,6 +293,18 @@ class Dropper:
 
     def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> bool:
         """Let a committed copy go; False where a person's order about it, not this one, is being carried out."""
+        newest = self._newest_left(tier, without=(id,))
+        return self._drop(tier, id, reason, ordered=ordered, next_latest=newest)
+
+    def _drop(
+        self,
+        tier: str,
+        id: CheckpointId,
+        reason: str,
+        *,
+        next_latest: CheckpointId | None,
+        ordered: bool = False,
+    ) -> bool:
         if not ordered and (self._cancelled or id in self.reserved | self.awaited):
             return False
         entry = self._ledger.entries[id]
@@ -304,7 +316,7 @@ class Dropper:
             id=id,
             reason=reason,
             tombstoned=entry.tombstoned,
-            next_latest=self._newest_left(tier, without=id),
+            next_latest=next_latest,
         )
         if ordered and self.is_split(tier):
             self.leave(task)  # each node is told so by the order
@@ -434,18 +446,18 @@ class Dropper:
             entry.marks[task.tier] = marks
             self.survey(task.tier)
 
-    def _newest_left(self, tier: str, *, without: CheckpointId) -> CheckpointId | None:
-        left = self._ledger.abandoned()
-        return max(
+    def _newest_left(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
+        left, entries = self._ledger.abandoned(), self._ledger.entries
+        return next(
             (
-                e.id
-                for e in self._ledger.entries.values()
-                if e.state(tier) is CopyState.COMMITTED
-                and e.id not in left
-                and e.id != without
-                and not e.tombstoned
+                id
+                for id in entries.ids(newest_first=True)
+                if id not in left
+                and id not in without
+                and entries.peek(id).state(tier) is CopyState.COMMITTED
+                and not entries.peek(id).tombstoned
             ),
-            default=None,
+            None,
         )
 
 
