@@ -10,7 +10,7 @@ Run by tests on ``file://`` and ``memory://``; of gcsfs and adlfs only their sou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
 from tierfall.backends.fsspec_errors import translated
 from tierfall.backends.keys import is_unfinished, unfinished_name
-from tierfall.backends.object_client import Found, Stream
+from tierfall.backends.object_client import Found, Row, Stream
 from tierfall.backends.store_answers import creating
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
@@ -33,6 +33,10 @@ from tierfall.core.errors import (
 _STORES = ("gs", "gcs", "az", "abfs", "abfss")
 # This process's own, where a put is seen whole too.
 _MEMORY = "memory"
+# What filesystems call that which another object of a name has not.
+_VERSIONS = (
+    "ETag", "etag", "e_tag", "mtime", "ino", "created", "updated", "LastModified", "last_modified",
+)  # fmt: skip
 # Of the others, those that replace a file at one blow by moving another one onto it.
 _REPLACING = ("file", "local", "sftp", "ssh")
 
@@ -107,11 +111,11 @@ class FsspecClient:
         copy_bytes(view[: source.nbytes], source)
         return source.nbytes
 
-    def rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+    def rows(self, prefix: str, what: str) -> Iterator[Row]:
         found = self._flat if self._puts_whole else self._walked
         for entry in found(prefix.rstrip("/"), what):
             if entry["type"] == "file" and entry["name"].startswith(prefix):
-                yield entry["name"], int(entry["size"])
+                yield Row(entry["name"], int(entry["size"]), _version(entry))
 
     def delete(self, key: str, what: str) -> None:
         if not self._puts_whole:
@@ -120,7 +124,7 @@ class FsspecClient:
         self._asked(self._system.rm_file, key, what)
 
     def pending(self, prefix: str, what: str) -> Iterator[tuple[str, str]]:
-        for name, _ in self.rows(prefix, what):
+        for name, *_ in self.rows(prefix, what):
             if is_unfinished(name.rpartition("/")[2]) and name not in self._putting:
                 yield name, name
 
@@ -277,3 +281,9 @@ class _MemoryStream:
 
     def drop(self) -> None:
         self._data = bytearray()
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    """What filesystems say of it, each in its own words: a file on a local disk may keep its time, not its inode."""
+    said = [entry.get(name) for name in _VERSIONS]
+    return "-".join(str(one) for one in said if one is not None)

@@ -25,6 +25,8 @@ class MemoryBackend:
         self._place = place
         self._lock = threading.Lock()
         self._objects: dict[str, memoryview] = {}
+        self._versions: dict[str, str] = {}
+        self._written = 0
 
     @property
     def traits(self) -> Traits:
@@ -68,7 +70,7 @@ class MemoryBackend:
         check_prefix(prefix)
         with self._lock:
             found = [
-                Stored(key=key, bytes=data.nbytes)
+                Stored(key=key, bytes=data.nbytes, version=self._versions.get(key, ""))
                 for key, data in self._objects.items()
                 if key.startswith(prefix)
             ]
@@ -100,6 +102,8 @@ class MemoryBackend:
             if publish is Publish.IF_ABSENT and key in self._objects:
                 raise KeyExistsError(f"publish {key!r} in {self._place}: the key is taken")
             self._objects[key] = data
+            self._written += 1
+            self._versions[key] = str(self._written)
 
     def _find(self, operation: str, key: str) -> memoryview:
         check_key(key)

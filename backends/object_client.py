@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tierfall.core.contracts import Publish
 from tierfall.core.errors import BackendError, UnreachableError
@@ -37,6 +37,15 @@ class Found:
 
     bytes: int
     etag: str
+
+
+class Row(NamedTuple):
+    """An object as a listing reports it: its full key, its size, and what changes when it is written anew ('' where the
+    store does not say)."""
+
+    key: str
+    bytes: int
+    version: str = ""
 
 
 class Uploads(Protocol):
@@ -143,8 +152,8 @@ class ObjectClient(Protocol):
         """Fill the view from ``offset``; return how many bytes there were, fewer where the object ends before."""
         ...
 
-    def rows(self, prefix: str, what: str) -> Iterable[tuple[str, int]]:
-        """Every object below a prefix as full key and size, in any order."""
+    def rows(self, prefix: str, what: str) -> Iterable[Row]:
+        """Every object below a prefix, in any order."""
         ...
 
     def delete(self, key: str, what: str) -> None: ...

@@ -18,7 +18,7 @@ from tierfall.backends.keys import (
     is_unfinished,
     unfinished_name,
 )
-from tierfall.backends.object_client import BareAbsenceError, ObjectClient
+from tierfall.backends.object_client import BareAbsenceError, ObjectClient, Row
 from tierfall.backends.object_frame import Shop
 from tierfall.backends.object_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
 from tierfall.backends.ordered_writer import OrderedWriter
@@ -178,13 +178,13 @@ class ObjectStoreBackend:
 
     def _listed(self, prefix: str) -> list[Stored]:
         found: list[Stored] = []
-        for full, size_bytes in self._rows(prefix, self._what("list", prefix)):
-            key = full.removeprefix(self._client.prefix)
+        for row in self._rows(prefix, self._what("list", prefix)):
+            key = row.key.removeprefix(self._client.prefix)
             if is_key(key) and key.startswith(prefix):
-                found.append(Stored(key=key, bytes=size_bytes))
+                found.append(Stored(key=key, bytes=row.bytes, version=row.version))
         return sorted(found, key=lambda each: each.key)
 
-    def _rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+    def _rows(self, prefix: str, what: str) -> Iterator[Row]:
         """List without ever saying "not there": nothing below a prefix is an empty listing."""
         try:
             yield from self._client.rows(self._full(prefix), what)
@@ -200,7 +200,7 @@ class ObjectStoreBackend:
     def _discard_probes(self, what: str) -> int:
         """Remove what an opening has left that was cut off."""
         count = 0
-        for full, _ in list(self._rows(RESERVED_PREFIX, what)):
+        for full, *_ in list(self._rows(RESERVED_PREFIX, what)):
             if is_unfinished(full.removeprefix(self._client.prefix)):
                 self._remove(full, what)
                 count += 1

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import obstore
 from obstore.store import ObjectStore
 
-from tierfall.backends.object_client import Deletions, Found, Stream
+from tierfall.backends.object_client import Deletions, Found, Row, Stream
 from tierfall.backends.obstore_errors import translated
 from tierfall.backends.s3_listing import Listing
 from tierfall.backends.s3_multipart import Multipart
@@ -93,7 +93,7 @@ class ObstoreClient:
                 filled += source.nbytes
         return filled
 
-    def rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+    def rows(self, prefix: str, what: str) -> Iterator[Row]:
         if self.listing is not None:
             yield from self.listing.rows(prefix, what)
             return
@@ -103,11 +103,11 @@ class ObstoreClient:
                 # obstore lists by whole parts of a name.
                 for row in obstore.list_with_delimiter(self.store, folder or None)["objects"]:
                     if row["path"].startswith(prefix):
-                        yield row["path"], row["size"]
+                        yield _row(row)
                 return
             for rows in obstore.list(self.store, prefix or None, chunk_size=_LIST_ROWS):
                 for row in rows:
-                    yield row["path"], row["size"]
+                    yield _row(row)
 
     def delete(self, key: str, what: str) -> None:
         with translated(what):
@@ -164,3 +164,7 @@ class _ObstoreStream:
             return
         with translated(self._what):
             writer.__exit__(BackendError, BackendError("dropped"), None)
+
+
+def _row(found: Any) -> Row:
+    return Row(found["path"], found["size"], found.get("e_tag") or "")

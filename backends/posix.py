@@ -307,7 +307,7 @@ class PosixBackend:
             if entry.is_folder:
                 found[key + "/"] = key + "/"
             else:
-                found[key] = Stored(key=key, bytes=entry.bytes)
+                found[key] = Stored(key=key, bytes=entry.bytes, version=entry.version)
         return [found[name] for name in sorted(found)]
 
     def _is_dead(self, entry: Entry) -> bool:

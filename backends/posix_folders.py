@@ -37,6 +37,7 @@ class Entry:
     name: str
     is_folder: bool
     bytes: int
+    version: str = ""
 
 
 def make_root(path: Path) -> None:
@@ -253,7 +254,8 @@ def _entry(found: os.DirEntry[str]) -> Entry | None:
         status = found.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return Entry(name=found.name, is_folder=False, bytes=status.st_size)
+    version = f"{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"
+    return Entry(name=found.name, is_folder=False, bytes=status.st_size, version=version)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

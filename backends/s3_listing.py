@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tierfall.backends.object_client import Row
 from tierfall.backends.s3_requests import Page, Requests
 from tierfall.core.errors import BackendError
 
@@ -16,10 +17,8 @@ _ROWS_MAX = 1000
 class Listing(Requests):
     """The one request that lists objects."""
 
-    def rows(
-        self, prefix: str, what: str, *, rows_max: int = _ROWS_MAX
-    ) -> Iterator[tuple[str, int]]:
-        """Every object whose key starts with ``prefix``, as key and size in bytes, ``rows_max`` for each request."""
+    def rows(self, prefix: str, what: str, *, rows_max: int = _ROWS_MAX) -> Iterator[Row]:
+        """Every object whose key starts with ``prefix``, ``rows_max`` for each request."""
         query = {"list-type": "2", "encoding-type": "url", "max-keys": str(rows_max)}
         marks: dict[str, str] = {}
         while True:
@@ -28,7 +27,7 @@ class Listing(Requests):
             for row in page.rows("Contents"):
                 if not row.get("Size", "").isdigit():
                     raise BackendError(f"{what}: the store lists an object without its size")
-                yield row["Key"], int(row["Size"])
+                yield Row(row["Key"], int(row["Size"]), row.get("ETag", ""))
             if page.text("IsTruncated") != "true":
                 return
             following = {"continuation-token": page.text("NextContinuationToken")}

@@ -16,7 +16,7 @@ from fsspec.asyn import sync  # type: ignore[import-untyped]
 
 from tierfall.backends.fsspec_errors import translated
 from tierfall.backends.keys import place_below
-from tierfall.backends.object_client import Found, Stream, UploadGoneError
+from tierfall.backends.object_client import Found, Row, Stream, UploadGoneError
 from tierfall.backends.store_answers import creating, is_worth_a_get, left_of, unsaid_error
 from tierfall.backends.views import copy_bytes, flat
 from tierfall.core.contracts import Publish
@@ -97,12 +97,12 @@ class S3fsClient:
         finally:
             self._close(body)
 
-    def rows(self, prefix: str, what: str) -> Iterator[tuple[str, int]]:
+    def rows(self, prefix: str, what: str) -> Iterator[Row]:
         more: dict[str, str] = {}
         while True:
             page = self._ask("list_objects_v2", what, Prefix=prefix, **more)
             for row in page.get("Contents", ()):
-                yield row["Key"], int(row["Size"])
+                yield Row(row["Key"], int(row["Size"]), row.get("ETag", ""))
             if not page.get("IsTruncated"):
                 return
             following = {"ContinuationToken": page.get("NextContinuationToken", "")}

@@ -8,7 +8,7 @@ conformance suite ``tierfall.backends.conformance`` runs every promise below.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self
@@ -57,10 +57,12 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One object as a scan or a stat reports it."""
+    """One object as a scan or a stat reports it. ``version`` is another text once the object was written anew, '' where
+    the medium says no such thing: an ETag, the time of the last change."""
 
     key: str
     bytes: int
+    version: str = field(default="", compare=False)
 
 
 class Writer(Protocol):

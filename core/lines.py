@@ -11,7 +11,7 @@ other has saved is abandoned.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tierfall.core.values import CheckpointId
@@ -108,6 +108,14 @@ def abandoned(
     checkpoints: Iterable[tuple[CheckpointId, str | None]], starts: Iterable[AttemptStart]
 ) -> frozenset[CheckpointId]:
     """Return the abandoned ones of ``checkpoints``, each with its attempt's id; ``starts`` are resolved."""
+    is_left = left_behind_by(starts)
+    return frozenset(checkpoint for checkpoint, id in checkpoints if is_left(checkpoint, id))
+
+
+def left_behind_by(
+    starts: Iterable[AttemptStart],
+) -> Callable[[CheckpointId, str | None], bool]:
+    """Return what says of a checkpoint, by its attempt's id, whether these ``starts`` have abandoned it."""
     known = list(starts)
     passed_over = {start.key for start in known if start.passed_over}
     least: dict[int, int] = {}
@@ -119,12 +127,9 @@ def abandoned(
     for i in reversed(range(len(floors) - 1)):
         floors[i] = min(floors[i], floors[i + 1])  # what any attempt from here on leaves behind
 
-    def is_left(checkpoint: CheckpointId) -> bool:
+    def is_left(checkpoint: CheckpointId, attempt_id: str | None) -> bool:
         later = bisect_right(numbers, checkpoint.attempt)
-        return later < len(numbers) and checkpoint.step > floors[later]
+        is_above = later < len(numbers) and checkpoint.step > floors[later]
+        return is_above or (checkpoint.attempt, attempt_id) in passed_over
 
-    return frozenset(
-        checkpoint
-        for checkpoint, attempt_id in checkpoints
-        if is_left(checkpoint) or (checkpoint.attempt, attempt_id) in passed_over
-    )
+    return is_left

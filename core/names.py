@@ -7,6 +7,7 @@
     <run>/step-00000400-a0007/rank-00000-of-00004.safetensors.zst or .safetensors.tfz, .stored.json: a packed image
     <run>/latest
     <run>/tier.json: which tier this is
+    <run>/marks-changed: another text after each mark that a person leaves or takes away
 
 Numbers are padded to at least these widths and compared as integers. A name that does not parse is not ours: it is
 never touched.
@@ -25,6 +26,7 @@ COMMIT_NAME = "commit.json"
 INDEX_NAME = "index.zst"
 LATEST_NAME = "latest"
 TIER_NAME = "tier.json"
+MARKS_CHANGED_NAME = "marks-changed"
 ATTEMPTS_FOLDER = "attempts"
 LINEAGE_FOLDER = "lineage"
 MARKS_FOLDER = "marks"

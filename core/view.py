@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from tierfall.core.policy import Rule
 from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind, WhenFull
@@ -107,7 +108,7 @@ class CheckpointView:
         return not self.abandoned and not self.tombstoned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
     """Every tier, fastest first, and every checkpoint.
 
@@ -134,8 +135,31 @@ class View:
 
     def on(self, tier: str) -> tuple[CheckpointView, ...]:
         """Checkpoints with a whole copy on that tier, oldest first."""
-        held = (c for c in self.checkpoints if c.readable_on(tier))
-        return tuple(sorted(held, key=lambda c: c.id))
+        if tier not in self._held:
+            held = (c for c in self.checkpoints if c.readable_on(tier))
+            self._held[tier] = tuple(sorted(held, key=_by_id))
+        return self._held[tier]
+
+    @cached_property
+    def _held(self) -> dict[str, tuple[CheckpointView, ...]]:
+        return {}
+
+    def safe_on(self, tiers: tuple[str, ...]) -> tuple[CheckpointView, ...]:
+        """Live checkpoints with a copy on one of these tiers that another copy may go because of, newest first."""
+        if tiers not in self._safe:
+            self._safe[tiers] = tuple(
+                c for c in self.live if any(self.is_safe(c, tier) for tier in tiers)
+            )
+        return self._safe[tiers]
+
+    @cached_property
+    def _safe(self) -> dict[tuple[str, ...], tuple[CheckpointView, ...]]:
+        return {}
+
+    @cached_property
+    def live(self) -> tuple[CheckpointView, ...]:
+        """Checkpoints that are neither abandoned nor deleted, newest first."""
+        return tuple(sorted((c for c in self.checkpoints if c.live), key=_by_id, reverse=True))
 
     def is_safe(self, checkpoint: CheckpointView, tier: str) -> bool:
         """Say whether another copy may go because of this one: it is committed, and verified."""
@@ -145,6 +169,10 @@ class View:
 
     def used_bytes(self, tier: str) -> int:
         return sum(c.copies[tier].bytes for c in self.checkpoints if tier in c.copies)
+
+
+def _by_id(checkpoint: CheckpointView) -> tuple[int, int]:
+    return (checkpoint.id.step, checkpoint.id.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from tierfall.policies.flush import plan_flush, still_owed, tiers_owed, wants_re
 from tierfall.policies.forecast import forecast
 from tierfall.policies.metric_names import missing_metrics
 from tierfall.policies.relief import plan_relief
-from tierfall.policies.retention import next_due_s, plan_retention
+from tierfall.policies.retention import keeps_all_live, next_due_s, plan_drops, plan_retention
 from tierfall.policies.staleness import lateness
 from tierfall.policies.superseding import plan_superseding
 from tierfall.policies.yielding import least_share, plan_yield
@@ -18,11 +18,13 @@ __all__ = [
     "Trial",
     "choose_lazy",
     "forecast",
+    "keeps_all_live",
     "lateness",
     "least_share",
     "missing_metrics",
     "next_due_s",
     "plan_drain",
+    "plan_drops",
     "plan_eviction",
     "plan_flush",
     "plan_relief",

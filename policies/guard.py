@@ -7,6 +7,8 @@ is verified, or was written by this run.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
 from tierfall.core.view import CheckpointView, TierRules, View
 
@@ -15,7 +17,7 @@ _RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.S
 
 
 def reason_to_keep(
-    view: View, checkpoint: CheckpointView, tier: TierRules, gone: frozenset[CheckpointId]
+    view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
 ) -> str | None:
     """Say why this copy must stay, or return None; ``gone`` are checkpoints already to be dropped from this tier."""
     copy = checkpoint.copies[tier.name]
@@ -45,7 +47,7 @@ def only_source_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> 
 
 
 def newest_of(
-    view: View, checkpoint: CheckpointView, tier: TierRules, gone: frozenset[CheckpointId]
+    view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
 ) -> LossClass | None:
     """Name the loss class whose newest surviving live checkpoint this copy is, if it is one; newer copies that nobody
     has verified do not count.
@@ -68,18 +70,18 @@ def _held(
     *,
     above: CheckpointView,
     without: str,
-    gone: frozenset[CheckpointId],
+    gone: Set[CheckpointId],
 ) -> bool:
     """Say whether a live checkpoint of that step or newer survives that loss by another copy."""
     left = _is_being_left(view, above)
-    for other in reversed(view.checkpoints):  # one of the newest mostly answers
-        if not other.live or other.id < above.id or (not left and _is_being_left(view, other)):
+    tiers = tuple(tier.name for tier in view.tiers if _RANK[tier.survives] >= _RANK[lost])
+    for other in view.safe_on(tiers):  # one of the newest mostly answers
+        if other.id < above.id:
+            return False
+        if not left and _is_being_left(view, other):
             continue
-        for tier in view.tiers:
-            if _RANK[tier.survives] < _RANK[lost] or not view.is_safe(other, tier.name):
-                continue
-            if tier.name == without and (other.id == above.id or other.id in gone):
-                continue
+        stays = other.id != above.id and other.id not in gone
+        if any(view.is_safe(other, tier) for tier in tiers if stays or tier != without):
             return True
     return False
 
@@ -102,8 +104,7 @@ def newest_on_its_way(view: View, checkpoint: CheckpointView) -> LossClass | Non
     """
     for lost in reversed(LOSS_CLASSES):
         if _reaches(view, checkpoint, lost) and not any(
-            other.live and other.id > checkpoint.id and _reaches(view, other, lost)
-            for other in view.checkpoints
+            other.id > checkpoint.id and _reaches(view, other, lost) for other in view.live
         ):
             return lost
     return None
@@ -130,11 +131,10 @@ def _continued(view: View, checkpoint: CheckpointView) -> bool:
     """Say whether the line that began at this checkpoint has a durable one of its own. A newer one of the line that is
     being left says nothing: it is abandoned as soon as the new line has anything."""
     return any(
-        other.live
-        and other.started_from == checkpoint.id
+        other.started_from == checkpoint.id
         and (view.attempt is None or other.id.attempt >= view.attempt)
         and any(view.is_safe(other, tier.name) for tier in view.tiers)
-        for other in view.checkpoints
+        for other in view.live
     )
 
 
@@ -142,11 +142,10 @@ def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules
     """Say whether the line that left this checkpoint behind has a copy that survives as much as this one. What lies
     in memory alone does not: files outlive the machine's restart."""
     return any(
-        other.live
-        and other.id.attempt > checkpoint.id.attempt
+        other.id.attempt > checkpoint.id.attempt
         and any(
             _RANK[t.survives] >= _RANK[tier.survives] and view.is_safe(other, t.name)
             for t in view.tiers
         )
-        for other in view.checkpoints
+        for other in view.live
     )

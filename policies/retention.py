@@ -6,7 +6,7 @@ rule never drops more; what the rules are stands in ``retain_rules``, and what n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from tierfall.core.values import CheckpointId
 from tierfall.core.view import CheckpointView, Decision, TierRules, TierView, Verdict, View
@@ -24,11 +24,36 @@ def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """
     tier = view.tier(tier_name)
     held = view.on(tier_name)
+    return _decide_in_turn(view, tier, held, wanted_of(view, tier, held))
+
+
+def keeps_all_live(tier: TierRules) -> bool:
+    """Say whether a tier keeps whatever is neither left behind nor deleted."""
+    return not tier.retain
+
+
+def plan_drops(view: View, tier_name: str) -> tuple[Decision, ...]:
+    """Return what ``plan_retention`` drops, without a word on what stays: that may be thousands."""
+    tier = view.tier(tier_name)
+    held = view.on(tier_name)
     wanted = wanted_of(view, tier, held)
+    keeps_all = keeps_all_live(tier)
+    loose = tuple(c for c in held if not c.live or not (keeps_all or c.id in wanted))
+    decisions = _decide_in_turn(view, tier, loose, wanted)
+    return tuple(decision for decision in decisions if decision.verdict is Verdict.DROP)
+
+
+def _decide_in_turn(
+    view: View,
+    tier: TierRules,
+    checkpoints: Iterable[CheckpointView],
+    wanted: dict[CheckpointId, str],
+) -> tuple[Decision, ...]:
+    """Decide on one after the other, the oldest first: what goes counts as gone for those after it."""
     gone: set[CheckpointId] = set()
     decisions = []
-    for checkpoint in held:
-        decision = _decide(view, checkpoint, tier, wanted, frozenset(gone))
+    for checkpoint in checkpoints:
+        decision = _decide(view, checkpoint, tier, wanted, gone)
         if decision.verdict is Verdict.DROP:
             gone.add(checkpoint.id)
         decisions.append(decision)
@@ -52,6 +77,8 @@ def wanted_of(
     view: View, tier: TierRules, checkpoints: Iterable[CheckpointView]
 ) -> dict[CheckpointId, str]:
     """Say which of these the rules of a tier would keep if it held them all, and why; only live ones count."""
+    if not tier.retain:
+        return {}
     asked = _asked(view, tier, checkpoints)
     reasons: dict[CheckpointId, list[str]] = {}
     for rule in tier.retain:
@@ -73,6 +100,8 @@ def _too_few_without(view: View, asked: TierView) -> list[CheckpointId]:
 def next_due_s(view: View, tier_name: str) -> float | None:
     """Say at which wall time, in seconds, a rule may come to let something go though nothing happens."""
     tier = view.tier(tier_name)
+    if all(rule.policy.due is None for rule in tier.retain):
+        return None
     asked = _asked(view, tier, view.on(tier_name))
     times = (
         rule.policy.due(asked, rule.rules, view.wall_time_s)
@@ -92,7 +121,7 @@ def _decide(
     checkpoint: CheckpointView,
     tier: TierRules,
     wanted: dict[CheckpointId, str],
-    gone: frozenset[CheckpointId],
+    gone: Set[CheckpointId],
 ) -> Decision:
     def answer(verdict: Verdict, reason: str) -> Decision:
         return Decision(

@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the package
 
-from benchmarks import bare, figures, machine, memory, report, rounds, workload  # noqa: E402
+from benchmarks import bare, figures, machine, many, memory, report, rounds, workload  # noqa: E402
 from benchmarks.__main__ import parse  # noqa: E402
 from benchmarks.figures import Results  # noqa: E402
 from tierfall.backends.posix_io import is_cached  # noqa: E402
@@ -343,3 +343,14 @@ def test_table_says_plainly_what_is_missed_and_what_cannot_be_compared() -> None
 def test_senseless_options_are_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse(wrong)
+
+
+def test_what_a_commit_asks_of_a_tier_does_not_grow_with_what_lies_there() -> None:
+    few, more = many.measure(4, 0.0), many.measure(60, 0.0)
+    assert more["commit"].requests == few["commit"].requests
+    assert (
+        more["restore"].requests <= few["restore"].requests + 2
+    )  # one listing, and what is restored
+    assert (
+        more["open"].requests - few["open"].requests == 56
+    )  # each commit record once, with one request

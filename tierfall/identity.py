@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,14 +38,22 @@ MEMORY_NAME = "tiers.json"
 class Identities:
     """What the tiers of a run say of themselves and of each other, and what this machine remembers of them."""
 
-    def __init__(self, config: Config, stores: Mapping[str, StoredTier], folder: Path) -> None:
-        """Read it from all ``stores``; ``folder`` is the run's in host memory."""
+    def __init__(
+        self,
+        config: Config,
+        stores: Mapping[str, StoredTier],
+        folder: Path,
+        listings: Iterable[Listing] = (),
+    ) -> None:
+        """Read it from those of ``stores`` that could be listed, or of which nothing is said: another one may never
+        answer. ``folder`` is the run's in host memory."""
         self._config = config
-        self._stores = stores
+        self._opened = stores
+        self._silent = {listing.tier for listing in listings if listing.error is not None}
         self._memory = folder / MEMORY_NAME
         self.records: dict[str, TierRecord] = {}
         self._anew: set[str] = set()
-        for name, store in stores.items():
+        for name, store in self._stores.items():
             try:
                 record = store.read_tier()
             except TierfallError as error:
@@ -59,6 +67,10 @@ class Identities:
                 self.records[name] = record
         self._remembered = self._read_memory()
         self._left: TierRecord | None = None
+
+    @property
+    def _stores(self) -> dict[str, StoredTier]:
+        return {name: x for name, x in self._opened.items() if name not in self._silent}
 
     def _read_memory(self) -> TierRecord | None:
         try:

@@ -21,6 +21,7 @@ from tierfall.core.lock import Owner, RunLock
 from tierfall.core.packing.files import files_of
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
 from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.core.waiting import BoundedCalls
 from tierfall.identity import Identities
 from tierfall.origin import moved_run, moved_shard, moved_step
 from tierfall.slots import find_owner
@@ -39,6 +40,7 @@ class Reader:
         folder = run_folder(config, self.run)
         self._lock_path = folder / lock_name(SLOT)
         self.stores, self.errors = open_stores(config, self.run, read_only=True)
+        self._calls = BoundedCalls()
         self._folder = folder
         self._host_error: TierfallError | None = None
         self.host = self._attach()
@@ -65,8 +67,9 @@ class Reader:
         return RunLock.owner(self._lock_path) or find_owner(self._folder)
 
     def list(self) -> tuple[Listing, ...]:
-        listings = list_all(self.config, self.host, self.stores, self.errors)
-        missing = Identities(self.config, self.stores, self._folder).missing(listings)
+        listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        identities = Identities(self.config, self.stores, self._folder, listings)
+        missing = identities.missing(listings)
         listings = tuple(
             Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings

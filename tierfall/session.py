@@ -7,12 +7,14 @@ and the writing commands are built on it; nothing here knows a model or a state.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.adopting import check_life, take_over
@@ -51,6 +53,7 @@ from tierfall.core.scheduler.tasks import Ask
 from tierfall.core.scheduler.workers import Workers
 from tierfall.core.snapshot import HostRegion
 from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.waiting import Answer, BoundedCalls
 from tierfall.core.words import few_of
 from tierfall.identity import Identities
 from tierfall.inheriting import (
@@ -68,6 +71,7 @@ from tierfall.starting import held_by_all, is_owner, is_shared, start_together
 from tierfall.status_writing import StatusWriter
 from tierfall.steps_seen import StepsSeen
 from tierfall.stores import (
+    bounds_s,
     check_written,
     holds_something,
     lane_limits,
@@ -123,6 +127,7 @@ class Session:
         self.stores: dict[str, StoredTier] = {}
         self.found_read_only: dict[str, str] = {}
         """The tiers that are not called read-only, and may not be written to, with why."""
+        self._calls = BoundedCalls()
         self.adopted: list[AdoptedSlot] = []
         self._folder = folder
         try:
@@ -175,7 +180,7 @@ class Session:
 
     def _find_out_which_tiers(self) -> None:
         """Refuse two tiers that are one, and go on without those that are not mounted."""
-        self.identities = Identities(self.config, self.stores, self._folder)
+        self.identities = Identities(self.config, self.stores, self._folder, self.listings)
         self.identities.refuse_aliases()
         for name, error in self.identities.missing(self.listings).items():
             self._leave_out(name, error)
@@ -339,14 +344,33 @@ class Session:
     def check_newest(self) -> None:
         """Raise FencedError where a tier knows a newer attempt than this process's: it must not come back above it."""
         assert self.attempt is not None
-        for tier in self.config.written:
-            store = self.stores.get(tier.name)
-            if store is None:
-                continue
+        attempt = self.attempt
+        written = [tier.name for tier in self.config.written]
+        asked = [store for name, store in self.stores.items() if name in written]
+        answers = self._ask(asked, lambda store: store.check_fence(attempt))
+        for name, answer in answers.items():
             try:
-                store.check_fence(self.attempt)
+                answer.get()
             except (StorageFullError, UnreachableError) as error:
-                logger.warning("tier %s was not asked for newer attempts: %s", store.name, error)
+                logger.warning("tier %s was not asked for newer attempts: %s", name, error)
+
+    def _ask(
+        self,
+        stores: Iterable[StoredTier],
+        question: Callable[[StoredTier], T],
+        *,
+        bound_s: float | None = None,
+    ) -> dict[str, Answer[T]]:
+        """Ask these tiers something, side by side; one that does not answer in time, within ``bound_s`` seconds where
+        that is given, is unreachable."""
+        asked = list(stores)
+        bounds = bounds_s(self.config)
+        return self._calls.make(
+            {store.name: partial(question, store) for store in asked},
+            {s.name: bounds[s.name] if bound_s is None else bound_s for s in asked},
+            doing="ask",
+            heard_s=lambda name: self.stores[name].heard_s(),
+        )
 
     def _take(self, attempt: Attempt, stores: Iterable[StoredTier]) -> bool:
         """Leave the attempt's record on each tier; False where another process has its number.
@@ -355,7 +379,7 @@ class Session:
         """
         for store in stores:
             try:
-                store.take_attempt(attempt)
+                self._ask([store], lambda store: store.take_attempt(attempt))[store.name].get()
             except KeyExistsError:
                 return False
             except (StorageFullError, UnreachableError) as error:
@@ -440,15 +464,21 @@ class Session:
         self.listeners.get(news.topic[0], self.coordinator.post)(news)
 
     def _discard_leftovers(self) -> None:
-        assert self.attempt is not None
-        for tier in self.config.written:
-            store = self.stores.get(tier.name)
-            if store is None or not is_owner(tier, self.ranks):
-                continue
+        """A tier that does not end this in time may go on with it: its own writers are left alone by that, but not
+        those of other ranks, so with these it is waited for."""
+        attempt = self.attempt
+        assert attempt is not None
+        own = [t.name for t in self.config.written if is_owner(t, self.ranks)]
+        stores = [self.stores[name] for name in own if name in self.stores]
+        bound_s = math.inf if self.ranks.many else None
+        answers = self._ask(
+            stores, lambda store: store.discard_unfinished(attempt=attempt), bound_s=bound_s
+        )
+        for name, answer in answers.items():
             try:
-                store.discard_unfinished(attempt=self.attempt)
+                answer.get()
             except (BackendError, FencedError) as error:
-                logger.warning("open: tier %s: leftovers stay: %s", store.name, error)
+                logger.warning("open: tier %s: leftovers stay: %s", name, error)
 
     def _saved_by_others(self) -> tuple[Commit, ...]:
         """Say which checkpoints in memory other ranks saved, whose parts are one here: all of them, for who tends."""
@@ -512,7 +542,7 @@ class Session:
     def list_now(self) -> tuple[Listing, ...]:
         """Ask every tier what it holds; in memory, what lies in the slots of this process. Copies that lack files reach
         the ledger, once there is one."""
-        found = list_all(self.config, self.host, self.stores, self.errors)
+        found = list_all(self.config, self.host, self.stores, self.errors, self._calls)
         for listing in found if hasattr(self, "coordinator") else ():
             for copy in listing.copies:
                 if copy.damage is not None and copy.commit is not None:

@@ -31,6 +31,7 @@ from tierfall.core.restore.describing import (
 from tierfall.core.values import CheckpointId
 from tierfall.core.words import ranks_named
 from tierfall.inheriting import inherited
+from tierfall.stores import bounds_s
 
 if TYPE_CHECKING:
     from tierfall.session import Session
@@ -102,6 +103,7 @@ def start_together(session: Session) -> Start:
                 "nothing": session.knows_of_nothing(),
             },
             lambda bodies: _decide(session, bodies, order),
+            timeout_s=_patience_s(session),
         )
         session.leave_out(found["unreachable"])
         session.go_on_reading(found["read_only"])
@@ -148,10 +150,18 @@ def _find_shared(session: Session) -> None:
             _check_started(bodies)
             return files.write()
 
-        said = session.ranks.agree(_OPEN, {}, write)
+        said = session.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(session))
         session.config, failed = probing.probe(session, said["token"], said["written"])
     session.leave_out({**said["failed"], **failed})
     session.probed = True
+
+
+def _patience_s(session: Session) -> float:
+    """How much longer than the fastest rank the slowest may take to come: it may have waited for a tier that did not
+    answer, to be opened and to be listed."""
+    bounds = bounds_s(session.config)
+    slowest_s = max((bounds[tier.name] for tier in session.config.stored), default=0.0)
+    return session.config.max_wait_s + 2 * slowest_s
 
 
 @contextmanager

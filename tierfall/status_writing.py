@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,7 +149,7 @@ class StatusWriter:
         session = self._session
         coordinator, ledger = session.coordinator, session.coordinator.ledger
         self._count(coordinator)
-        entries = sorted(ledger.entries.values(), key=lambda e: e.id)
+        newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
         left = ledger.abandoned()
         bounds = telling.bounds_of(session)
         return Status(
@@ -163,10 +164,10 @@ class StatusWriter:
             attempt=session.attempt.number if session.attempt else None,
             tiers=tuple(self._tier(name, ledger) for name in _names(ledger)),
             checkpoints=tuple(
-                _checkpoint(entry, ledger, coordinator, abandoned=entry.id in left)
-                for entry in entries[-CHECKPOINTS_MAX:]
+                _checkpoint(ledger.entries.peek(id), ledger, coordinator, abandoned=id in left)
+                for id in reversed(newest)
             ),
-            checkpoints_known=len(entries),
+            checkpoints_known=len(ledger.entries),
             transfers=tuple(
                 self._transfer(lane)
                 for lane in coordinator.lanes.values()
@@ -203,7 +204,7 @@ class StatusWriter:
             kind=rules.kind,
             used_bytes=ledger.used_bytes(name),
             capacity_bytes=capacity,
-            checkpoints=sum(e.readable_on(name) for e in ledger.entries.values()),
+            checkpoints=ledger.count_on(name),
             bytes_per_s=self._rates.of(name) or 0.0,
             failing=None if failing is None else str(failing),
         )

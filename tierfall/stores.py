@@ -5,14 +5,15 @@ how much may be on its way to each at once.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from tierfall.backends.heard import Heard
 from tierfall.backends.opening import is_remote, open_backend
 from tierfall.backends.posix import PosixBackend
 from tierfall.backends.wrap import wrap
@@ -35,6 +36,7 @@ from tierfall.core.packing.frames import LEVEL_MIN, frame_bytes_max
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.values import Codec, LossClass, Shard, TierKind, survives
 from tierfall.core.view import TierRules
+from tierfall.core.waiting import BoundedCalls, side_by_side
 from tierfall.tiers.arena_folder import default_folder
 from tierfall.tiers.host import HostTier
 from tierfall.tiers.image_writer import Packing
@@ -48,6 +50,8 @@ BUDGET_BYTES = 64 << 20
 WORKERS_MAX = 4
 SYNCS_AT_ONCE = 16
 """Flushes of a disk's cache that are asked for at once are done as one."""
+ANSWER_S = 5.0
+"""A tier has so many seconds to answer, also where saves wait for less."""
 
 
 def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ...]:
@@ -104,35 +108,53 @@ def any_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
     return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
 
 
+def bounds_s(config: Config) -> dict[str, float]:
+    """How long, in seconds, each stored tier is waited for without an answer before it counts as unreachable."""
+    return {
+        tier.name: max(tier.max_wait_s or config.max_wait_s, ANSWER_S) for tier in config.stored
+    }
+
+
 def open_stores(
     config: Config, run: str, *, read_only: bool = False, find_read_only: bool = False
 ) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
-    """Open every stored tier; those that did not answer come back as errors.
+    """Open every stored tier, side by side; those that did not answer, in time or at all, come back as errors.
 
     A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at. With
     ``find_read_only``, a tier that may not be written to, and holds something of the run, is opened for reading.
     """
-    stores: dict[str, StoredTier] = {}
+
+    def open_one(tier: FileTier | ObjectTier) -> StoredTier:
+        only = "it is only to be read" if read_only or tier.read_only else ""
+        try:
+            backend = _open_backend(tier, read_only=bool(only))
+        except AccessDeniedError as error:
+            found = _open_to_read(tier, config, run, error) if find_read_only else None
+            if found is None:
+                raise
+            return found
+        return _store(tier, backend, config, run, read_only=only)
+
+    opened = BoundedCalls().make(
+        {tier.name: partial(open_one, tier) for tier in config.stored},
+        bounds_s(config),
+        doing="open",
+        too_late=StoredTier.close,
+    )
+    stores = {name: x.get() for name, x in opened.items() if x.error is None}
     errors: dict[str, TierfallError] = {}
     try:
-        for tier in config.stored:
-            try:
-                backend = _open_backend(tier, read_only=read_only or tier.read_only)
-            except BackendError as error:
-                if find_read_only and isinstance(error, AccessDeniedError):
-                    found = _open_to_read(tier, config, run, error)
-                    if found is not None:
-                        stores[tier.name] = found
-                        continue
-                if not read_only and not isinstance(error, UnreachableError):
-                    raise type(error)(f"open: tier {tier.name}: {error}") from error
-                later = "" if read_only else " (open again once it answers)"
-                errors[tier.name] = type(error)(f"{error}{later}")
-                continue
-            except ConfigError as error:
-                raise type(error)(f"open: tier {tier.name}: {error}") from error
-            only = "it is only to be read" if read_only or tier.read_only else ""
-            stores[tier.name] = _store(tier, backend, config, run, read_only=only)
+        for name, answer in opened.items():
+            match answer.error:
+                case None:
+                    continue
+                case BackendError() as error if read_only or isinstance(error, UnreachableError):
+                    later = "" if read_only else " (open again once it answers)"
+                    errors[name] = type(error)(f"{error}{later}")
+                case BackendError() | ConfigError() as error:
+                    raise type(error)(f"open: tier {name}: {error}") from error
+                case error:
+                    raise error
     except BaseException:
         for store in stores.values():
             store.close()
@@ -188,17 +210,16 @@ def _store(
 ) -> StoredTier:
     limit = tier.bandwidth_bytes_per_s
     pace = Pace(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
-    wrapped = wrap(backend, bandwidth=limit, writes=pace)
-    packing = _packing(tier, config)
-    recognise = backend.recognise if isinstance(backend, PosixBackend) else None
+    heard = Heard(backend)
     return StoredTier(
         name=tier.name,
         run=run,
-        backend=wrapped,
-        packing=packing,
+        backend=wrap(heard, bandwidth=limit, writes=pace),
+        packing=_packing(tier, config),
         pace=pace,
-        recognise=recognise,
+        recognise=backend.recognise if isinstance(backend, PosixBackend) else None,
         read_only=read_only,
+        heard_s=lambda: heard.heard_s,
     )
 
 
@@ -269,19 +290,31 @@ def list_all(
     host: HostTier,
     stores: Mapping[str, StoredTier],
     errors: Mapping[str, TierfallError],
+    calls: BoundedCalls,
 ) -> tuple[Listing, ...]:
-    """Ask every tier what it holds, at the same time; fastest tier first."""
+    """Ask every tier what it holds, at the same time; fastest tier first. One that does not answer in time has that as
+    its error."""
 
     def ask(name: str) -> Listing:
-        if name == host.name:
-            return host.list()
-        if name in errors:
-            return Listing(tier=name, error=errors[name])
-        return stores[name].list()
+        return host.list() if name == host.name else stores[name].list()
 
     names = [tier.name for tier in config.chain]
-    with ThreadPoolExecutor(len(names), thread_name_prefix="tierfall-list") as executor:
-        return tuple(executor.map(ask, names))
+    answers = calls.make(
+        {name: partial(ask, name) for name in names if name not in errors},
+        {host.name: math.inf, **bounds_s(config)},
+        doing="list",
+        heard_s=lambda name: stores[name].heard_s() if name in stores else -math.inf,
+    )
+
+    def listing(name: str) -> Listing:
+        if name in errors:
+            return Listing(tier=name, error=errors[name])
+        error = answers[name].error
+        if isinstance(error, TierfallError):
+            return Listing(tier=name, error=error)
+        return answers[name].get()
+
+    return tuple(map(listing, names))
 
 
 def settle(store: StoredTier, listing: Listing) -> Listing:
@@ -289,8 +322,8 @@ def settle(store: StoredTier, listing: Listing) -> Listing:
     failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
     if not store.backend.traits.needs_sync or not listing.copies:
         return listing
-    with ThreadPoolExecutor(SYNCS_AT_ONCE, thread_name_prefix="tierfall-sync") as pool:
-        return replace(listing, copies=tuple(pool.map(partial(_settle, store), listing.copies)))
+    settled = side_by_side(partial(_settle, store), listing.copies, parallel=SYNCS_AT_ONCE)
+    return replace(listing, copies=tuple(settled))
 
 
 def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:

@@ -7,8 +7,8 @@ again (commit record first). It decides nothing, and it is handed its backend.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -45,11 +45,15 @@ from tierfall.core.records import (
 )
 from tierfall.core.snapshot import Geometry
 from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
+from tierfall.core.waiting import side_by_side
+from tierfall.tiers.commit_records import CommitRecords, Found
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
 
 logger = logging.getLogger("tierfall")
 Recognise = Callable[[str, Callable[[bytes], bool]], None]
+REQUESTS_FOR_EACH = 4
+"""So many small requests at a time for each large one that a backend takes at once."""
 
 
 class StrayAttemptError(IntegrityError):
@@ -69,13 +73,15 @@ class StoredTier:
         pace: Pace | None = None,
         recognise: Recognise | None = None,
         read_only: str = "",
+        heard_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """With ``packing``, images are stored packed; those that lie there otherwise are read as well. ``pace`` is what
         writes of ``backend`` keep to, where they keep to any. ``recognise`` tells a backend whose folder may be mounted
-        anew by which object, and what it says, that is the same. ``read_only`` says why
-        ``backend`` was opened for reading only, where it was."""
+        anew by which object, and what it says, that is the same. ``read_only`` says why ``backend`` was opened for
+        reading only, where it was; ``heard_s`` when the medium last answered, on the monotonic clock."""
         self.name = name
         self.read_only = read_only
+        self.heard_s = heard_s
         self.backend = backend
         self._run = run
         self._packing = packing
@@ -83,7 +89,6 @@ class StoredTier:
         self._at_most = None if pace is None else pace.bytes_per_second
         self._documents = Documents(name, backend)
         self._recognise = recognise
-        self._fence_lock = threading.Lock()
         self._own_attempts: set[str] = set()
         self._settled: set[CheckpointId] = set()
         self._recorded: set[str] = set()
@@ -91,6 +96,9 @@ class StoredTier:
         self._strays: set[int] = set()
         self._recorded_starts: set[Key] = set()
         self._recorded_numbers: set[int] = set()
+        self._parallel = REQUESTS_FOR_EACH * backend.traits.max_parallel
+        self._commits = CommitRecords(self._read_commit, parallel=self._parallel)
+        self._marks_seen: bytes | None = None
 
     @property
     def place(self) -> str:
@@ -117,13 +125,21 @@ class StoredTier:
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
+        if self._marks_seen is None:  # before the listing: what changes later is noticed
+            self._marks_seen = self._marks_changed()
         folders, attempts, starts = self._scan()
-        found = [
-            self._found(checkpoint, files)
-            for checkpoint, files in folders.items()
-            if names.COMMIT_NAME in files
+        records = self._commits.find(
+            {
+                checkpoint: files[names.COMMIT_NAME]
+                for checkpoint, files in folders.items()
+                if names.COMMIT_NAME in files
+            }
+        )
+        copies = [
+            self._judged(_found(checkpoint, folders[checkpoint], record), folders[checkpoint])
+            for checkpoint, record in records.items()
+            if record is not None
         ]
-        copies = [copy for copy in found if copy is not None]
         if any(copy.commit is not None and copy.damage is not None for copy in copies):
             # the folder of what was committed during the scan may have been read in part: look once more
             again, _, _ = self._scan()
@@ -167,26 +183,6 @@ class StoredTier:
                 folders.setdefault(checkpoint, {})[rest] = stored
         return folders, tuple(sorted(attempts)), tuple(starts)
 
-    def _found(self, checkpoint: CheckpointId, files: dict[str, Stored]) -> FoundCopy | None:
-        commit: Commit | None = None
-        damage: TierfallError | None = None
-        try:
-            commit = self.read_commit(checkpoint)
-        except KeyNotFoundError:
-            return None  # dropped while the listing went on
-        except (IntegrityError, NotSupportedError) as error:
-            damage = error
-        prefix = f"{names.MARKS_FOLDER}/"
-        found = FoundCopy(
-            id=checkpoint,
-            state=CopyState.COMMITTED,
-            bytes=_bytes(files.values()),
-            commit=commit,
-            damage=damage,
-            marks=frozenset(f.removeprefix(prefix) for f in files if f.startswith(prefix)),
-        )
-        return self._judged(found, files)
-
     def _judged(self, copy: FoundCopy, files: Mapping[str, Stored]) -> FoundCopy:
         """Hold the files of a checkpoint's folder, by name and size, against its commit record: what lacks one that the
         record names is damaged, whoever took it. The index is made of the manifests: a copy is whole without it."""
@@ -202,8 +198,12 @@ class StoredTier:
         return replace(copy, damage=IntegrityError(f"{what}: {problem}{more}"))
 
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
+        return self._read_commit(checkpoint, None)
+
+    def _read_commit(self, checkpoint: CheckpointId, bytes_known: int | None) -> Commit:
         key = self._key(checkpoint, names.COMMIT_NAME)
-        commit = read_commit(self._documents.read(key), what=self._documents.what(key))
+        data = self._documents.read(key, bytes_known=bytes_known)
+        commit = read_commit(data, what=self._documents.what(key))
         if commit.line.checkpoint != checkpoint or commit.line.run != self._run:
             raise IntegrityError(
                 f"{self._documents.what(key)}: speaks of {commit.line.run} {commit.line.checkpoint}: "
@@ -329,7 +329,7 @@ class StoredTier:
         self.check_fence(attempt)
         checkpoint = commit.line.checkpoint
         for mark in marks:
-            self.add_mark(mark)
+            self._create_mark(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
             self._settled.add(checkpoint)
@@ -517,16 +517,15 @@ class StoredTier:
         damaged raises IntegrityError: a newer start may be alive. Strays count for nothing. The record of ``attempt``
         itself is written anew where it is damaged and this process has seen it whole.
         """
-        with self._fence_lock:
-            if self._is_registered(attempt, doing="commit"):
-                return
-            try:
-                self.take_attempt(attempt)  # a tier that could not be reached at open
-            except KeyExistsError as error:
-                raise FencedError(
-                    f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} was taken by another "
-                    "process just now: this process must stop; nothing it writes counts any more"
-                ) from error
+        if self._is_registered(attempt, doing="commit"):
+            return
+        try:
+            self.take_attempt(attempt)  # a tier that could not be reached at open
+        except KeyExistsError as error:
+            raise FencedError(
+                f"commit on {self.name}: attempt {attempt.number} of run {attempt.run!r} was taken by another "
+                "process just now: this process must stop; nothing it writes counts any more"
+            ) from error
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = "change") -> None:
         """Raise FencedError as ``check_fence`` does, before ``attempt`` deletes something here or changes a mark.
@@ -603,6 +602,11 @@ class StoredTier:
     # Marks ---------------------------------------------------------------------------------------
 
     def add_mark(self, mark: Mark) -> None:
+        """Leave a person's mark beside a checkpoint; whoever else has the run open is to read it."""
+        self._create_mark(mark)
+        self._say_marks_changed()
+
+    def _create_mark(self, mark: Mark) -> None:
         key = self._key(mark.checkpoint, f"{names.MARKS_FOLDER}/{mark.name}")
         try:
             self._documents.create(key, mark.encode())
@@ -612,7 +616,21 @@ class StoredTier:
             )  # somebody left the same mark already, which is what was asked for
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
+        """Take a mark away, as ``add_mark`` leaves it."""
         self.backend.delete(self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}"))
+        self._say_marks_changed()
+
+    def _say_marks_changed(self) -> None:
+        """Last, so that who reads this reads the mark too. It stays unread here as well: what somebody else said a
+        moment ago may just be written over."""
+        text = f"{secrets.token_hex(16)}\n".encode()
+        self._documents.replace(f"{self._run}/{names.MARKS_CHANGED_NAME}", text)
+
+    def _marks_changed(self) -> bytes:
+        try:
+            return self._documents.read(f"{self._run}/{names.MARKS_CHANGED_NAME}")
+        except KeyNotFoundError:
+            return b""
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
         key = self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}")
@@ -622,6 +640,24 @@ class StoredTier:
         """Names of the marks beside a checkpoint, read afresh."""
         prefix = self._key(checkpoint, f"{names.MARKS_FOLDER}/")
         return frozenset(s.key.removeprefix(prefix) for s in self.backend.scan(prefix))
+
+    def read_marks(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
+        """Names of the marks beside these checkpoints, read afresh; of all that lie here, where a person has left or
+        taken away any since they were last read."""
+        changed = self._marks_changed()
+        if changed == self._marks_seen:
+            asked = list(checkpoints)
+            found = side_by_side(self.marks, asked, parallel=self._parallel)
+            return dict(zip(asked, found, strict=True))
+        marks: dict[CheckpointId, set[str]] = {checkpoint: set() for checkpoint in checkpoints}
+        for stored in self.backend.scan(f"{self._run}/"):
+            folder, _, name = stored.key.removeprefix(f"{self._run}/").partition("/")
+            if checkpoint := names.parse_step_folder(folder):
+                of_one = marks.setdefault(checkpoint, set())
+                if name.startswith(f"{names.MARKS_FOLDER}/"):
+                    of_one.add(name.removeprefix(f"{names.MARKS_FOLDER}/"))
+        self._marks_seen = changed
+        return {checkpoint: frozenset(of_one) for checkpoint, of_one in marks.items()}
 
     # Going ---------------------------------------------------------------------------------------
 
@@ -659,6 +695,7 @@ class StoredTier:
             self._keep_start(checkpoint)
         self.check_newest(attempt, doing=doing)
         self._settled.discard(checkpoint)
+        self._commits.forget(checkpoint)
         self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
         self.discard(checkpoint, attempt=attempt)
         return marks
@@ -727,6 +764,18 @@ def _start(name: str) -> AttemptStart | None:
         attempt_id=attempt_id,
         started_from=started_from,
         began_s=began_ms / 1000,
+    )
+
+
+def _found(checkpoint: CheckpointId, files: dict[str, Stored], record: Found) -> FoundCopy:
+    prefix = f"{names.MARKS_FOLDER}/"
+    return FoundCopy(
+        id=checkpoint,
+        state=CopyState.COMMITTED,
+        bytes=_bytes(files.values()),
+        commit=record if isinstance(record, Commit) else None,
+        damage=record if isinstance(record, TierfallError) else None,
+        marks=frozenset(f.removeprefix(prefix) for f in files if f.startswith(prefix)),
     )
 
 

@@ -104,9 +104,7 @@ class Admissions:
         """How long a save waits: for as long as any tier that memory is held for may be waited for."""
         if not self._bounds_s:
             return request.deadline_s
-        behind = {
-            tier for e in self._ledger.entries.values() if e.region is not None for tier in e.owed
-        }
+        behind = {tier for e in self._ledger.open() if e.region is not None for tier in e.owed}
         bound_s = max(
             (self._bounds_s.get(tier, self._max_wait_s) for tier in behind),
             default=self._max_wait_s,
@@ -183,7 +181,7 @@ class Admissions:
     def _no_room(self, request: Admission) -> CapacityError:
         """Say that a save is skipped, and why: always to whoever saves, and in the log, but for ``skip``, where each
         cause is said once."""
-        waiting = sorted({name for e in self._ledger.entries.values() for name in e.owed})
+        waiting = sorted({name for e in self._ledger.open() for name in e.owed})
         behind = f"; copies are still owed to {', '.join(waiting)}" if waiting else ""
         kept = ""
         if self._when_full is WhenFull.SKIP:
@@ -224,6 +222,6 @@ class Admissions:
     def _release_given_up(self) -> None:
         """Free the regions of images that failed or were superseded, once no worker reads them."""
         host = self._ledger.host
-        for entry in list(self._ledger.entries.values()):
+        for entry in self._ledger.open():
             if entry.state(host) is CopyState.LEAVING and not entry.leases.get(host):
                 self.free(entry, "its save was given up")

@@ -33,7 +33,7 @@ class Ageing:
         if due is not None and due > view.wall_time_s:
             left_s = min(due - view.wall_time_s + LATE_S, LOOK_AGAIN_S)
             self._look_s[tier] = self._ledger.now_s + left_s
-        if any(checkpoint.copies[tier].leased for checkpoint in view.on(tier)):
+        if self._ledger.is_read_on(tier):
             self.look_in(tier, READ_S)
 
     def look_in(self, tier: str, seconds: float) -> None:

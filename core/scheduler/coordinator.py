@@ -134,7 +134,8 @@ class Coordinator:
         self.dropper = Dropper(
             ledger=ledger,
             tiers=self.lanes,
-            plan_retention=policies.plan_retention,
+            plan_drops=policies.plan_drops,
+            keeps_all_live=policies.keeps_all_live,
             next_due_s=policies.next_due_s,
             missing_metrics=policies.missing_metrics,
             dispatch=self._dispatch,
@@ -400,12 +401,13 @@ class Coordinator:
         """A checkpoint is there that another process wrote."""
         if self.fenced is None:
             self._note_owed(entry)
-        self.dropper.survey(tier)
+        self.dropper.survey_found(tier, entry.id)
         self._flusher.has_committed(tier, entry)
 
     def step(self, now_s: float) -> float | None:
         """Take all events, dispatch all that can be done, and return when to be called again at the latest."""
         self.ledger.now_s = self.notes.now_s = now_s
+        self.ledger.settle()
         self.steps += 1
         while not self._arrived.empty():
             self._events.append(self._arrived.get_nowait())
@@ -583,7 +585,7 @@ class Coordinator:
         if self._tasks_out or self._orders.busy() or self._admissions.busy() or self.dropper.busy():
             return True
         return not self._tending and any(
-            e.snapshot is not None or self._can_be_had(e) for e in self.ledger.entries.values()
+            e.snapshot is not None or self._can_be_had(e) for e in self.ledger.open()
         )
 
     def owe_to_all(self, id: CheckpointId) -> None:
@@ -603,7 +605,8 @@ class Coordinator:
         return any(not self.draining.is_held_back(entry.id, tier) for tier in owed)
 
     def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
-        return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.owed))
+        owing = sorted(self.ledger.open(), key=lambda e: e.order)
+        return tuple((e.id, tier) for e in owing for tier in sorted(e.owed))
 
     def set_aside(self) -> tuple[tuple[CheckpointId, str], ...]:
         """Name the copies that are for the next start to try."""

@@ -71,7 +71,7 @@ class Damages:
         tried again by this process."""
         if not self._may_write() or not (self._commits is None or self._commits.decides):
             return
-        entries = self._ledger.entries.values() if only is None else (only,)
+        entries = self._ledger.repairable() if only is None else (only,)
         wanted = [(e, tier) for e in entries for tier in e.repairable if self._may_repair(e, tier)]
         if not wanted:
             return

@@ -148,7 +148,7 @@ class Draining:
     def _is_outdated(self) -> bool:
         """Say whether a copy has come, or another is owed, since the plan was made."""
         known = {(d.checkpoint, d.tier) for d in self.plan}
-        owed = {(e.id, tier) for e in self._ledger.entries.values() for tier in e.owed}
+        owed = {(e.id, tier) for e in self._ledger.open() for tier in e.owed}
         left = self._ledger.abandoned() if owed - known else frozenset()
         return bool(known - owed) or any(id not in left for id, _ in owed - known)
 

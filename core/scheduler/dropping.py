@@ -1,13 +1,14 @@
 """Dropping: how copies leave stored tiers, by retention, by room that is needed, and by a person's order.
 
-Whoever plans a deletion reads the marks afresh: a survey of a tier's marks comes first, the plan of the policy second,
-the deletions third. Nothing here does I/O; it says what is to be done as tasks.
+Whoever plans a deletion reads the marks afresh: a plan of the policy says what may go, the marks of that are read, with
+those that a person has changed since, and what the policy says then still may go does. Nothing here does I/O; it says
+what is to be done as tasks.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,14 +18,14 @@ from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
-from tierfall.core.view import CheckpointView, CopyView, Decision, Verdict, View
+from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, View
 
 logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
 SAVES_WITHOUT_METRICS = 3
 """So many saves in a row without any are no accident."""
-PlanRetention = Callable[[View, str], tuple[Decision, ...]]
+PlanDrops = Callable[[View, str], tuple[Decision, ...]]
 
 
 class MissingMetrics(Protocol):
@@ -51,13 +52,15 @@ class Dropper:
         *,
         ledger: Ledger,
         tiers: Iterable[str],
-        plan_retention: PlanRetention,
+        plan_drops: PlanDrops,
+        keeps_all_live: Callable[[TierRules], bool],
         next_due_s: Callable[[View, str], float | None],
         missing_metrics: MissingMetrics,
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
-        self._plan_retention = plan_retention
+        self._plan_drops = plan_drops
+        self._keeps_all_live = {t.name: keeps_all_live(t) for t in ledger.rules}
         self._missing_metrics = missing_metrics
         self._said_missing: set[str] = set()
         self._ageing = Ageing(ledger, next_due_s)
@@ -69,6 +72,7 @@ class Dropper:
         self._leaving: dict[str, set[CheckpointId]] = {tier: set() for tier in tiers}
         self._due: set[str] = set()
         self._surveying: set[str] = set()
+        self._to_read: dict[str, set[CheckpointId]] = {tier: set() for tier in self._leaving}
         self._failed: dict[tuple[str, CheckpointId], tuple[DropCopy, float]] = {}
         self._asks_again_s: dict[str, float] = {}
         self.reserved: set[CheckpointId] = set()
@@ -102,21 +106,24 @@ class Dropper:
         self._trusted = set(self._leaving)
         self.survey_all()
 
+    def survey_found(self, tier: str, id: CheckpointId) -> None:
+        """Do so, for a copy that was found to be there: what marks it has is not known."""
+        self._to_read[tier].add(id)
+        self.survey(tier)
+
     def survey_all(self) -> None:
         for tier in self._leaving:
             self.survey(tier)
 
     def busy(self, tier: str | None = None) -> bool:
         """Say whether something is on its way out (of one tier); what failed to go is not waited for."""
-        under_way = self._under_way()
         if tier is not None:
-            return any(name == tier for name, _ in under_way)
+            return self._is_under_way([tier])
         due = self._due and not self.gated
-        return bool(due or self._surveying or under_way)
+        return bool(due or self._surveying) or self.is_dropping()
 
-    def _under_way(self) -> set[tuple[str, CheckpointId]]:
-        leaving = {(name, id) for name, ids in self._leaving.items() for id in ids}
-        return leaving - self._failed.keys()
+    def _is_under_way(self, tiers: Iterable[str]) -> bool:
+        return any((tier, id) not in self._failed for tier in tiers for id in self._leaving[tier])
 
     def retry(self, now_s: float) -> None:
         """Try again what could not be dropped, once its pause is over, and let go what has become too old."""
@@ -157,20 +164,22 @@ class Dropper:
 
     def is_dropping(self) -> bool:
         """Say whether a copy is just being dropped somewhere; one that failed to go is not."""
-        return bool(self._under_way())
+        return self._is_under_way(self._leaving)
 
     def dispatch_surveys(self) -> None:
-        """Read the marks that are due, unless a restore is reading the tiers, or nothing may be dropped yet."""
+        """Read the marks that are due, of what may go, unless a restore is reading the tiers, or nothing may be dropped
+        yet."""
         if self.paused or self.gated:
             return
         for tier in sorted(self._due - self._surveying):
             self._due.discard(tier)
-            ids = tuple(e.id for e in self._ledger.ordered() if _has_record(e, tier))
-            if ids:
-                self._surveying.add(tier)
-                self.read_marks(ReadMarks(tier=tier, ids=ids))
-            else:
+            if not any(_has_record(e, tier) for e in self._ledger.entries.values()):
                 self._trusted.discard(tier)
+                continue
+            ids = {decision.checkpoint for decision in self._plan(tier)} | self._to_read[tier]
+            self._to_read[tier].clear()
+            self._surveying.add(tier)
+            self.read_marks(ReadMarks(tier=tier, ids=tuple(sorted(ids))))
 
     def cancel(self) -> None:
         """Nothing more is dropped by this process of its own accord; a person's order still is."""
@@ -186,6 +195,8 @@ class Dropper:
         outdated = self.reserved | self._changed
         if not self._surveying:
             self._changed.clear()
+        read: Mapping[CheckpointId, frozenset[str]] = outcome.value or {}
+        self._learn(task.tier, {id: marks for id, marks in read.items() if id not in outdated})
         if outcome.error is not None:
             self._trusted.discard(task.tier)
             logger.warning(
@@ -193,18 +204,23 @@ class Dropper:
                 task.tier,
                 outcome.error,
             )
+            self._to_read[task.tier].update(id for id in task.ids if id not in read)
             self._ageing.look_in(task.tier, RETRY_S)
             return
-        self._learn(task.tier, {id: m for id, m in outcome.value.items() if id not in outdated})
         if self._cancelled:
             return
         if self.paused:
             self._due.add(task.tier)
             return
-        planned = self._plan(task.tier)
-        self._trusted.discard(task.tier)
-        for decision in planned:
-            self.drop(task.tier, decision.checkpoint, decision.reason)
+        plan = self._plan(task.tier)
+        drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
+        newest = self._newest_left(task.tier, without=drops) if drops else None
+        for id, reason in drops.items():
+            self._drop(task.tier, id, reason, next_latest=newest)
+        if len(drops) < len(plan):
+            self.survey(task.tier)  # what was read has changed the plan
+        else:
+            self._trusted.discard(task.tier)
         self.look_again(but=task.tier)
 
     def look_again(self, *, but: str | None = None) -> None:
@@ -212,6 +228,17 @@ class Dropper:
         for tier in self._leaving:
             if tier != but and self._plan(tier):
                 self.survey(tier)
+
+    def news(self, tier: str, found: Mapping[CheckpointId, frozenset[str]]) -> set[CheckpointId]:
+        """Name those of which other marks were known so far."""
+        entries = self._ledger.entries
+        return {
+            id
+            for id, marks in found.items()
+            if (entry := entries.get(id)) is not None
+            and _has_record(entry, tier)
+            and entry.marks.get(tier, frozenset()) != marks
+        }
 
     def _learn(self, tier: str, found: dict[CheckpointId, frozenset[str]]) -> None:
         for id, marks in found.items():
@@ -222,6 +249,8 @@ class Dropper:
                     entry.give_up(self._leaving, entry.given_up("it was deleted by a person"))
 
     def _plan(self, tier: str) -> list[Decision]:
+        if self._keeps_all_live[tier] and self._ledger.all_live:
+            return []  # however many lie there
         view = replace(self._ledger.view(), trusting=tier in self._trusted)
         self._ageing.note(view, tier)
         self._say_what_is_missing(view)
@@ -233,20 +262,16 @@ class Dropper:
         return planned
 
     def _drops(self, view: View, tier: str) -> list[Decision]:
-        decisions = (*self._plan_retention(view, tier), *self._plan_damaged(view, tier))
-        return [
-            decision
-            for decision in decisions
-            if decision.verdict is Verdict.DROP
-            and decision.checkpoint not in self._leaving[tier] | self.reserved | self.awaited
-        ]
+        busy = self._leaving[tier] | self.reserved | self.awaited
+        decisions = (*self._plan_drops(view, tier), *self._plan_damaged(view, tier))
+        return [d for d in decisions if d.checkpoint not in busy]
 
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
         """Decide on damaged copies that are not written anew: each goes where a whole one in its place would go. Good
         copies are decided on without them."""
         left = {
             e.id: e.bytes.get(tier, 0)
-            for e in self._ledger.entries.values()
+            for e in self._ledger.repairable()
             if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
         }
         if not left:
@@ -259,7 +284,7 @@ class Dropper:
             return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
 
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in self._plan_retention(whole, tier) if d.checkpoint in left)
+        yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
 
     def _say_what_is_missing(self, view: View) -> None:
         """A rule that goes by a metric which no save gives is said once."""
@@ -270,6 +295,18 @@ class Dropper:
 
     def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> bool:
         """Let a committed copy go; False where a person's order about it, not this one, is being carried out."""
+        newest = self._newest_left(tier, without=(id,))
+        return self._drop(tier, id, reason, ordered=ordered, next_latest=newest)
+
+    def _drop(
+        self,
+        tier: str,
+        id: CheckpointId,
+        reason: str,
+        *,
+        next_latest: CheckpointId | None,
+        ordered: bool = False,
+    ) -> bool:
         if not ordered and (self._cancelled or id in self.reserved | self.awaited):
             return False
         entry = self._ledger.entries[id]
@@ -281,7 +318,7 @@ class Dropper:
             id=id,
             reason=reason,
             tombstoned=entry.tombstoned,
-            next_latest=self._newest_left(tier, without=id),
+            next_latest=next_latest,
         )
         if ordered and self.is_split(tier):
             self.leave(task)  # each node is told so by the order
@@ -387,6 +424,7 @@ class Dropper:
         if entry.attempt_id != commit.line.attempt_id:
             return
         entry.set_state(task.tier, CopyState.COMMITTED, commit.stored_bytes)
+        self._to_read[task.tier].add(task.id)
         if self.was_deleted(task.id):
             self.delete(task.id)
 
@@ -415,18 +453,18 @@ class Dropper:
             entry.marks[task.tier] = marks
             self.survey(task.tier)
 
-    def _newest_left(self, tier: str, *, without: CheckpointId) -> CheckpointId | None:
-        left = self._ledger.abandoned()
-        return max(
+    def _newest_left(self, tier: str, *, without: Collection[CheckpointId]) -> CheckpointId | None:
+        left, entries = self._ledger.abandoned(), self._ledger.entries
+        return next(
             (
-                e.id
-                for e in self._ledger.entries.values()
-                if e.state(tier) is CopyState.COMMITTED
-                and e.id not in left
-                and e.id != without
-                and not e.tombstoned
+                id
+                for id in entries.ids(newest_first=True)
+                if id not in left
+                and id not in without
+                and entries.peek(id).state(tier) is CopyState.COMMITTED
+                and not entries.peek(id).tombstoned
             ),
-            default=None,
+            None,
         )
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Protocol
 
 from tierfall.core import names
@@ -262,7 +263,7 @@ class Flusher:
     def _relieve(self, lane: Lane, missing_bytes: int) -> bool:
         """Give up what slower tiers are owed of one checkpoint, where their rules say so and it makes room here."""
         entries = self._ledger.entries
-        settling = {e.id for e in entries.values() if e.in_doubt or e.landed}
+        settling = {e.id for e in self._ledger.open() if e.in_doubt or e.landed}
         settling |= {other.active.entry.id for other in self._lanes.values() if other.active}
         settling |= self._dropper.reserved | self._dropper.awaited
         view = self._ledger.view(settling=settling, restoring=self._dropper.paused)
@@ -310,7 +311,7 @@ class Flusher:
             self.notes.tier_failing(tier, error)
             self.errors.append(error)
             logger.error("%s", error)
-        for entry in self._ledger.entries.values():
+        for entry in self._ledger.open():
             if tier in entry.owed:
                 self.tell_failing(entry, tier)
 
@@ -494,7 +495,7 @@ class Flusher:
             self.notes.failed("fence", error)
             self.errors.append(error)
             logger.error("%s", error)
-        for entry in self._ledger.entries.values():
+        for entry in self._ledger.open():
             entry.give_up(tuple(entry.owed), error)
         for lane in self._lanes.values():
             lane.give_up(error)
@@ -509,10 +510,10 @@ class Flusher:
 
     def is_newest(self, tier: str, entry: Entry) -> bool:
         """Say whether ``latest`` of a tier may come to name this one: it never goes back."""
-        left = self._ledger.abandoned()
+        left, entries = self._ledger.abandoned(), self._ledger.entries
+        newer = takewhile(lambda id: id > entry.id, entries.ids(newest_first=True))
         return not any(
-            e.id > entry.id and e.id not in left and e.state(tier) is CopyState.COMMITTED
-            for e in self._ledger.entries.values()
+            id not in left and entries.peek(id).state(tier) is CopyState.COMMITTED for id in newer
         )
 
     def older_owed(self, tier: str, entry: Entry) -> tuple[CheckpointId, ...]:

@@ -6,7 +6,7 @@ It keeps facts and answers questions; what follows from them is the coordinator'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from tierfall.core import names
@@ -14,9 +14,10 @@ from tierfall.core.catalog import KnownCheckpoint, Listing, overtaken, starts_in
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import FlushError
 from tierfall.core.handle import SaveHandle
-from tierfall.core.lines import AttemptStart, Key, abandoned
+from tierfall.core.lines import AttemptStart
 from tierfall.core.packing.files import plain
 from tierfall.core.records import Commit, Manifest
+from tierfall.core.scheduler.entries import Entries, Overview
 from tierfall.core.snapshot import Geometry, HostRegion, Share, Snapshot, geometry
 from tierfall.core.values import CheckpointId, CopyState, LossClass, Shard
 from tierfall.core.view import CheckpointView, CopyView, TierRules, View
@@ -70,6 +71,41 @@ class Entry:
     set_aside: dict[str, BaseException] = field(default_factory=dict)
     overtaken: set[str] = field(default_factory=set)
     parts: tuple[Entry, ...] | None = None
+    changed: set[CheckpointId] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def is_settled(self) -> bool:
+        """Say whether nothing is at work on it, and nothing is to be done: it changes only when it is looked up."""
+        return not (
+            self.owed
+            or self.landed
+            or self.in_doubt
+            or self.awaits_others
+            or self.lost
+            or self.snapshot is not None
+            or self.region is not None
+            or self.parts is not None
+            or any(self.leases.values())
+            or any(
+                state not in (CopyState.COMMITTED, CopyState.LEAVING)
+                for state in self.states.values()
+            )
+        )
+
+    @property
+    def is_unverified(self) -> bool:
+        """Say whether a tier holds a committed copy of it that nobody has verified."""
+        return any(
+            state is CopyState.COMMITTED and tier not in self.verified
+            for tier, state in self.states.items()
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether some tier holds it whole."""
+        return any(
+            state in (CopyState.SEALED, CopyState.COMMITTED) for state in self.states.values()
+        )
 
     def part(self, shard: Shard, region: HostRegion, manifest: Manifest) -> Entry:
         """Make the entry of an image that another rank saved."""
@@ -128,6 +164,7 @@ class Entry:
         return names.tags_of(given, marks) if marks else frozenset(given)
 
     def set_mark(self, tier: str, name: str, *, there: bool) -> None:
+        self.changed.add(self.id)
         old = self.marks.get(tier, frozenset())
         self.marks[tier] = old | {name} if there else old - {name}
 
@@ -155,6 +192,7 @@ class Entry:
         return self.state(tier) in (CopyState.SEALED, CopyState.COMMITTED)
 
     def set_state(self, tier: str, state: CopyState, bytes: int | None = None) -> None:
+        self.changed.add(self.id)
         if state is CopyState.ABSENT:
             self.states.pop(tier, None)
             self.verified.discard(tier)
@@ -175,6 +213,7 @@ class Entry:
 
     def forget_damage(self, tier: str) -> None:
         """What was damaged on a tier was written anew, or has gone."""
+        self.changed.add(self.id)
         self.damage.pop(tier, None)
         self.repairable.discard(tier)
 
@@ -189,6 +228,7 @@ class Entry:
 
     def give_up(self, tiers: Iterable[str], error: BaseException) -> None:
         """These tiers are not owed a copy any more; whoever waits for one is told."""
+        self.changed.add(self.id)
         for tier in self.owed.intersection(tiers):
             self.owed.discard(tier)
             if self.handle is not None:
@@ -198,6 +238,7 @@ class Entry:
         return FlushError(f"flush of {self.id} is given up: {why}")
 
     def lease(self, tier: str, change: int) -> None:
+        self.changed.add(self.id)
         self.leases[tier] = self.leases.get(tier, 0) + change
 
 
@@ -242,7 +283,8 @@ class Ledger:
         self.shard = shard
         self.rules = rules
         self.host = host
-        self.entries: dict[CheckpointId, Entry] = {}
+        self.entries = Entries()
+        self._overview = Overview(self.entries, self._view)
         self.unfinished: dict[tuple[str, CheckpointId], int] = {}
         self.partial: set[tuple[str, CheckpointId]] = set()
         self.scattered: frozenset[CheckpointId] = frozenset()
@@ -255,7 +297,6 @@ class Ledger:
         self.least_ordinal = 0
         self.now_s = 0.0
         self.wall_offset_s = 0.0
-        self._starts: dict[Key, AttemptStart] = {}
         self.found_pinned: set[CheckpointId] = set()
         """What some rank found a pin of at the start, perhaps where this one has no copy."""
         self.read_rates: Callable[[], Mapping[str, float]] = dict
@@ -281,7 +322,7 @@ class Ledger:
             entry.overtaken.update(late.get(checkpoint.id, ()))
             self.entries[checkpoint.id] = entry
         listings = tuple(listings)
-        self._starts = {start.key: start for start in starts_in(listings)}
+        self._overview.lineage.know({start.key: start for start in starts_in(listings)})
         for listing in listings:
             for id, bytes in listing.unfinished.items():
                 self.unfinished[listing.tier, id] = bytes
@@ -319,10 +360,7 @@ class Ledger:
         entry = None if checkpoint is None else self.entries.get(checkpoint)
         if entry is not None and entry.attempt_id is not None:
             # of attempts that share its number it is the one that counts now
-            for key, start in self._starts.items():
-                if key[0] == entry.id.attempt:
-                    passed_over = key[1] != entry.attempt_id
-                    self._starts[key] = replace(start, passed_over=passed_over)
+            self._overview.lineage.goes_on_from(entry.id.attempt, entry.attempt_id)
 
     def knows_what_is_good(self) -> None:
         """Note that copies may be dropped by rule from now on."""
@@ -338,22 +376,35 @@ class Ledger:
 
     def whole(self, entry: Entry) -> bool:
         """Say whether some tier holds the checkpoint whole."""
-        return any(
-            state in (CopyState.SEALED, CopyState.COMMITTED) for state in entry.states.values()
-        )
+        return entry.is_whole
 
-    def abandoned(self) -> frozenset[CheckpointId]:
-        """Name what the present line left behind; an attempt that has committed something counts also when all of that
-        is gone."""
-        whole = [entry for entry in self.entries.values() if self.whole(entry)]
-        starts = dict(self._starts)
-        for entry in whole:
-            start = entry.start
-            if start is not None and start.key not in starts:
-                starts[start.key] = start
-                if CopyState.COMMITTED in entry.states.values():
-                    self._starts[start.key] = start
-        return abandoned(((entry.id, entry.attempt_id) for entry in whole), starts.values())
+    def settle(self) -> None:
+        """Begin a step: nobody has an entry in hand any more that was looked up before."""
+        self._overview.settle()
+
+    def open(self) -> list[Entry]:
+        """Entries that are owed to a tier, lie in memory, or are being saved, copied, dropped or read by a lane."""
+        return self._overview.open()
+
+    def is_read_on(self, tier: str) -> bool:
+        """Say whether a lane or somebody else reads a whole copy there."""
+        read = [id for id, count in self.reading.items() if count > 0 and tier != self.host]
+        return any(
+            id in self.entries and self.entries.peek(id).readable_on(tier) for id in read
+        ) or any(entry.readable_on(tier) and entry.leases.get(tier, 0) > 0 for entry in self.open())
+
+    def holds_any(self, tier: str) -> bool:
+        """Say whether a whole copy lies on a tier."""
+        return self.count_on(tier) > 0
+
+    def count_on(self, tier: str) -> int:
+        """How many whole copies lie on a tier."""
+        return self._overview.whole_on(tier)
+
+    def abandoned(self) -> Set[CheckpointId]:
+        """Name what the present line left behind, as it is now and comes to be; an attempt that has committed something
+        counts also when all of that is gone."""
+        return self._overview.abandoned()
 
     def view(
         self,
@@ -364,13 +415,9 @@ class Ledger:
     ) -> View:
         """Make the picture for policies; ``held`` are not to be touched, as if they were being read; ``settling`` and
         ``restoring`` are as in the view."""
-        left = self.abandoned()
         return View(
             tiers=self._tiers(),
-            checkpoints=tuple(
-                self._view(entry, entry.id in left, entry.id in held, entry.id in settling)
-                for entry in sorted(self.entries.values(), key=lambda e: e.id)
-            ),
+            checkpoints=self._views(held, settling),
             failing=frozenset(self.failing),
             restored_from=self.restored_from,
             attempt=self.attempt,
@@ -389,28 +436,53 @@ class Ledger:
             for rules in self.rules
         )
 
-    def _view(self, entry: Entry, left: bool, held: bool, settling: bool) -> CheckpointView:
-        read = self.reading[entry.id] > 0
+    def _views(
+        self, held: Collection[CheckpointId], settling: Collection[CheckpointId]
+    ) -> tuple[CheckpointView, ...]:
+        views = self._overview.views()
+        reading = {id for id, count in self.reading.items() if count > 0}
+        special = reading.union(held, settling)
+        if not special:
+            return views
+        return tuple(
+            self._special(view, held, settling, reading) if view.id in special else view
+            for view in views
+        )
+
+    def _special(
+        self,
+        view: CheckpointView,
+        held: Collection[CheckpointId],
+        settling: Collection[CheckpointId],
+        reading: Collection[CheckpointId],
+    ) -> CheckpointView:
+        is_held, is_read = view.id in held, view.id in reading
+        copies = {
+            tier: replace(copy, leased=copy.leased or is_held or (is_read and tier != self.host))
+            for tier, copy in view.copies.items()
+        }
+        return replace(view, copies=copies, settling=view.id in settling)
+
+    def _view(self, entry: Entry, abandoned: bool) -> CheckpointView:
         commit = entry.commit
         return CheckpointView(
             id=entry.id,
             ordinal=entry.ordinal,
             started_from=entry.started_from,
-            abandoned=left,
+            abandoned=abandoned,
             pinned=entry.pinned,
             tombstoned=entry.tombstoned,
             copies={
                 tier: CopyView(
                     state=state,
                     bytes=entry.bytes.get(tier, 0),
-                    leased=held or (read and tier != self.host) or entry.leases.get(tier, 0) > 0,
+                    leased=entry.leases.get(tier, 0) > 0,
                     verified=tier in entry.verified,
                 )
                 for tier, state in entry.states.items()
             },
             owed=frozenset(entry.owed),
             overtaken=frozenset(entry.overtaken),
-            settling=settling,
             at_end=entry.commit is not None and entry.commit.line.at_end,
             metrics=commit.metrics if commit else {},
             tags=entry.tags,
@@ -418,13 +490,18 @@ class Ledger:
         )
 
     @property
+    def all_live(self) -> bool:
+        """Say whether nothing is left behind, or deleted by a person."""
+        return not self.abandoned() and not self._overview.has_tombstoned()
+
+    def repairable(self) -> list[Entry]:
+        """Name those with a damaged copy that can be written anew, or may have to go."""
+        return self._overview.repairable()
+
+    @property
     def has_unverified(self) -> bool:
         """Say whether a tier holds a committed copy that nobody has verified."""
-        return any(
-            state is CopyState.COMMITTED and tier not in entry.verified
-            for entry in self.entries.values()
-            for tier, state in entry.states.items()
-        )
+        return self._overview.has_unverified()
 
     def unverified(self, tier: str) -> list[Entry]:
         """Name the committed copies on a tier that nobody has verified, newest first; what was left behind, or
@@ -432,24 +509,20 @@ class Ledger:
         left = self.abandoned()
         return [
             entry
-            for _, entry in sorted(self.entries.items(), reverse=True)
+            for entry in map(self.entries.peek, self.entries.ids(newest_first=True))
             if entry.state(tier) is CopyState.COMMITTED and tier not in entry.verified
             if entry.id not in left and not entry.tombstoned
         ]
 
     def used_bytes(self, tier: str) -> int:
         """Bytes that a tier holds of this run, half-done copies included."""
-        return sum(e.bytes.get(tier, 0) for e in self.entries.values()) + sum(
+        return self._overview.used_bytes(tier) + sum(
             size for (name, _), size in self.unfinished.items() if name == tier
         )
 
     def leaving_bytes(self, tier: str) -> int:
         """Bytes of copies that are on their way out of a tier, or are to be tried again."""
-        return sum(
-            e.bytes.get(tier, 0)
-            for e in self.entries.values()
-            if e.state(tier) is CopyState.LEAVING
-        )
+        return self._overview.leaving_bytes(tier)
 
 
 def entry_of(id: CheckpointId, commit: Commit | None, shard: Shard) -> Entry:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierfall.core import errors, names
@@ -220,6 +220,7 @@ class NodesMarks:
         self._dispatch = dispatch
         self._count = 0
         self._asked: dict[int, ReadMarks] = {}
+        self._changed: dict[str, set[CheckpointId]] = {tier: set() for tier in shared}
         self._going: dict[int, DropCopy] = {}
 
     @staticmethod
@@ -230,7 +231,8 @@ class NodesMarks:
     def read(self, task: ReadMarks) -> None:
         """Have marks read: here, or on all nodes."""
         if self.is_split(task.tier):
-            self._ask(task)
+            ids = self._changed[task.tier].union(task.ids)
+            self._ask(replace(task, ids=tuple(sorted(ids))))
         else:
             self._dispatch(task)
 
@@ -269,14 +271,25 @@ class NodesMarks:
         if outcome.error is not None:
             body: dict[str, Any] = {"failed": _said({task.tier: outcome.error})[task.tier]}
         else:
-            body = {"marks": [sorted(outcome.value[id]) for id in task.ids]}
+            read = outcome.value.items()
+            body = {"marks": [[id.step, id.attempt, sorted(marks)] for id, marks in read]}
         topic = (_ANSWER, task.number, task.tier, 0)
         self._council.contribute(topic, body, leaders_only=True)
 
     def _answered(self, number: int, bodies: Bodies) -> None:
+        """All nodes have answered. Where a person has changed marks on one of them, it has read all that lie there: of
+        what is news, all nodes are asked in turn."""
         task = self._asked.pop(number)
         failed = [_heard(b["failed"], rank) for rank, b in bodies.items() if "failed" in b]
-        value = None if failed else _united(task.ids, (body["marks"] for body in bodies.values()))
+        read = _united(body["marks"] for body in bodies.values() if "marks" in body)
+        changed = self._changed[task.tier]
+        changed |= self._dropper.news(task.tier, read)
+        if not failed:
+            changed -= set(task.ids)
+        if not failed and changed and number not in self._going:
+            self.read(task)
+            return
+        value = None if failed else {id: read.get(id, frozenset()) for id in task.ids}
         outcome = Outcome(task=task, error=failed[0] if failed else None, value=value)
         going = self._going.pop(number, None)
         if going is None:
@@ -286,12 +299,13 @@ class NodesMarks:
 
 
 def _united(
-    ids: Iterable[CheckpointId], nodes: Iterable[list[list[str]]]
+    nodes: Iterable[list[tuple[int, int, list[str]]]],
 ) -> dict[CheckpointId, frozenset[str]]:
-    found: dict[CheckpointId, frozenset[str]] = dict.fromkeys(ids, frozenset())
-    for marks in nodes:
-        for id, of_one in zip(list(found), marks, strict=True):
-            found[id] |= frozenset(of_one)
+    found: dict[CheckpointId, frozenset[str]] = {}
+    for marks_of_node in nodes:
+        for step, attempt, marks in marks_of_node:
+            id = CheckpointId(step, attempt)
+            found[id] = found.get(id, frozenset()) | frozenset(marks)
     return found
 
 

@@ -207,7 +207,7 @@ class Pressure:
             bytes=self._bytes,
             bytes_per_s=self._rates.delivered_bytes_per_s(tier),
             stretches=self._rates.stretches(tier),
-            waiting=sum(tier in entry.owed for entry in self._ledger.entries.values()),
+            waiting=sum(tier in entry.owed for entry in self._ledger.open()),
         )
         self.behind[tier] = seen.behind
         if seen.warning is not None and tier not in self._warned and self.others.decides:

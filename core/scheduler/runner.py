@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from tierfall.core import names
@@ -101,7 +101,9 @@ class Store(ReadableStore, Protocol):
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None: ...
 
-    def marks(self, checkpoint: CheckpointId) -> frozenset[str]: ...
+    def read_marks(
+        self, checkpoints: Iterable[CheckpointId]
+    ) -> dict[CheckpointId, frozenset[str]]: ...
 
     def drop(
         self,
@@ -190,7 +192,7 @@ class TaskRunner:
     def _look(self, task: ReadMarks | ReadCommit | OpenCheck | CheckChunk, store: Store) -> Any:
         match task:
             case ReadMarks():
-                return {id: store.marks(id) for id in task.ids}
+                return store.read_marks(task.ids)
             case ReadCommit():
                 commit = store.read_commit(task.id)
                 store.settle(task.id)

@@ -78,9 +78,9 @@ class Superseder:
         A tier that is slower than the saves gets one copy after the other only because what it copies is held. What
         other ranks left is no snapshot of this process.
         """
-        doubted = {e.id for e in self._ledger.entries.values() if e.in_doubt}
+        doubted = {e.id for e in self._ledger.open() if e.in_doubt}
         copied = {lane.active.entry.id for lane in self._lanes.values() if lane.active}
-        copied |= {e.id for e in self._ledger.entries.values() if e.landed or e.parts is not None}
+        copied |= {e.id for e in self._ledger.open() if e.landed or e.parts is not None}
         return doubted | copied | self._dropper.reserved | self._dropper.awaited
 
     def _give_up(self, entry: Entry, reason: str, saved: CheckpointId) -> None:

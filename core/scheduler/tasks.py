@@ -155,7 +155,8 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMarks:
-    """Read the marks beside the given checkpoints afresh. ``number`` tells which question of rank 0 that answers."""
+    """Read the marks beside the given checkpoints afresh, and of all others too where a person has changed any since
+    they were last read: the outcome's value. ``number`` tells which question of rank 0 that answers."""
 
     tier: str
     ids: tuple[CheckpointId, ...]

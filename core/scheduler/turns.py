@@ -36,11 +36,8 @@ class Turns:
 
     def waiting(self, tier: str) -> Iterator[Entry]:
         """Give what a tier is owed and this rank may begin to bring, one after the other, whose turn it is first."""
-        waiting = [
-            entry
-            for entry in self._ledger.ordered()
-            if tier in entry.owed and tier not in entry.landed
-        ]
+        owing = (e for e in self._ledger.open() if tier in e.owed and tier not in e.landed)
+        waiting = sorted(owing, key=lambda entry: entry.order)
         admitted = self.others.admitted(tier)
         if admitted is not None:
             yield from sorted(

@@ -306,8 +306,16 @@ def test_a_listing_tells_absence_damage_and_silence_apart(disk: MemoryBackend) -
     assert silent.copies == ()
 
 
-@pytest.mark.parametrize("kind", [FaultKind.FAIL_BEFORE, FaultKind.FAIL_AFTER])
-@pytest.mark.parametrize("operation", [Operation.SCAN, Operation.STAT, Operation.READ])
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [
+        (FaultKind.FAIL_BEFORE, Operation.SCAN),
+        (FaultKind.FAIL_AFTER, Operation.SCAN),
+        (FaultKind.FAIL_BEFORE, Operation.STAT),
+        (FaultKind.FAIL_BEFORE, Operation.READ),
+        (FaultKind.FAIL_AFTER, Operation.READ),
+    ],
+)
 def test_whatever_does_not_answer_makes_the_whole_listing_an_error(
     kind: FaultKind, operation: Operation, tier: StoredTier, disk: MemoryBackend
 ) -> None:
@@ -326,10 +334,10 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
     commit(tier, 2)
 
     class Dropping(MemoryBackend):
-        def stat(self, key: str) -> object:  # type: ignore[override]
+        def read_into(self, key: str, offset: int, view: memoryview) -> None:
             if key.endswith("step-00000001-a0001/commit.json"):
                 tier.drop(CheckpointId(1, 1), attempt=None)
-            return super().stat(key)
+            super().read_into(key, offset, view)
 
     racing = Dropping("disk")
     racing._objects = disk._objects
@@ -390,13 +398,13 @@ def test_a_listing_asks_for_no_file_by_itself(tier: StoredTier, disk: MemoryBack
     counting = tier_on(Counting(disk))
     assert all(copy.damage is None for copy in counting.list().copies)
     assert asked.count("scan") == 1
-    assert set(asked) <= {"scan", "commit.json"}
+    assert set(asked) <= {"scan", "marks-changed"}
     for step in range(1, 9):
         disk.delete(f"run/step-{step:08d}-a0001/{STEM}.safetensors")
     asked.clear()
     assert all(copy.damage is not None for copy in counting.list().copies)
     assert asked.count("scan") == 2
-    assert set(asked) <= {"scan", "commit.json"}
+    assert set(asked) <= {"scan", "marks-changed"}
 
 
 def test_what_is_committed_while_it_is_listed_is_whole(
@@ -973,3 +981,101 @@ def test_an_attempt_whose_id_tierfall_does_not_make_names_no_file(disk: MemoryBa
     tier.commit(dataclasses.replace(commit_of(1), line=line), attempt=odd)
     assert steps(tier) == ["1@1"]
     assert keys(disk, "lineage") == []
+
+
+# Read once -------------------------------------------------------------------------------------------
+
+
+class Counting(MemoryBackend):
+    """A backend that counts what it is asked for, by operation, and names the objects that were read."""
+
+    def __init__(self) -> None:
+        super().__init__("disk")
+        self.read: list[str] = []
+        self.asked: list[str] = []
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self.read.append(key)
+        super().read_into(key, offset, view)
+
+    def stat(self, key: str) -> Stored:
+        self.asked.append(key)
+        return super().stat(key)
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        self.asked.append(prefix)
+        return super().scan(prefix)
+
+
+def test_a_commit_record_is_read_once_and_with_one_request() -> None:
+    counting = Counting()
+    writer, tier = tier_on(counting), tier_on(counting)
+    for step in (1, 2, 3):
+        commit(writer, step)
+    counting.read.clear()
+    counting.asked.clear()
+    assert steps(tier) == ["1@1", "2@1", "3@1"]
+    assert len(counting.read) == 3
+    assert not [key for key in counting.asked if key.endswith("commit.json")]
+    commit(writer, 4)
+    writer.drop(CheckpointId(1, 1), attempt=None)
+    counting.read.clear()
+    assert steps(tier) == ["2@1", "3@1", "4@1"]
+    assert counting.read == ["run/step-00000004-a0001/commit.json"]
+
+
+def test_a_record_that_was_written_anew_is_read_anew() -> None:
+    """By whoever repairs it, or damages it, however long it is."""
+    counting = Counting()
+    tier = tier_on(counting)
+    commit(tier, 1)
+    key = "step-00000001-a0001/commit.json"
+    whole = bytes(counting._objects[f"run/{key}"])
+    assert tier.list().copies[0].damage is None
+    for damaged in (whole.replace(b'"ordinal":1', b'"ordinal":2'), whole[:-9], whole + b"x"):
+        put(counting, key, damaged)
+        assert isinstance(tier.list().copies[0].damage, IntegrityError)
+    put(counting, key, whole)
+    assert tier.list().copies[0].damage is None
+
+
+def test_marks_of_others_are_read_when_somebody_has_changed_one() -> None:
+    counting = Counting()
+    tier, other = tier_on(counting), tier_on(counting)
+    for step in range(1, 6):
+        commit(tier, step)
+    ids = [CheckpointId(step, 1) for step in range(1, 6)]
+    tier.list()
+    counting.asked.clear()
+    assert tier.read_marks(ids[:1]) == {ids[0]: frozenset()}
+    assert len(counting.asked) == 2  # whether any has changed, and that one's
+    other.add_mark(mark(4, "tombstone"))
+    other.add_mark(mark(2))
+    found = tier.read_marks(())
+    assert {id for id, marks in found.items() if marks} == {ids[1], ids[3]}
+    assert found[ids[3]] == {"tombstone"}
+    assert tier.read_marks(()) == {}
+    other.remove_mark(ids[1], "pin")
+    assert tier.read_marks(())[ids[1]] == frozenset()
+
+
+def test_a_mark_that_is_left_between_two_looks_is_not_lost() -> None:
+    """However a look at the marks ends, and whatever this process itself has marked meanwhile."""
+    counting = Counting()
+    tier, other = tier_on(counting), tier_on(counting)
+    commit(tier, 1)
+    commit(tier, 2)
+    tier.list()
+    other.add_mark(mark(1, "tombstone"))
+    tier.add_mark(mark(2))  # writes over what says that marks have changed
+    scan = Counting.scan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counting, "scan", _unreachable)
+        with pytest.raises(UnreachableError):
+            tier.read_marks(())
+    assert Counting.scan is scan
+    assert tier.read_marks(())[CheckpointId(1, 1)] == {"tombstone"}
+
+
+def _unreachable(backend: Counting, prefix: str) -> Iterator[Stored]:
+    raise UnreachableError("it is away")

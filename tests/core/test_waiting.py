@@ -1,0 +1,123 @@
+"""Calls that may never return: they are waited for side by side and no longer than their bound."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tierfall.core.errors import UnreachableError
+from tierfall.core.waiting import BoundedCalls
+
+SHORT_S = 0.05
+LONG_S = 30.0
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """What hangs, until the test ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_answers_come_in_the_order_of_the_calls_and_errors_as_they_are() -> None:
+    error = ValueError("no")
+
+    def fail() -> str:
+        raise error
+
+    found = BoundedCalls().make(
+        {"a": lambda: "A", "b": fail}, {"a": LONG_S, "b": LONG_S}, doing="open"
+    )
+    assert list(found) == ["a", "b"]
+    assert found["a"].get() == "A"
+    with pytest.raises(ValueError) as caught:
+        found["b"].get()
+    assert caught.value is error
+
+
+def test_what_hangs_is_unreachable_and_the_others_are_answered(gate: threading.Event) -> None:
+    calls = {"dead": gate.wait, "slow": lambda: True, "dead too": gate.wait}
+    began_s = time.monotonic()
+    found = BoundedCalls().make(calls, dict.fromkeys(calls, 0.2), doing="open")
+    assert time.monotonic() - began_s < LONG_S
+    assert found["slow"].get()
+    for name in ("dead", "dead too"):
+        with pytest.raises(UnreachableError, match=f"open: tier {name} has not answered"):
+            found[name].get()
+
+
+def test_the_bounds_run_side_by_side(gate: threading.Event) -> None:
+    calls = {str(number): gate.wait for number in range(40)}
+    began_s = time.monotonic()
+    found = BoundedCalls().make(calls, dict.fromkeys(calls, 0.25), doing="open")
+    assert time.monotonic() - began_s < 40 * 0.25 / 2
+    assert all(isinstance(answer.error, UnreachableError) for answer in found.values())
+
+
+def test_a_tier_is_not_called_again_before_its_last_call_has_returned(
+    gate: threading.Event,
+) -> None:
+    calls, asked = BoundedCalls(), []
+
+    def ask() -> int:
+        asked.append(1)
+        gate.wait()
+        return len(asked)
+
+    assert calls.make({"t": ask}, {"t": SHORT_S}, doing="list")["t"].error is not None
+    again = calls.make({"t": ask}, {"t": LONG_S}, doing="list")["t"]
+    assert isinstance(again.error, UnreachableError)
+    assert len(asked) == 1
+    gate.set()
+    until(lambda: calls.make({"t": lambda: 7}, {"t": LONG_S}, doing="list")["t"].value == 7)
+
+
+def test_what_comes_too_late_is_let_go(gate: threading.Event) -> None:
+    let_go: list[str] = []
+
+    def open_it() -> str:
+        gate.wait()
+        return "backend"
+
+    found = BoundedCalls().make(
+        {"t": open_it}, {"t": SHORT_S}, doing="open", too_late=let_go.append
+    )
+    assert isinstance(found["t"].error, UnreachableError)
+    assert let_go == []
+    gate.set()
+    until(lambda: let_go == ["backend"])
+
+
+def test_a_tier_that_goes_on_answering_is_waited_for_beyond_the_bound() -> None:
+    last_s, polls = [time.monotonic()], []
+
+    def heard_s(name: str) -> float:
+        return last_s[0]
+
+    def read_all() -> int:
+        for _ in range(12):
+            time.sleep(0.02)
+            last_s[0] = time.monotonic() + 0.5  # as if the answer had come a moment ago
+            polls.append(1)
+        return len(polls)
+
+    found = BoundedCalls().make({"t": read_all}, {"t": 0.1}, doing="list", heard_s=heard_s)
+    assert found["t"].get() == 12
+
+
+def test_threads_that_are_left_behind_do_not_hold_up_the_end(gate: threading.Event) -> None:
+    BoundedCalls().make({"t": gate.wait}, {"t": SHORT_S}, doing="open")
+    left = [t for t in threading.enumerate() if t.name == "tierfall-call-t"]
+    assert left
+    assert all(thread.daemon for thread in left)

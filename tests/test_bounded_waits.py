@@ -1,0 +1,160 @@
+"""A tier that does not answer holds up neither ``open`` nor a restore from another one for longer than its bound."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierfall
+from tierfall import stores
+from tierfall.config import load_config
+from tierfall.core.errors import RestoreError, UnreachableError
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least time that a tier has to answer is short here."""
+    monkeypatch.setattr(stores, "ANSWER_S", 0.2)
+
+
+@pytest.fixture
+def silent_store() -> Iterator[str]:
+    """The address of a server that accepts connections and never answers."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(50)
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def config(root: Path, *more: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {
+        "run": "r",
+        "tiers": [
+            {"name": "host", "kind": "host", "folder": str(root / "memory"), "capacity": "1MiB"},
+            {"name": "disk", "kind": "file", "path": str(root / "disk")},
+            *more,
+        ],
+        **keys,
+    }
+
+
+def silent(name: str, endpoint: str) -> dict[str, Any]:
+    options = {"endpoint_url": endpoint, "key": "a", "secret": "b"}
+    return {
+        "name": name, "kind": "object", "url": f"s3://bucket/{name}", "options": options, "max_wait": "0.3s",
+    }  # fmt: skip
+
+
+def state(step: float) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((64,), step)}
+
+
+def test_stores_that_never_answer_end_open_within_their_bound(
+    tmp_path: Path, silent_store: str, short: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(config(tmp_path)) as ckpt:
+        ckpt.restore(state(0))
+        ckpt.save(1, state(1), block=True)
+    tiers = [silent(f"s3-{number}", silent_store) for number in range(3)]
+    began_s = time.monotonic()
+    with tierfall.open(config(tmp_path, *tiers)) as ckpt:
+        assert time.monotonic() - began_s < LONG_S / 2  # the libraries wait for minutes
+        assert "tier s3-2 has not answered" in caplog.text
+        there = state(0)
+        with pytest.raises(RestoreError, match="could not be read and may hold something newer"):
+            ckpt.restore(there)
+        report = ckpt.restore(there, tier="disk")
+        assert report is not None
+        assert report.step == 1
+        assert bool((there["x"] == 1).all())
+
+
+def test_a_restore_from_a_fast_tier_does_not_wait_for_a_worker_that_hangs_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, hangs = threading.Event(), threading.Event()
+    scandir = os.scandir
+
+    def hang(*args: Any) -> Any:
+        if "tierfall-r-pfs" in threading.current_thread().name:
+            hangs.set()
+            gate.wait(LONG_S)
+        return scandir(*args)
+
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs")}
+    ckpt = tierfall.open(config(tmp_path, pfs))
+    try:
+        ckpt.restore(state(0))
+        ckpt.save(1, state(1), block=True)
+        monkeypatch.setattr(os, "scandir", hang)
+        ckpt.save(2, state(2)).wait("disk")
+        assert hangs.wait(LONG_S)
+        there = state(0)
+        began_s = time.monotonic()
+        assert ckpt.restore(there, step=1, tier="disk") is not None
+        assert time.monotonic() - began_s < LONG_S / 2
+        assert bool((there["x"] == 1).all())
+    finally:
+        gate.set()
+        ckpt.close()
+
+
+def test_a_mount_that_hangs_for_everyone_is_not_looked_at_and_never_counts_as_empty(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    with tierfall.open(config(tmp_path, pfs)) as ckpt:
+        ckpt.restore(state(0))
+        ckpt.save(1, state(1), block=True)
+    gate, stat = threading.Event(), os.stat
+
+    def hang(path: Any, *args: Any, **keys: Any) -> Any:
+        if str(path) == str(tmp_path / "pfs"):
+            gate.wait(LONG_S)
+        return stat(path, *args, **keys)
+
+    monkeypatch.setattr(os, "stat", hang)
+    try:
+        config_of_both = config(tmp_path, pfs)
+        with tierfall.open(config_of_both) as ckpt:
+            with pytest.raises(RestoreError, match="pfs"):
+                ckpt.restore(state(0))
+            assert ckpt.restore(state(0), unreachable="ignore") is not None
+    finally:
+        gate.set()
+
+
+def test_opened_too_late_is_closed(
+    tmp_path: Path, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, closed = threading.Event(), threading.Event()
+    opened = stores._open_backend
+
+    def slow(tier: Any, *, read_only: bool) -> Any:
+        if tier.name != "pfs":
+            return opened(tier, read_only=read_only)
+        gate.wait(LONG_S)
+        backend = opened(tier, read_only=read_only)
+        close = backend.close
+        monkeypatch.setattr(backend, "close", lambda: (close(), closed.set()))
+        return backend
+
+    monkeypatch.setattr(stores, "_open_backend", slow)
+    pfs = {"name": "pfs", "kind": "file", "path": str(tmp_path / "pfs"), "max_wait": "0.2s"}
+    loaded = load_config(config(tmp_path, pfs))
+    found, errors = stores.open_stores(loaded, "r")
+    assert list(found) == ["disk"]
+    assert isinstance(errors["pfs"], UnreachableError)
+    gate.set()
+    assert closed.wait(LONG_S)
+    found["disk"].close()

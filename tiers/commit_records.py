@@ -1,0 +1,77 @@
+"""The commit records of a tier: each is read once, and kept for as long as listings show it unchanged.
+
+A record that could not be read, or is damaged, is not kept: the next listing reads it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tierfall.core.contracts import Stored
+from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, NotSupportedError
+from tierfall.core.records import Commit
+from tierfall.core.values import CheckpointId
+from tierfall.core.waiting import side_by_side
+
+Read = Callable[[CheckpointId, int | None], Commit]
+Found = Commit | IntegrityError | NotSupportedError | None
+"""A record, what is wrong with it, or None where it went while the listing went on."""
+
+
+class CommitRecords:
+    """See the module. ``read`` reads a record, of so many bytes where that is known. May be used by several threads."""
+
+    def __init__(self, read: Read, *, parallel: int) -> None:
+        self._read = read
+        self._parallel = parallel
+        self._kept: dict[CheckpointId, tuple[tuple[int, str], Commit]] = {}
+
+    def forget(self, checkpoint: CheckpointId) -> None:
+        self._kept.pop(checkpoint, None)
+
+    def find(self, listed: Mapping[CheckpointId, Stored]) -> dict[CheckpointId, Found]:
+        """Return the records that a listing has shown; what is not known as it is listed is read, several at a time.
+        Raises the error of a tier that did not answer."""
+        kept = {
+            id: record
+            for id, (was, record) in list(self._kept.items())
+            if id in listed and was == _as_listed(listed[id])
+        }
+        new = [id for id in listed if id not in kept]
+        found = dict(
+            zip(
+                new,
+                side_by_side(
+                    lambda id: self._find(id, listed[id].bytes), new, parallel=self._parallel
+                ),
+                strict=True,
+            )
+        )
+        read = {id: record for id, record in found.items() if isinstance(record, Commit)}
+        self._kept = {
+            id: (_as_listed(listed[id]), record) for id, record in {**kept, **read}.items()
+        }
+        return {id: kept[id] if id in kept else found[id] for id in listed}
+
+    def _find(self, id: CheckpointId, size: int) -> Found:
+        try:
+            return self._read_as_listed(id, size)
+        except KeyNotFoundError:
+            return None
+        except (IntegrityError, NotSupportedError) as error:
+            return error
+
+    def _read_as_listed(self, id: CheckpointId, size: int) -> Commit:
+        """A record that is not as long as the listing said, or damaged, is looked at once more by itself."""
+        try:
+            return self._read(id, size)
+        except KeyNotFoundError:
+            raise
+        except (IntegrityError, BackendError) as error:
+            if isinstance(error, BackendError) and error.retryable:
+                raise
+        return self._read(id, None)
+
+
+def _as_listed(stored: Stored) -> tuple[int, str]:
+    return stored.bytes, stored.version
