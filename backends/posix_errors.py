@@ -46,10 +46,6 @@ _MAY_PASS = (
 
 _TABLE: dict[int, tuple[type[BackendError], str]] = {
     errno.EEXIST: (KeyExistsError, "the key is taken"),
-    errno.ENOTDIR: (
-        BackendError,
-        "a part of that name is a file where a folder is to be; move it away",
-    ),
     errno.ENAMETOOLONG: (KeyInvalidError, "this file system takes no name of that length"),
     errno.ELOOP: (AccessDeniedError, "symbolic links are not followed below the tier's folder"),
     **dict.fromkeys(_FULL, (StorageFullError, "free space there, or raise the quota")),

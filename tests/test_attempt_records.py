@@ -141,6 +141,8 @@ def test_a_file_where_a_folder_is_to_be_is_named(
     place = tmp_path / "disk" / name
     place.parent.mkdir(parents=True)
     place.write_text("x")
-    with pytest.raises(TierfallError, match="a file where a folder is to be; move it"):
+    with pytest.raises(
+        TierfallError, match=r"is a file, and tierfall's folder.*move the file away"
+    ):
         tierfall.open(make_config())
     assert place.read_text() == "x"

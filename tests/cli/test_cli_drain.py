@@ -18,7 +18,7 @@ from tierfall.tiers.stored import StoredTier
 
 MakeCli = Callable[..., Cli]
 Train = Callable[[Cli], Trainer]
-CRAWL = "1kB/s"
+CRAWL = "4kB/s"
 
 
 def crawling(make_cli: MakeCli, crawl: str | None = CRAWL) -> Cli:
