@@ -7,7 +7,7 @@ What must stay, and that what a rule of retention wants goes last, is not theirs
 from __future__ import annotations
 
 from tierfall.core.units import format_rate
-from tierfall.core.values import CheckpointId, CopyState, LossClass
+from tierfall.core.values import CheckpointId, LossClass
 from tierfall.core.view import CheckpointView, TierRules, TierView, View
 from tierfall.policies.asking import Order
 from tierfall.policies.registry import register
@@ -53,7 +53,7 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
             other
             for other in tier.view.tiers
             if other.name != tier.tier.name
-            and checkpoint.state(other.name) is CopyState.COMMITTED
+            and tier.view.is_safe(checkpoint, other.name)
             and _SURVIVES.index(other.survives) >= _SURVIVES.index(tier.tier.survives)
         ),
         None,

@@ -336,7 +336,7 @@ class Life:
         for path in found.committed.values():
             assert set(os.listdir(path)) - {FOREIGN} == _OURS[tier], path
         names = {path.name for path in found.others}
-        assert names - {FOREIGN} == {"attempts", "latest", "tier.json"}, names
+        assert names - {FOREIGN} == {"attempts", "latest", "lineage", "tier.json"}, names
         attempts = found.others[[p.name for p in found.others].index("attempts")]
         assert all(re.fullmatch(r"a\d{4}\.json", name) for name in os.listdir(attempts))
         assert os.listdir(self.folder / tier) == [doomed.RUN]

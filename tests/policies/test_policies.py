@@ -21,7 +21,7 @@ from tests.rules import (
     tagged,
     young,
 )
-from tierfall.core.lines import abandoned
+from tierfall.core.lines import AttemptStart, abandoned
 from tierfall.core.policy import Rule
 from tierfall.core.values import (
     LOSS_CLASSES,
@@ -124,7 +124,11 @@ def views(draw: st.DrawFn) -> View:
             )
         )
     whole = [c for c in checkpoints if any(copy.state in WHOLE for copy in c.copies.values())]
-    left = abandoned((c.id, c.started_from) for c in whole)
+    begun = [
+        AttemptStart(attempt=c.id.attempt, attempt_id="", started_from=c.started_from, began_s=0.0)
+        for c in whole
+    ]
+    left = abandoned(((c.id, "") for c in whole), begun)
     return View(
         tiers=rules,
         checkpoints=tuple(replace(c, abandoned=c.id in left) for c in checkpoints),

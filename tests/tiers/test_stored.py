@@ -910,7 +910,7 @@ def test_how_an_attempt_began_is_known_when_its_last_checkpoint_is_gone(tier: St
     for step in (4, 5):
         write_image(tier, step, 2)
         tier.commit(went_on(step, 2, CheckpointId(1, 1)), attempt=attempt(2))
-        tier.drop(CheckpointId(step, 2))
+        tier.drop(CheckpointId(step, 2), attempt=None)
     assert steps(tier) == ["1@1"]
     assert begun(tier) == [(1, None), (2, "1@1")]
 
@@ -933,7 +933,7 @@ def test_a_commit_counts_though_how_its_attempt_began_is_not_recorded(
     commit(tier_on(Faulty(disk, seed=0, plan=plan)), 1)
     later = tier_on(disk)
     assert (steps(later), begun(later)) == (["1@1"], [])
-    later.drop(CheckpointId(1, 1))
+    later.drop(CheckpointId(1, 1), attempt=None)
     assert (steps(later), begun(later)) == ([], [(1, None)])
 
 
@@ -941,7 +941,7 @@ def test_a_full_disk_still_gives_up_a_checkpoint(disk: MemoryBackend) -> None:
     plan = [Fault(kind=FaultKind.DISK_FULL, operation=Operation.WRITE, keys="*/lineage/*")]
     tier = tier_on(Faulty(disk, seed=0, plan=plan))
     commit(tier, 1)
-    tier.drop(CheckpointId(1, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None)
     assert steps(tier) == []
 
 
@@ -956,14 +956,14 @@ def test_a_checkpoint_stays_while_how_its_attempt_began_cannot_be_recorded(
     tier = tier_on(Faulty(disk, seed=0, plan=plan))
     commit(tier, 1)
     with pytest.raises(UnreachableError):
-        tier.drop(CheckpointId(1, 1))
+        tier.drop(CheckpointId(1, 1), attempt=None)
     assert steps(tier_on(disk)) == ["1@1"]
 
 
 def test_a_checkpoint_whose_record_is_damaged_goes_and_tells_nothing(disk: MemoryBackend) -> None:
     tier = tier_on(disk)
     put(disk, "step-00000001-a0001/commit.json", b"{}")
-    tier.drop(CheckpointId(1, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None)
     assert (steps(tier), begun(tier)) == ([], [])
 
 
