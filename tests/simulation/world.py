@@ -261,6 +261,7 @@ class World:
         self._backends = {name: wrap(name, disk) for name, disk in self.disks.items()}
         self.run_bytes_min = run_bytes_min
         self.codecs = codecs
+        self.stores = self._open_stores()
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.wall_ahead_s = 0.0
@@ -279,16 +280,18 @@ class World:
         """What the wall clock of the process shows; it may be wrong."""
         return self.now_s + self.wall_ahead_s
 
-    # Starts ------------------------------------------------------------------------------------------
-
-    def start(self, *, unread: Iterable[str] = ()) -> None:
-        """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
-        self.stores = {
+    def _open_stores(self) -> dict[str, StoredTier]:
+        return {
             name: StoredTier(
                 name=name, run="run", backend=backend, packing=packing(self.codecs.get(name))
             )
             for name, backend in self._backends.items()
         }
+
+    # Starts ------------------------------------------------------------------------------------------
+
+    def start(self, *, unread: Iterable[str] = ()) -> None:
+        """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
         listings = tuple(
             Listing(tier=store.name, error=UnreachableError("on purpose"))
             if store.name in unread
@@ -307,7 +310,7 @@ class World:
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
         ledger.load(merge(everything), everything)
         take_over(ledger, held, [], ())
-        tasks: list[Task] = []
+        tasks: list[Task] = []  # a zombie's go on to come here, once another process has its own
         self.tasks = tasks
         self.runner = TaskRunner(
             self.stores,
@@ -321,7 +324,7 @@ class World:
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
             policies=bundle,
-            submit=lambda task: self._take(task, tasks),
+            submit=lambda task: self._take(task) if tasks is self.tasks else tasks.append(task),
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
             unread=[x.tier for x in listings if x.error is not None],
@@ -330,10 +333,9 @@ class World:
         )
         self.coordinator.start()
 
-    def _take(self, task: Task, tasks: list[Task]) -> None:
-        tasks.append(task)
-        if tasks is self.tasks:  # else it is a zombie's
-            self.sees(task)
+    def _take(self, task: Task) -> None:
+        self.tasks.append(task)
+        self.sees(task)
 
     def set_pace(self, tier: str, bytes_per_s: float | None) -> None:
         """Nothing here takes time."""
@@ -358,6 +360,7 @@ class World:
             if not region.sealed:
                 self.memory.regions.remove(region)
         self.tasks = []
+        self.stores = self._open_stores()
 
     # Saving ------------------------------------------------------------------------------------------
 
