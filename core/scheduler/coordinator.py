@@ -610,7 +610,8 @@ class Coordinator:
 
     def set_aside(self) -> tuple[tuple[CheckpointId, str], ...]:
         """Name the copies that are for the next start to try."""
-        return tuple((e.id, tier) for e in self.ledger.ordered() for tier in sorted(e.set_aside))
+        entries = sorted(self.ledger.open(), key=lambda e: e.order)
+        return tuple((e.id, tier) for e in entries for tier in sorted(e.set_aside))
 
     def _dispatch(self, task: Task) -> None:
         """Every task that goes out comes back as one outcome."""

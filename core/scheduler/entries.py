@@ -165,6 +165,7 @@ class Overview:
         self._unverified: set[CheckpointId] = set()
         self._tombstoned: set[CheckpointId] = set()
         self._repairable: set[CheckpointId] = set()
+        self._overtaken: set[CheckpointId] = set()
         self._used: Counter[str] = Counter()
         self._leaving: Counter[str] = Counter()
         self._whole: Counter[str] = Counter()
@@ -197,6 +198,11 @@ class Overview:
         """How many copies can be read whole there."""
         self._refresh()
         return self._whole[tier]
+
+    def overtaken(self) -> list[Entry]:
+        """Those of which a tier has failed to take a copy, so that newer ones may be there before it."""
+        self._refresh()
+        return [self._entries[id] for id in self._overtaken]
 
     def repairable(self) -> list[Entry]:
         """Those with a copy that was found damaged, and is not forgotten: looked up, as they may be owed one again."""
@@ -247,6 +253,7 @@ class Overview:
                 self._open[id] = entry
             self._count(id, entry)
             _keep_if(self._unverified, id, entry is not None and entry.is_unverified)
+            _keep_if(self._overtaken, id, entry is not None and bool(entry.overtaken))
             _keep_if(self._repairable, id, entry is not None and bool(entry.repairable))
             _keep_if(self._tombstoned, id, entry is not None and entry.tombstoned)
         self._past.clear()

@@ -231,9 +231,10 @@ class Flusher:
     def _expected_bytes(self, tier: str, entry: Entry) -> int:
         """Return the bytes that a copy is expected to take on a tier: as many of its images' as the newest copy there
         takes of its own, where the tier packs them; all where there is none yet."""
-        raw_bytes = self._raw_bytes(tier, entry)
-        there = (e for e in self._ledger.entries.values() if e.state(tier) is CopyState.COMMITTED)
-        newest = max(there, key=lambda e: e.order, default=None)
+        raw_bytes, entries = self._raw_bytes(tier, entry), self._ledger.entries
+        newest_first = map(entries.peek, entries.ids(newest_first=True))
+        there = (e for e in newest_first if e.state(tier) is CopyState.COMMITTED)
+        newest = next(there, None)
         if newest is None or not (newest_bytes := newest.bytes.get(tier, 0)):
             return raw_bytes
         return min(raw_bytes, -(-raw_bytes * newest_bytes // self._raw_bytes(tier, newest)))
@@ -437,7 +438,7 @@ class Flusher:
         failed = [self._ledger.entries.get(id) for id in lane.failed]
         if len(failed) != 1 or failed[0] is None or not failed[0].failures[lane.tier].lasts:
             return False
-        others = (e for e in self._ledger.entries.values() if e is not failed[0])
+        others = (e for e in self._ledger.open() if e is not failed[0])
         return any(lane.tier in e.owed and lane.tier not in e.landed for e in others)
 
     def _set_aside(self, entry: Entry, tier: str, cause: BaseException) -> None:
@@ -521,7 +522,7 @@ class Flusher:
         left = self._ledger.abandoned()
         found = (
             e.id
-            for e in self._ledger.entries.values()
+            for e in self._ledger.overtaken()
             if tier in e.overtaken
             and e.order < entry.order
             and not (e.id in left or e.tombstoned or e.state(tier) is CopyState.COMMITTED)

@@ -78,6 +78,7 @@ class Entry:
         """Say whether nothing is at work on it, and nothing is to be done: it changes only when it is looked up."""
         return not (
             self.owed
+            or self.set_aside
             or self.landed
             or self.in_doubt
             or self.awaits_others
@@ -493,6 +494,10 @@ class Ledger:
     def all_live(self) -> bool:
         """Say whether nothing is left behind, or deleted by a person."""
         return not self.abandoned() and not self._overview.has_tombstoned()
+
+    def overtaken(self) -> list[Entry]:
+        """Name those that some tier has failed to take."""
+        return self._overview.overtaken()
 
     def repairable(self) -> list[Entry]:
         """Name those with a damaged copy that can be written anew, or may have to go."""

@@ -19,7 +19,9 @@ TIERS = [rules.name for rules in RULES]
 CHANGES = st.lists(
     st.tuples(
         st.sampled_from(IDS),
-        st.sampled_from(["add", "state", "owe", "lease", "mark", "verify", "drop", "look", "step"]),
+        st.sampled_from(
+            ["add", "state", "owe", "lease", "mark", "verify", "overtake", "drop", "look", "step"]
+        ),
         st.sampled_from(TIERS),
         st.sampled_from(list(CopyState)),
         st.integers(0, 3),
@@ -62,6 +64,8 @@ def change_entry(
         entry.owed ^= {tier}
     elif what == "lease":
         entry.leases[tier] = number % 2
+    elif what == "overtake":
+        entry.overtaken ^= {tier}
     elif what == "mark":
         entry.set_mark(tier, "pin" if number % 2 else "tombstone", there=number > 1)
     elif what == "verify":
@@ -92,6 +96,7 @@ def test_what_is_kept_is_what_all_entries_say(
         assert kept.count_on(tier) == sum(e.readable_on(tier) for e in entries)
         leaving = [e for e in entries if e.state(tier) is CopyState.LEAVING]
         assert kept.leaving_bytes(tier) == sum(e.bytes.get(tier, 0) for e in leaving)
+    assert {e.id for e in kept.overtaken()} == {e.id for e in entries if e.overtaken}
     assert kept.all_live == (not left and not any(e.tombstoned for e in entries))
     assert kept.has_unverified == any(e.is_unverified for e in entries)
     assert {e.id for e in kept.open()} >= {e.id for e in entries if not e.is_settled}
