@@ -123,7 +123,8 @@ def test_an_unread_tier_is_not_said_to_be_owed_anything(
 
 @pytest.fixture
 def gone_back(make_cli: MakeCli) -> Cli:
-    """Step 2 of attempt 1 on both tiers, and of attempt 2, which went back to step 1, on disk alone."""
+    """Step 2 of attempt 1 on both tiers, and of attempt 2, which went back to step 1, on disk alone, as far as any tier
+    tells."""
     cli = make_cli(disk={}, far={"flush": {"every": 2}}, third={"flush": {"every": 1000}})
     with tierfall.open(cli.config) as ckpt:
         for step in (1, 2):
@@ -134,6 +135,8 @@ def gone_back(make_cli: MakeCli) -> Cli:
         ckpt.save(2, state_of(2), block=True)
         ckpt.drain()
     shutil.rmtree(cli.folder / "far" / "run" / "step-00000002-a0002")
+    (lineage,) = (cli.folder / "far" / "run" / "lineage").glob("a0002-*")
+    lineage.rename(cli.folder / lineage.name)
     return cli
 
 
@@ -158,6 +161,17 @@ def test_no_step_of_an_older_line_is_taken_while_a_newer_one_may_lie_on_an_unrea
     assert problem.startswith("tier disk could not be read: ")
     if words[0] == "export":
         gone_back(*named("2"), "--tier", "far", "--force")
+
+
+def test_a_step_that_is_known_to_be_left_behind_is_taken_by_its_full_name_alone(
+    gone_back: Cli, tmp_path: Path, silence: Silence
+) -> None:
+    """Far knows how attempt 2 began, though it holds nothing of it any more."""
+    (lineage,) = tmp_path.glob("a0002-*")
+    lineage.rename(tmp_path / "far" / "run" / "lineage" / lineage.name)
+    silence(tmp_path / "disk")
+    refused = gone_back("export", "2", "--to", str(tmp_path / "out"), code=1).err
+    assert "2@1 (of a line that was left behind): name it so" in refused
 
 
 def test_a_step_that_no_newer_attempt_can_have_is_taken_by_its_number(
