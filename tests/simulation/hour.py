@@ -206,7 +206,7 @@ class Hour(History):
     # What goes wrong ---------------------------------------------------------------------------------
 
     def _trouble(self) -> None:
-        what = self.draw.choices((self._die, self._lose_node, self.go_back_in_process), (3, 3, 1))
+        what = self.draw.choices((self._die, self._lose_node, self.go_back_in_process), (4, 2, 1))
         self.log.append(f"{self.world.now_s:.0f} s: {what[0].__name__}")
         if what[0] == self._lose_node and self._shared() and self._wakes.random() < 0.5:
             self._hangs_as_it_drops = True  # from the moment on that it next drops something
