@@ -7,7 +7,7 @@ What must stay, and that what a rule of retention wants goes last, is not theirs
 from __future__ import annotations
 
 from tierfall.core.units import format_rate
-from tierfall.core.values import CheckpointId, LossClass
+from tierfall.core.values import CheckpointId, CopyState, LossClass
 from tierfall.core.view import CheckpointView, TierRules, TierView, View
 from tierfall.policies.asking import Order
 from tierfall.policies.registry import register
@@ -18,12 +18,15 @@ _SURVIVES = (LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
 def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
     """Give up first what was left behind, then what another tier holds that survives as much, what is quicker to read
-    back from there before what is dearer, then what lies nowhere else so safe; the older first in each."""
+    back from there before what is dearer; then what such a tier holds that nobody has verified; then what lies nowhere
+    else so safe; the older first in each."""
     places = {rules.name: place for place, rules in enumerate(_quickest_first(tier.view))}
 
     def score(checkpoint: CheckpointView) -> tuple[bool, int, CheckpointId]:
         elsewhere = _elsewhere(checkpoint, tier)
-        dear = places[elsewhere.name] if elsewhere else len(places)
+        dear = places[elsewhere.name] if elsewhere else 2 * len(places)
+        if elsewhere and not tier.view.is_safe(checkpoint, elsewhere.name):
+            dear += len(places)
         return (checkpoint.live, dear, checkpoint.id)
 
     ordered = sorted(tier.checkpoints, key=score)
@@ -48,15 +51,16 @@ def _quickest_first(view: View) -> list[TierRules]:
 
 def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
     """Return the other tier that a restore would take it from, of those that hold it as safely as this one."""
-    return next(
+    return min(
         (
             other
             for other in tier.view.tiers
             if other.name != tier.tier.name
-            and tier.view.is_safe(checkpoint, other.name)
+            and checkpoint.state(other.name) is CopyState.COMMITTED
             and _SURVIVES.index(other.survives) >= _SURVIVES.index(tier.tier.survives)
         ),
-        None,
+        key=lambda other: not tier.view.is_safe(checkpoint, other.name),
+        default=None,
     )
 
 

@@ -204,7 +204,9 @@ def test_special_files_are_neither_listed_nor_opened(tmp_path: Path) -> None:
 def test_an_object_where_a_folder_is_needed_is_said(tmp_path: Path) -> None:
     backend = PosixBackend(tmp_path)
     put(backend, "run/key", b"bytes")
-    with pytest.raises(BackendError, match="create 'run/key/below'"):
+    with pytest.raises(
+        BackendError, match="run/key: is a file, and tierfall's folder of that name is to be there"
+    ):
         backend.create("run/key/below")
     with backend.create("run") as writer, pytest.raises(BackendError, match="publish 'run'"):
         writer.publish()
