@@ -20,6 +20,8 @@ from typing import Any, Generic, TypeVar
 from tierfall.core.errors import TierfallError, UnreachableError
 
 logger = logging.getLogger("tierfall")
+
+POLL_S = 0.005
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -83,7 +85,7 @@ class BoundedCalls:
         try:
             for name, function in calls.items():
                 late = self._late.get(name)
-                if late is not None and not late.over:
+                if late is not None and not _has_returned(late, bounds_s[name]):
                     waited_s = time.monotonic() - late.began_s
                     answers[name] = _unanswered(name, doing, waited_s)
                 else:
@@ -124,6 +126,13 @@ class BoundedCalls:
             if waiting and (name := _next(finished, min(left_s[n] for n in waiting))):
                 del waiting[name]
                 yield name
+
+
+def _has_returned(late: _Call, bound_s: float) -> bool:
+    """Say whether a call that was left behind is over. One that an interrupt left a moment ago has its time to end."""
+    while not late.over and time.monotonic() < late.began_s + bound_s:
+        time.sleep(POLL_S)
+    return late.over
 
 
 def side_by_side(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> list[T]:

@@ -431,8 +431,8 @@ class Coordinator:
         if self.fenced is None:
             self.dropper.retry(now_s)
             self._collect_unfinished()
-            self.dropper.dispatch_surveys()
             self.verifier.tick(now_s)
+            self.dropper.dispatch_surveys()
         if self._idle_bells and not self.busy():
             while self._idle_bells:
                 self._idle_bells.pop().ring()

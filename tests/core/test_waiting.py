@@ -83,6 +83,28 @@ def test_a_tier_is_not_called_again_before_its_last_call_has_returned(
     until(lambda: calls.make({"t": lambda: 7}, {"t": LONG_S}, doing="list")["t"].value == 7)
 
 
+def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
+    """Ctrl-C in the middle of a call, and the next one a moment later."""
+    calls = BoundedCalls()
+    ended = threading.Event()
+    begun = threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        ended.wait(LONG_S)
+        return "old"
+
+    def interrupt(name: str) -> float:
+        begun.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calls.make({"a": slow}, {"a": LONG_S}, doing="list", heard_s=interrupt)
+    threading.Timer(SHORT_S, ended.set).start()
+    found = calls.make({"a": lambda: "new"}, {"a": LONG_S}, doing="list")
+    assert found["a"].get() == "new"
+
+
 def test_what_comes_too_late_is_let_go(gate: threading.Event) -> None:
     let_go: list[str] = []
 

@@ -36,8 +36,13 @@ def all_good(answers: list[dict[str, Any]], step: int = 1) -> None:
 
 
 def remove(folder: Path, *names: str) -> None:
+    """Empty tiers, but for what says which tier each is: a shared one in which nothing lies counts as not mounted."""
     for name in names:
-        shutil.rmtree(folder / name)
+        for path in (folder / name).glob("*/*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "tier.json":
+                path.unlink()
 
 
 def damage(image: Path, *, chunks: int = 0) -> None:

@@ -49,7 +49,8 @@ def test_a_shard_that_is_nowhere_is_named_and_nothing_begins_anew(
 ) -> None:
     make_job(4, TWO_NODES).run("save", steps=[1])
     shutil.rmtree(tmp_path / "nvme-1")
-    shutil.rmtree(tmp_path / "pfs")
+    for step in (tmp_path / "pfs").glob("*/step-*"):
+        shutil.rmtree(step)
     for answer in make_job(4, TWO_NODES).run("restore"):
         assert answer["error"] == "RestoreError"
         assert "ranks 2, 3 of 4" in answer["text"]

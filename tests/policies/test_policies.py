@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -101,6 +101,15 @@ def tiers(draw: st.DrawFn) -> tuple[TierRules, ...]:
     return (host, *stored)
 
 
+def left_behind(checkpoints: Iterable[CheckpointView]) -> frozenset[CheckpointId]:
+    known = list(checkpoints)
+    begun = [
+        AttemptStart(attempt=c.id.attempt, attempt_id="", started_from=c.started_from, began_s=0.0)
+        for c in known
+    ]
+    return abandoned(((c.id, "") for c in known), begun)
+
+
 @st.composite
 def views(draw: st.DrawFn) -> View:
     rules = draw(tiers())
@@ -124,11 +133,7 @@ def views(draw: st.DrawFn) -> View:
             )
         )
     whole = [c for c in checkpoints if any(copy.state in WHOLE for copy in c.copies.values())]
-    begun = [
-        AttemptStart(attempt=c.id.attempt, attempt_id="", started_from=c.started_from, began_s=0.0)
-        for c in whole
-    ]
-    left = abandoned(((c.id, "") for c in whole), begun)
+    left = left_behind(whole)
     return View(
         tiers=rules,
         checkpoints=tuple(replace(c, abandoned=c.id in left) for c in checkpoints),
@@ -144,7 +149,7 @@ def in_memory_alone(view: View) -> View:
     """The same checkpoints, all sealed in memory and nowhere else yet."""
     names = frozenset(tier.name for tier in view.tiers[1:])
     sealed = {"host": CopyView(state=CopyState.SEALED, bytes=COPY_BYTES)}
-    left = abandoned((c.id, c.started_from) for c in view.checkpoints)
+    left = left_behind(view.checkpoints)
     return replace(
         view,
         checkpoints=tuple(

@@ -266,7 +266,7 @@ class History:
         return self.draw.choice(known) if known else None
 
     def pin(self) -> None:
-        if (id := self._any()) is not None:
+        if (id := self._any()) is not None and not self._is_rotten(id):
             self._order(PersonsOrder.PIN, id)
 
     def unpin(self) -> None:
@@ -295,7 +295,7 @@ class History:
                 return  # a command line refuses to delete what is pinned
             self.deleted.add(id)
             self.buried.add(id)
-        elif id not in self.deleted and not self.unpinning[id]:
+        elif id not in self.deleted and not self.unpinning[id] and not self._is_rotten(id):
             self.pinned.setdefault(id, set()).add(tier)
         self.log.append(f"{name} of {id} on {tier} from outside")
         self._clean(tier).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
@@ -481,6 +481,10 @@ class History:
             else:
                 del self.rotten[tier, id]  # it has gone, or was written anew
         return held
+
+    def _is_rotten(self, id: CheckpointId) -> bool:
+        """Say whether a tier has a copy that nobody knows to be damaged: what is pinned may rely on it."""
+        return any(id == rotten for _, rotten in self.rotten)
 
     def _bad(self) -> set[tuple[str, CheckpointId]]:
         """Copies that are damaged, seen or unseen."""
