@@ -45,7 +45,6 @@ COMMITS: dict[str, Members] = {
     "step is huge": {"step": 10**30},
     "attempt is another": {"attempt": 2},
     "attempt is true": {"attempt": True},
-    "another attempt's id": {"attempt_id": "0" * 32},
     "ordinal is 0": {"ordinal": 0},
     "started from text": {"started_from": "2@1"},
     "world is empty": {"world_size": 0},
@@ -86,11 +85,19 @@ def test_a_crafted_commit_record(
     must_be_refused(make_config, run_folder, newest)
 
 
+def test_a_crafted_commit_record_of_another_attempts_id(run_folder: Path, newest: Path) -> None:
+    """It says that two starts took one number: which of them counts is a person's to say."""
+    change_commit(newest, **{"attempt_id": "0" * 32})
+    with pytest.raises(RestoreError):
+        tierfall.load(newest)
+    with pytest.raises(RestoreError, match="name it by step= and attempt= to go back to it"):
+        tierfall.load(run_folder)
+
+
 MANIFESTS: dict[str, Members] = {
     "run leads out": {"run": "../../etc"},
     "step is another": {"step": 1},
     "attempt is another": {"attempt": 2},
-    "another attempt's id": {"attempt_id": "0" * 32},
     "rank is another": {"rank": 1, "world_size": 2},
     "rank is beyond the world": {"rank": 1},
     "the image is huge": {"image_bytes": 1 << 49},
