@@ -31,7 +31,7 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
 
 
 def test_all_that_may_happen_comes_about() -> None:
-    seen: Counter[str] = sum((seen_in(seed) for seed in range(70)), Counter())
+    seen: Counter[str] = sum((seen_in(seed) for seed in range(100)), Counter())
     assert seen[LossClass.PROCESS] > 25
     assert seen[LossClass.NODE] > 12
     assert seen["set_aside"] > 12
