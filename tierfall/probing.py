@@ -62,6 +62,7 @@ def probe(session: Session, token: str, written: Sequence[str]) -> tuple[Config,
     tiers = [tier for tier in to_probe(session) if tier.name in written]
     body = look(session, tiers, token) if looks else {"seen": {}, "failed": {}}
     body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(session, t))}
+    body["empty"] = [t.name for t in tiers if _is_empty(session, t)]
     body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
     found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, bodies))
     shared: Mapping[str, bool] = found["shared"]
@@ -211,10 +212,11 @@ def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies) -> None:
     where = f"open: tier {tier.name} ({tier.folder})"
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
     for rank, body in bodies.items():
-        if tier.name in body["shared_before"]:
+        why, is_certain = body["shared_before"].get(tier.name, (None, False))
+        # a node whose folder holds files of the run has one of its own
+        if why and (is_certain or any(tier.name in other["empty"] for other in bodies.values())):
             raise ConfigError(
-                f"{where}: other nodes do not see what rank 0 writes there, and rank {rank} finds that "
-                f"{body['shared_before'][tier.name]}. {advice}"
+                f"{where}: other nodes do not see what rank 0 writes there, and rank {rank} finds that {why}. {advice}"
             )
     lies_on = {r: b["lies_on"][tier.name] for r, b in bodies.items() if tier.name in b["lies_on"]}
     others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
@@ -225,17 +227,23 @@ def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies) -> None:
         )
 
 
-def _shared_before(session: Session, tier: FileTier | ObjectTier) -> str | None:
-    """Say by what this rank knows that all nodes saw a tier's files at an earlier start."""
+def _is_empty(session: Session, tier: FileTier | ObjectTier) -> bool:
+    listing = next(x for x in session.listings if x.tier == tier.name)
+    return not (listing.copies or listing.unfinished or listing.attempts or listing.error)
+
+
+def _shared_before(session: Session, tier: FileTier | ObjectTier) -> tuple[str, bool] | None:
+    """Say by what this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain:
+    ranks that were all on one node leave such records, too."""
     if session.identities.is_shared(tier.name):
-        return "all nodes saw the same files there before"
+        return "all nodes saw the same files there before", True
     listing = next(x for x in session.listings if x.tier == tier.name)
     world_size = session.ranks.topology.world_size
     for copy in listing.copies:
         if copy.commit is None or copy.commit.world_size != world_size:
             continue
         if len(named_shards(copy.commit, world_size)) == world_size:
-            return f"the commit record of {copy.id} there names the images of all ranks"
+            return f"the commit record of {copy.id} there names the images of all ranks", False
     return None
 
 
