@@ -42,20 +42,18 @@ class Answer(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """``turn`` holds one token: the call's thread takes it when it ends, or the one that waits when it gives up."""
+    """``turn`` holds one token: the call's thread takes it when it ends, or the one that waits when it gives up.
+
+    ``start`` holds another: the call's thread takes it before it calls, or the one that an interrupt reaches, and then
+    nothing is called. An interrupt within ``Thread.start`` does not tell whether there will be a thread.
+    """
 
     bound_s: float
     began_s: float
     answer: Answer[Any] = field(default_factory=Answer)
-    turn: deque[None] = field(default_factory=lambda: deque((None,)))
+    start: deque[bool] = field(default_factory=lambda: deque((True,)))
+    turn: deque[bool] = field(default_factory=lambda: deque((True,)))
     over: bool = False
-
-    def take_turn(self) -> bool:
-        try:
-            self.turn.pop()
-        except IndexError:
-            return False
-        return True
 
 
 class BoundedCalls:
@@ -98,7 +96,9 @@ class BoundedCalls:
                 )
         except BaseException:  # Ctrl-C: what they return is disposed of
             for name, call in made.items():
-                if call.take_turn():
+                if _take(call.start):
+                    continue
+                if _take(call.turn):
                     self._late[name] = call
                 elif call.answer.value is not None and self._late.get(name) is not call:
                     too_late(call.answer.value)
@@ -120,7 +120,7 @@ class BoundedCalls:
                 for name, call in waiting.items()
             }
             for name in [name for name, left in left_s.items() if left <= 0]:
-                if waiting[name].take_turn():  # else it ends just now
+                if _take(waiting[name].turn):  # else it ends just now
                     self._late[name] = waiting.pop(name)
                     yield name
             if waiting and (name := _next(finished, min(left_s[n] for n in waiting))):
@@ -146,7 +146,7 @@ def side_by_side(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> 
 
     def work() -> None:
         try:
-            while not failures and (number := _taken(left)) is not None:
+            while not failures and (number := _take(left)) is not None:
                 values[number] = do(given[number])
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             failures.append(error)
@@ -164,7 +164,8 @@ def side_by_side(do: Callable[[K], T], items: Iterable[K], *, parallel: int) -> 
     return [values[number] for number in range(len(given))]
 
 
-def _taken(left: deque[int]) -> int | None:
+def _take(left: deque[T]) -> T | None:
+    """Take the next one, or None where none is left: one thread gets each."""
     try:
         return left.popleft()
     except IndexError:
@@ -186,12 +187,14 @@ def _begin(
     too_late: Callable[[T], None],
 ) -> None:
     def run() -> None:
+        if not _take(call.start):
+            return
         try:
             answer: Answer[T] = Answer(value=function())
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits as it is
             answer = Answer(error=error)
         call.answer = answer
-        if call.take_turn():
+        if _take(call.turn):
             finished.put(name)
         elif answer.error is None:
             _dispose(name, answer, too_late)

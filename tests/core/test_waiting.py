@@ -76,7 +76,7 @@ def test_a_tier_is_not_called_again_before_its_last_call_has_returned(
         return len(asked)
 
     assert calls.make({"t": ask}, {"t": SHORT_S}, doing="list")["t"].error is not None
-    again = calls.make({"t": ask}, {"t": LONG_S}, doing="list")["t"]
+    again = calls.make({"t": ask}, {"t": SHORT_S}, doing="list")["t"]
     assert isinstance(again.error, UnreachableError)
     assert len(asked) == 1
     gate.set()
@@ -102,6 +102,26 @@ def test_a_call_that_an_interrupt_left_has_its_time_to_end() -> None:
         calls.make({"a": slow}, {"a": LONG_S}, doing="list", heard_s=interrupt)
     threading.Timer(SHORT_S, ended.set).start()
     found = calls.make({"a": lambda: "new"}, {"a": LONG_S}, doing="list")
+    assert found["a"].get() == "new"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_call_that_an_interrupt_kept_from_starting_does_not_count_as_under_way(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C within Thread.start, before there is a thread, and after."""
+    calls, start, asked = BoundedCalls(), threading.Thread.start, []
+
+    def interrupt(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        if begun:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        calls.make({"a": lambda: asked.append("old")}, {"a": 1.0}, doing="list")
+    found = calls.make({"a": lambda: "new"}, {"a": 1.0}, doing="list")
     assert found["a"].get() == "new"
 
 
