@@ -60,7 +60,17 @@ class LossClass(StrEnum):
     NODE = "node"
     SITE = "site"
 
+    def covers(self, other: LossClass) -> bool:
+        """Say whether a loss of this class is one of the other, too."""
+        return self.extent >= other.extent
 
+    @property
+    def extent(self) -> int:
+        """Say how much is lost: larger where more is."""
+        return _EXTENTS[self]
+
+
+_EXTENTS = {loss: extent for extent, loss in enumerate(LossClass)}
 LOSS_CLASSES = (LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 
 

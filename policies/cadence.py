@@ -191,8 +191,8 @@ def tier_cadences(
     covered = LossClass.NONE
     found = []
     for tier in rules.tiers:
-        faced = next((c for c in LOSS_CLASSES if _rank(c) > _rank(covered)), None)
-        if faced is None or _rank(tier.survives) < _rank(faced):
+        faced = next((c for c in LOSS_CLASSES if not covered.covers(c)), None)
+        if faced is None or not tier.survives.covers(faced):
             reason = "a faster tier survives whatever it survives"
             found.append(_no_cadence(tier.name, reason))
             continue
@@ -236,12 +236,8 @@ def mtbf_of(mtbf_s: Mapping[LossClass, float], lost: LossClass) -> float:
 
     Where that is not told either, it is a loss of more, which loses this too.
     """
-    at_most = [c for c in LOSS_CLASSES if c in mtbf_s and _rank(c) <= _rank(lost)]
-    return mtbf_s[max(at_most, key=_rank)] if at_most else min(mtbf_s.values())
-
-
-def _rank(loss: LossClass) -> int:
-    return LOSS_CLASSES.index(loss) if loss in LOSS_CLASSES else -1
+    at_most = [c for c in LOSS_CLASSES if c in mtbf_s and lost.covers(c)]
+    return mtbf_s[at_most[-1]] if at_most else min(mtbf_s.values())
 
 
 def _steps(steps: int) -> str:

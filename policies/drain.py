@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 
 from tierfall.core.prospects import DrainDecision, Prospect
 from tierfall.core.units import format_duration, format_rate, format_size
-from tierfall.core.values import CheckpointId, CopyState, LossClass
+from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import CheckpointView, View
-
-_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ def _left_bytes(checkpoint: CheckpointView, tier: str) -> int:
 def _turn(view: View, copy: _Copy) -> tuple[bool, int, int, int]:
     """Sort key: half done, then newest, then the tier that survives most."""
     id = copy.checkpoint.id
-    return (not copy.begun, -id.step, -id.attempt, -_RANK[view.tier(copy.tier).survives])
+    return (not copy.begun, -id.step, -id.attempt, -view.tier(copy.tier).survives.extent)
 
 
 def _decide(view: View, copy: _Copy, rate: float | None, rest_s: float) -> DrainDecision:

@@ -7,12 +7,10 @@ What must stay, and that what a rule of retention wants goes last, is not theirs
 from __future__ import annotations
 
 from tierfall.core.units import format_rate
-from tierfall.core.values import CheckpointId, CopyState, LossClass
+from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import CheckpointView, TierRules, TierView, View
 from tierfall.policies.asking import Order
 from tierfall.policies.registry import register
-
-_SURVIVES = (LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 
 
 @register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
@@ -57,7 +55,7 @@ def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
             for other in tier.view.tiers
             if other.name != tier.tier.name
             and checkpoint.state(other.name) is CopyState.COMMITTED
-            and _SURVIVES.index(other.survives) >= _SURVIVES.index(tier.tier.survives)
+            and other.survives.covers(tier.tier.survives)
         ),
         key=lambda other: not tier.view.is_safe(checkpoint, other.name),
         default=None,

@@ -13,7 +13,6 @@ from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClas
 from tierfall.core.view import CheckpointView, TierRules, View
 
 DURABLE = CopyState.COMMITTED
-_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 
 
 def reason_to_keep(
@@ -57,7 +56,7 @@ def newest_of(
     if not checkpoint.live:
         return None
     for lost in reversed(LOSS_CLASSES):
-        if _RANK[tier.survives] < _RANK[lost]:
+        if not tier.survives.covers(lost):
             continue
         if not _held(view, lost, above=checkpoint, without=tier.name, gone=gone):
             return lost
@@ -74,7 +73,7 @@ def _held(
 ) -> bool:
     """Say whether a live checkpoint of that step or newer survives that loss by another copy."""
     left = _is_being_left(view, above)
-    tiers = tuple(tier.name for tier in view.tiers if _RANK[tier.survives] >= _RANK[lost])
+    tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
     for other in view.safe_on(tiers):  # one of the newest mostly answers
         if other.id < above.id:
             return False
@@ -116,7 +115,7 @@ def _reaches(view: View, checkpoint: CheckpointView, lost: LossClass) -> bool:
     return whole and any(
         checkpoint.state(tier.name) is DURABLE or tier.name in checkpoint.owed
         for tier in view.tiers
-        if _RANK[tier.survives] >= _RANK[lost]
+        if tier.survives.covers(lost)
     )
 
 
@@ -144,8 +143,7 @@ def line_is_safe_without(view: View, checkpoint: CheckpointView, tier: TierRules
     return any(
         other.id.attempt > checkpoint.id.attempt
         and any(
-            _RANK[t.survives] >= _RANK[tier.survives] and view.is_safe(other, t.name)
-            for t in view.tiers
+            t.survives.covers(tier.survives) and view.is_safe(other, t.name) for t in view.tiers
         )
         for other in view.live
     )

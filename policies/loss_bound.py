@@ -10,8 +10,6 @@ from tierfall.core.loss import LossBound
 from tierfall.core.values import LOSS_CLASSES, LossClass
 from tierfall.core.view import CheckpointView, TierRules, View
 
-_RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
-
 
 def loss_bounds(
     view: View,
@@ -47,7 +45,7 @@ def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) 
 
 def _newest_surviving(view: View, lost: LossClass) -> tuple[CheckpointView, TierRules] | None:
     """Find the newest live checkpoint that survives a loss, and the fastest tier that would still have it."""
-    tiers = [tier for tier in view.tiers if _RANK[tier.survives] >= _RANK[lost]]
+    tiers = [tier for tier in view.tiers if tier.survives.covers(lost)]
     for checkpoint in sorted(view.checkpoints, key=lambda c: c.id, reverse=True):
         for tier in tiers:
             if checkpoint.live and checkpoint.readable_on(tier.name):

@@ -18,7 +18,7 @@ from tierfall.core.records import Manifest
 from tierfall.core.restore.images import Image
 from tierfall.core.scheduler.ledger import Ledger
 from tierfall.core.scheduler.tasks import CheckChunk, OpenCheck, Outcome, Task
-from tierfall.core.values import LOSS_CLASSES, CheckpointId, CopyState, LossClass
+from tierfall.core.values import CheckpointId, CopyState
 
 logger = logging.getLogger("tierfall")
 
@@ -82,7 +82,7 @@ class Verifier:
 
     def _relied_on(self, tier: str) -> list[str]:
         survives = {rules.name: rules.survives for rules in self._ledger.rules}
-        safe = [name for name in survives if _rank(survives[name]) >= _rank(survives[tier])]
+        safe = [name for name in survives if survives[name].covers(survives[tier])]
         return sorted(safe, key=lambda name: name != tier)
 
     def _verify_on(self, tier: str, hurry: bool) -> bool:
@@ -242,10 +242,6 @@ class Verifier:
         entry = self._ledger.entries.get(id)
         if entry is not None and entry.state(tier) is CopyState.COMMITTED:
             entry.verified.add(tier)
-
-
-def _rank(survives: LossClass) -> int:
-    return LOSS_CLASSES.index(survives) if survives in LOSS_CLASSES else -1
 
 
 def _topic(what: str, number: int, id: CheckpointId, tier: str) -> Topic:
