@@ -199,6 +199,7 @@ class Coordinator:
             is_damaged=lambda tier, id, why: self.damages.found(tier, id, why),
         )
         self.dropper.verifies = self.verifier.verify
+        self.dropper.verifies_elsewhere = self.verifier.verify_elsewhere
         self.finder = Finder(
             ledger=ledger, council=council, found=self._has_found, dispatch=self._dispatch
         )

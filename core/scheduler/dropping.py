@@ -8,7 +8,7 @@ what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -44,6 +44,7 @@ class Dropper:
     ``plans`` says that retention is worked out here; ``has_dropped`` hears of each copy that went by it, or is to go
     on all nodes. ``read_marks`` has marks read; ``asks_first`` has those of a copy that is to go read where other nodes
     have parts of it, and says whether it does. ``is_split`` says that other nodes have parts of what a tier holds.
+    ``verifies_elsewhere`` has the other copies of what is to make room read, and says whether that is waited for.
     ``alone``: no other ranks go on to flush what was deleted; else the order about it ends that, on all of them.
     """
 
@@ -83,6 +84,9 @@ class Dropper:
         self._trusted: set[str] = set()
         self.plans = True
         self.verifies: Verifies = lambda tier, *, hurry=False: False
+        self.verifies_elsewhere: Callable[[str, Sequence[CheckpointId]], bool] = lambda tier, ids: (
+            False
+        )
         self.has_dropped: Callable[[DropCopy], None] = lambda task: None
         self.read_marks: Callable[[ReadMarks], None] = dispatch
         self.asks_first: Callable[[DropCopy], bool] = lambda task: False

@@ -202,20 +202,36 @@ class Flusher:
         if self.others.decides and self.turns.leaves_room(lane.tier, entry, plan, fits=fits):
             return False
         if plan.drops and self.others.decides and plan.missing_bytes == 0:
-            if self._dropper.waits_for_marks(lane.tier):
-                return fits
-            lane.full = False
-            for decision in plan.drops:
-                self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
-            return False
+            return not self._drop_for_room(plan, lane) and fits
         if fits:
             return True  # above the high watermark, where nothing more may go
-        if self.others.decides and self._dropper.verifies(lane.tier, hurry=True):
-            return False  # what was not read yet may let others go
+        if self.others.decides and (
+            self._dropper.verifies(lane.tier, hurry=True) or self._is_source_of_repairs(lane.tier)
+        ):
+            return False  # what was not read yet, or is written anew, may let others go
         if self.others.decides and self._relieve(lane, plan.missing_bytes):
             return False
         self._room_is_missing(lane, entry, need, max(free, 0), now_s)
         return False
+
+    def _drop_for_room(self, plan: Eviction, lane: Lane) -> bool:
+        """Let copies go; False where that has to wait. One that is damaged elsewhere is to be repaired from here."""
+        if self._dropper.waits_for_marks(lane.tier) or self._dropper.verifies_elsewhere(
+            lane.tier, [decision.checkpoint for decision in plan.drops]
+        ):
+            return False
+        lane.full = False
+        for decision in plan.drops:
+            self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
+        return True
+
+    def _is_source_of_repairs(self, tier: str) -> bool:
+        """Say whether copies on another tier, which takes some at present, are being written anew from here."""
+        return any(
+            entry.owed.intersection(entry.damage) - self._ledger.failing.keys()
+            for entry in self._ledger.open()
+            if entry.state(tier) is CopyState.COMMITTED
+        )
 
     def _need_and_free(self, lane: Lane, entry: Entry, capacity: int | None) -> tuple[int, int]:
         """Reckon the bytes that a copy of all ranks is expected to take on a tier, and those that there are for it."""

@@ -23,8 +23,20 @@ from tierfall.core.values import CheckpointId, CopyState
 logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
-_VERIFY, _FOUND, _VERIFIED, _READ = "verify", "verify: found", "verified", "restored"
-_TOPICS = frozenset({_VERIFY, _FOUND, _VERIFIED, _READ})
+ROOM_WAITS_S = 30.0
+"""For so long room waits for a copy on another tier to be read: that tier may not answer."""
+_VERIFY, _HURRY, _FOUND = "verify", "verify: hurry", "verify: found"
+_VERIFIED, _READ = "verified", "restored"
+_TOPICS = frozenset({_VERIFY, _HURRY, _FOUND, _VERIFIED, _READ})
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What rank 0 has asked all ranks to read on a tier, and since when room waits for it."""
+
+    id: CheckpointId
+    number: int
+    hurry_since_s: float | None
 
 
 @dataclass(slots=True)
@@ -67,7 +79,7 @@ class Verifier:
         self._changed = changed
         self._is_damaged = is_damaged
         self._decides = council is None or council.topology.is_root
-        self._asked: dict[str, tuple[CheckpointId, bool]] = {}
+        self._asked: dict[str, _Asked] = {}
         self._checks: dict[str, _Check] = {}
         self._later: dict[tuple[str, CheckpointId], float] = {}
         self._count = 0
@@ -85,30 +97,61 @@ class Verifier:
         safe = [name for name in survives if survives[name].covers(survives[tier])]
         return sorted(safe, key=lambda name: name != tier)
 
-    def _verify_on(self, tier: str, hurry: bool) -> bool:
+    def verify_elsewhere(self, tier: str, ids: Sequence[CheckpointId]) -> bool:
+        """Have the other copies of what is to leave a tier read, where it goes because of them, in a hurry. False once
+        each has one that is verified, or none that can be read soon. For rank 0."""
+        return not self._waits() and any([self._verify_one_elsewhere(tier, id) for id in ids])
+
+    def _verify_one_elsewhere(self, tier: str, id: CheckpointId) -> bool:
+        entry = self._ledger.entries.peek(id)
+        if entry.tombstoned or id in self._ledger.abandoned():
+            return False
+        others = [
+            name
+            for name in self._relied_on(tier)
+            if name != tier and entry.state(name) is CopyState.COMMITTED
+        ]
+        if entry.verified.intersection(others):
+            return False
+        others = [name for name in others if (name, id) not in self._later]
+        return any([self._verify_on(n, True, id) and self._room_waits(n) for n in others])
+
+    def _room_waits(self, tier: str) -> bool:
+        until_s = self._room_waits_until_s(tier)
+        return until_s is not None and self._ledger.now_s < until_s
+
+    def _room_waits_until_s(self, tier: str) -> float | None:
         asked = self._asked.get(tier)
-        if asked is None or (hurry and not asked[1]):
-            chosen = self._next(tier) if asked is None else asked[0]
+        if asked is None or asked.hurry_since_s is None:
+            return None
+        return asked.hurry_since_s + ROOM_WAITS_S
+
+    def _verify_on(self, tier: str, hurry: bool, id: CheckpointId | None = None) -> bool:
+        asked = self._asked.get(tier)
+        if asked is None:
+            chosen = id or self._next(tier)
             if chosen is None:
                 return False
-            self._asked[tier] = chosen, hurry
             self._count += 1
-            topic = _topic(_VERIFY, self._count, chosen, tier)
-            if self._council is None:
-                self._begin(self._count, chosen, tier, hurry)
-            else:
-                self._council.announce(topic, hurry)
+            since_s = self._ledger.now_s if hurry else None
+            self._asked[tier] = _Asked(chosen, self._count, since_s)
+            self._announce(_topic(_VERIFY, self._count, chosen, tier), hurry)
+        elif hurry and asked.hurry_since_s is None:
+            asked.hurry_since_s = self._ledger.now_s
+            self._announce(_topic(_HURRY, asked.number, asked.id, tier), None)
         return True
+
+    def _announce(self, topic: Topic, body: object) -> None:
+        if self._council is None:
+            self.hear(Announced(topic=topic, body=body))
+        else:
+            self._council.announce(topic, body)
 
     def _next(self, tier: str) -> CheckpointId | None:
         found = (e.id for e in self._ledger.unverified(tier))
         return next((id for id in found if (tier, id) not in self._later), None)
 
     def _begin(self, number: int, id: CheckpointId, tier: str, hurry: bool) -> None:
-        check = self._checks.get(tier)
-        if check is not None and check.id == id:
-            check.hurry = True
-            return
         self._checks[tier] = _Check(id, number, hurry)
         turn, of = 0, 1
         if self._council is not None:
@@ -144,6 +187,7 @@ class Verifier:
         if self._waits():
             return None
         times = [c.not_before_s for c in self._checks.values() if not c.reading]
+        times += [s for tier in self._asked if (s := self._room_waits_until_s(tier)) is not None]
         return min((when for when in [*times, *self._later.values()] if when > now_s), default=None)
 
     def _read_on(self, tier: str, check: _Check) -> None:
@@ -201,14 +245,17 @@ class Verifier:
         match news:
             case Announced() if what == _VERIFY:
                 self._begin(number, id, tier, bool(news.body))
+            case Announced() if what == _HURRY:
+                if tier in self._checks and self._checks[tier].number == number:
+                    self._checks[tier].hurry = True  # else this rank has read its part
             case Gathered(passed=False) if what == _FOUND:
-                self._announce(id, tier, news.bodies)
+                self._tell_all(id, tier, news.bodies)
             case Gathered(passed=False) if what == _READ:
                 self._all_restored(id, news.bodies)
             case Announced():
                 self._has_found(id, tier, news.body)
 
-    def _announce(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
+    def _tell_all(self, id: CheckpointId, tier: str, bodies: Bodies) -> None:
         """Tell all ranks the worst of what any has found; for rank 0."""
         assert self._council is not None
         said = [[f"rank {rank}: {text}", damage] for rank, (text, damage) in bodies.items() if text]
@@ -222,7 +269,7 @@ class Verifier:
 
     def _has_found(self, id: CheckpointId, tier: str, body: Sequence[object]) -> None:
         text, damage = body
-        if tier in self._asked and self._asked[tier][0] == id:
+        if tier in self._asked and self._asked[tier].id == id:
             del self._asked[tier]
         entry = self._ledger.entries.get(id)
         if entry is None or entry.state(tier) is not CopyState.COMMITTED:

@@ -15,7 +15,14 @@ from tierfall.backends.memory import MemoryBackend
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import BackendError, StorageFullError
 from tierfall.core.records import read_manifest
-from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, PersonsOrder, Task
+from tierfall.core.scheduler.tasks import (
+    CheckChunk,
+    DropCopy,
+    FinishCopy,
+    OpenCheck,
+    PersonsOrder,
+    Task,
+)
 from tierfall.core.values import CheckpointId, Codec, CopyState
 
 FIRST = CheckpointId(1, 1)
@@ -67,6 +74,46 @@ def drops(world: World) -> list[DropCopy]:
     found: list[DropCopy] = []
     world.sees = lambda task: found.append(task) if isinstance(task, DropCopy) else None
     return found
+
+
+# Found when room is needed -----------------------------------------------------------------------
+
+
+def full_of_older_ones() -> World:
+    """A start after steps 1 to 3: the small tier has room for no other, and the large one has them all."""
+    world = saved(
+        (1, 2, 3), file_rules("small", capacity_bytes=int(3.6 * IMAGE)), file_rules("large")
+    )
+    world.started_from = CheckpointId(3, 1)
+    return world
+
+
+def test_what_another_tier_holds_is_read_before_it_is_the_reason_to_drop_a_copy() -> None:
+    world = full_of_older_ones()
+    for step in (1, 2):
+        flip(world.disks["large"], step)
+    world.start()
+    world.coordinator.ledger.go_on_from(CheckpointId(3, 1), attempt=2)
+    for step in (4, 5, 6):
+        world.save(step)
+        world.settle()
+    assert world.steps_on("small")[-1] == 6
+    assert world.steps_on("large") == [1, 2, 3, 4, 5, 6]
+    world.check("large")
+
+
+def test_room_does_not_wait_for_a_tier_that_answers_no_read() -> None:
+    world = full_of_older_ones()
+    world.start()
+    world.coordinator.ledger.go_on_from(CheckpointId(3, 1), attempt=2)
+    world.save(4)
+    for second in range(120):
+        world.now_s = float(second)
+        world.step()
+        while answered := [t for t in world.tasks if not isinstance(t, OpenCheck | CheckChunk)]:
+            world.run(answered[0])
+            world.step()
+    assert 4 in world.steps_on("small")
 
 
 # Found at a start --------------------------------------------------------------------------------
