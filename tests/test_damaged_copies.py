@@ -3,6 +3,7 @@ nothing, and are written anew from a good copy."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,41 @@ def test_what_a_load_in_the_trainers_process_finds_damaged_is_told(
         ckpt.drain()
         assert told(ckpt, 1) == ({"near": "committed", "far": "committed"}, {})
     assert steps_on(tmp_path / "near") == [1]
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_an_image_in_memory_that_is_damaged_is_told_or_leaves(
+    every: int, make_config: MakeConfig, memory: Path
+) -> None:
+    """It leaves where the disk has the checkpoint, too."""
+    config = make_config(disk={"flush": {"every": every}})
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        ckpt.drain()
+        overwrite(memory, 1)
+        if every == 1:
+            report = ckpt.restore(blank(), step=1)
+            assert report is not None
+            wait_until(lambda: told(ckpt, 1) == ({"disk": "committed"}, {}), "it leaves")
+        else:
+            with pytest.raises(RestoreError):
+                ckpt.restore(blank(), step=1)
+            wait_until(lambda: "its digest" in told(ckpt, 1)[1].get("host", ""), "it is told")
+        ckpt.restore(blank(), step=2)
+        for step in range(3, 60):
+            ckpt.save(step, state_of(step), block=True)
+        assert all(not info.damage for info in ckpt.checkpoints())
+
+
+def overwrite(memory: Path, step: int) -> None:
+    """Change a value of a step's image in memory."""
+    (arena,) = memory.rglob("*.arena")
+    at = arena.read_bytes().index(struct.pack("<100f", *[step] * 100))
+    with arena.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
 
 
 def test_damage_that_nothing_can_mend_stays_told(make_config: MakeConfig, tmp_path: Path) -> None:

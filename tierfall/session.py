@@ -580,12 +580,10 @@ class Session:
         return Tally(found_damage=self.note_damaged)
 
     def note_damaged(self, tier: str, id: CheckpointId, error: TierfallError) -> None:
-        """Let the ledger know of a copy on a stored tier that was found damaged; for any thread."""
+        """Let the ledger know of a copy that was found damaged; for any thread."""
         store = self.stores.get(tier)
-        if store is None:
-            return  # an image in memory: restores take another one, and the next start frees its place
         try:
-            there = store.holds(id)
+            there = store is None or store.holds(id)
         except TierfallError as failure:
             logger.warning("%s: %s may be damaged (%s): %s", tier, id, error, failure)
             return
@@ -593,8 +591,8 @@ class Session:
         self._tell_damage(tier, id, why, repairable=there)
 
     def _tell_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
-        damages = self.coordinator.damages
-        self.tell(lambda: damages.found(tier, id, why, repairable=repairable))
+        found = self.coordinator.found_damage
+        self.tell(lambda: found(tier, id, why, repairable=repairable))
 
     def known(self) -> tuple[KnownCheckpoint, ...]:
         return merge(self.listings)

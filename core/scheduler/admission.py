@@ -216,7 +216,7 @@ class Admissions:
         self.notes.evicted(self._ledger.host, entry, reason)
         entry.free()
         entry.final_chunks = 0
-        entry.set_state(self._ledger.host, CopyState.ABSENT)
+        entry.note_gone(self._ledger.host)
         self._ledger.forget_if_gone(entry)
 
     def _release_given_up(self) -> None:

@@ -605,6 +605,13 @@ class Coordinator:
             return bool(owed)
         return any(not self.draining.is_held_back(entry.id, tier) for tier in owed)
 
+    def found_damage(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None:
+        """A reader of this process has found that a copy is not what was written."""
+        if tier == self.ledger.host:
+            self._saves.found_damaged(id, why)
+        else:
+            self.damages.found(tier, id, why, repairable=repairable)
+
     def left_undone(self) -> tuple[tuple[CheckpointId, str], ...]:
         owing = sorted(self.ledger.open(), key=lambda e: e.order)
         return tuple((e.id, tier) for e in owing for tier in sorted(e.owed))

@@ -212,6 +212,11 @@ class Entry:
             self.repairable.add(tier)
         self.set_state(tier, CopyState.ABSENT)
 
+    def tell_damage(self, tier: str, why: str) -> None:
+        """The copy on a tier is not what was written, and stays for what is good of it."""
+        self.changed.add(self.id)
+        self.damage[tier] = why
+
     def forget_damage(self, tier: str) -> None:
         """What was damaged on a tier was written anew, or has gone."""
         self.changed.add(self.id)

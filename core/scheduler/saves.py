@@ -101,6 +101,19 @@ class Saves:
             self.notes.captured(entry)
             self.others.sealed(entry)
 
+    def found_damaged(self, id: CheckpointId, why: str) -> None:
+        """A reader of this rank has found that an image in memory is not what was written. Where a tier has the
+        checkpoint, it leaves; where none has, it stays for what is good of it, and is told."""
+        entry, host = self._ledger.entries.get(id), self._ledger.host
+        if entry is None or entry.state(host) is not CopyState.SEALED or host in entry.damage:
+            return
+        logger.error("%s: %s is damaged in memory: %s", host, id, why)
+        has_another = any(state is CopyState.COMMITTED for state in entry.states.values())
+        if has_another and entry.parts is None:
+            self._unseal(entry)
+        else:
+            entry.tell_damage(host, why)
+
     def _unseal(self, entry: Entry) -> None:
         """An image in memory is of no use any more, nor to any later start."""
         if entry.region is not None and entry.region.sealed:
