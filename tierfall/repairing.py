@@ -8,7 +8,7 @@ copy, or a pin, gone. What was written by another life of the run, or by a newer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
@@ -178,6 +178,10 @@ class Repairer:
         limits = lane_limits(store, self._reader.config)
         commit = write_files(store, limits, source, self._on_bytes)
         store.check_fence(attempt)
+        if (
+            copy.commit is not None
+        ):  # what this tier was owed then, another tier's record does not say
+            commit = replace(commit, owed=copy.commit.owed)
         self._replace_records(store, commit)
         store.remove_other_forms(commit, attempt=attempt)
         return f"written anew from {', '.join(source.tally.bytes)}"
@@ -215,7 +219,8 @@ class Repairer:
         """
         held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
         others = [tier for tier in held if tier != copy.tier]
-        raw = copy.commit is not None and plain(copy.commit) == without_index(copy.commit)
+        commit = copy.commit
+        raw = commit is not None and plain(commit).files == without_index(commit).files
         return [*others, copy.tier] if raw and not store.packs else others
 
     # Tiers as a whole --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ IMAGE = "rank-00000-of-00001.safetensors"
 MANIFEST = "rank-00000-of-00001.json"
 STORED = "rank-00000-of-00001.stored.json"
 SUFFIX = {"none": "", "zstd": ".zst", "planes": ".tfz"}
-ONE = CheckpointId(1, 1)
+ONE, TWO = CheckpointId(1, 1), CheckpointId(2, 1)
 
 
 def folder(root: Path, step: int = 1) -> Path:
@@ -120,6 +121,21 @@ def test_a_raw_copy_is_what_it_was_byte_for_byte(cli: Cli, tmp_path: Path) -> No
     assert "repaired disk 1@1: written anew from far\n" in answer.out
     assert "nothing is damaged" in answer.out
     assert files_below(tmp_path / "disk") == before
+
+
+@pytest.mark.parametrize("far", ["there", "damaged"])
+def test_what_the_tier_is_still_owed_stands_in_the_record_that_is_written_anew(
+    cli: Cli, tmp_path: Path, far: str
+) -> None:
+    record = folder(tmp_path / "disk", 2) / "commit.json"
+    owes = replace(store_of(tmp_path / "disk").read_commit(TWO), owed=(CheckpointId(1, 7),))
+    record.write_bytes(owes.encode())
+    flip(folder(tmp_path / "disk", 2) / IMAGE, 10_000)
+    if far == "damaged":  # in another chunk: both together have all
+        flip(folder(tmp_path / "far", 2) / IMAGE, -1)
+    (repair, *_) = cli.json("verify", "--tier", "disk", "--repair")["repairs"]
+    assert repair["done"]
+    assert store_of(tmp_path / "disk").read_commit(TWO).owed == owes.owed
 
 
 def test_nothing_damaged_changes_nothing(cli: Cli, tmp_path: Path) -> None:
