@@ -17,6 +17,7 @@ from tierfall.backends.posix import PosixBackend
 from tierfall.cli.app import app
 from tierfall.core.errors import ConfigError, RestoreError, UnreachableError
 from tierfall.core.records import read_tier
+from tierfall.tiers.stored import StoredTier
 
 
 def tier(root: Path, name: str, **more: Any) -> dict[str, Any]:
@@ -131,6 +132,30 @@ def test_what_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
     assert restored(config) is None
     save(config, 5)
     assert steps_on(tmp_path / "pfs") == [5]
+
+
+def test_a_tier_that_cannot_be_asked_to_forget_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    shutil.rmtree(tmp_path / "pfs")
+    path = tmp_path / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    real = StoredTier.read_tier
+
+    def read_tier(store: StoredTier) -> Any:
+        if store.name == "disk":
+            raise UnreachableError("disk does not answer")
+        return real(store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredTier, "read_tier", read_tier)
+        said = CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)])
+        assert said.exit_code != 0
+        assert "disk does not answer" in " ".join(said.output.split())
+    assert CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)]).exit_code == 0
+    assert restored(config) == 1
 
 
 def test_a_tier_that_moved_is_a_new_one(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class Identities:
         self._memory = folder / MEMORY_NAME
         self.records: dict[str, TierRecord] = {}
         self._anew: set[str] = set()
+        self._unread: dict[str, TierfallError] = {}
         for name, store in self._stores.items():
             try:
                 record = store.read_tier()
@@ -62,6 +63,7 @@ class Identities:
                     self._anew.add(name)
                 else:  # the listing has the same trouble, and says it
                     logger.debug("tier %s: which tier it is was not read", name, exc_info=True)
+                    self._unread[name] = error
                 continue
             if record is not None:
                 self.records[name] = record
@@ -230,7 +232,7 @@ class Identities:
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
         """Let every other tier, and this machine, forget a tier; return who did, and what kept others from it."""
         forgot: list[str] = []
-        failed: dict[str, TierfallError] = {}
+        failed = {tier: error for tier, error in self._unread.items() if tier != name}
         for tier, record in self.records.items():
             if name not in record.others:
                 continue
