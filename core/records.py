@@ -283,9 +283,9 @@ def read_attempt(data: bytes, *, what: str) -> Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTier:
-    """What is remembered of a tier elsewhere: its id, where it was, whether all nodes saw its files (None: nobody had
-    to find out), and the number of the device that its folder lay on, which means something until the machine restarts.
-    """
+    """What is remembered of a tier elsewhere: its id (empty where it did not take one), where it was, whether all nodes
+    saw its files (None: nobody had to find out), and the number of the device that its folder lay on, which means
+    something until the machine restarts."""
 
     id: str
     place: str

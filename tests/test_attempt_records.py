@@ -57,6 +57,7 @@ def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
     config = make_config(disk={"flush": {"every": 2}})
     leave_in_memory(config, 1)
     damage(record(tmp_path, 1))
+    (memory / "run" / "tiers.json").unlink()  # by which this machine knows the tiers
     with pytest.raises(ConfigError) as caught:
         tierfall.open(config)
     for said in (str(next(memory.rglob("*.arena"))), "1@1", "a0001.json", "tierfall drain"):
@@ -66,6 +67,17 @@ def test_memory_whose_attempt_nobody_can_name_is_named_with_the_way_out(
     with tierfall.open(config) as ckpt:
         state = blank()
         ckpt.restore(state)
+        assert step_in(state) == 1
+
+
+def test_memory_is_known_by_the_tiers_that_this_machine_remembers(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(disk={"flush": {"every": 2}})
+    leave_in_memory(config, 1)
+    damage(record(tmp_path, 1))
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(state := blank())
         assert step_in(state) == 1
 
 

@@ -16,8 +16,9 @@ import pytest
 import tierfall
 from tests.media import Medium
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
+from tierfall.backends.posix import PosixBackend
 from tierfall.backends.posix_writer import PosixWriter
-from tierfall.core.errors import CapacityError
+from tierfall.core.errors import CapacityError, StorageFullError
 from tierfall.session import Session
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -407,3 +408,31 @@ def test_full_memory_gives_up_the_oldest_on_its_way_where_that_is_asked_for(
         report = ckpt.restore(state)
         assert report is not None
         assert report.step == 5
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_start_on_a_full_disk_left_in_memory_is_its_runs(
+    first: bool, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tier took the record of its attempt: the next start knows the tiers by their ids."""
+    config = make_config(disk={}, max_wait="1s")
+    if not first:
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank())
+            ckpt.save(1, state_of(1), block=True)
+
+    def full(*arguments: Any, **more: Any) -> Any:
+        raise StorageFullError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixBackend, "create", full)
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank())
+            handle = ckpt.save(2, state_of(2))
+            handle.wait("host")
+    with tierfall.open(config) as ckpt:
+        report = ckpt.restore(state := blank())
+        assert report is not None
+        assert (report.step, step_in(state)) == (2, 2)
+        ckpt.drain()
+    assert steps_on(tmp_path / "disk") == ([2] if first else [1, 2])

@@ -134,6 +134,57 @@ def test_what_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
     assert steps_on(tmp_path / "pfs") == [5]
 
 
+def another_life(folder: Path, step: int) -> None:
+    """Put a run of the same name, of which nobody here knows, in the place of a tier."""
+    shutil.rmtree(folder)
+    root = folder.with_name("elsewhere")
+    save(chain(root, tier(root, "pfs", shared=True)), step)
+    (root / "pfs").rename(folder)
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("remembers", ["machine", "tier"])
+@pytest.mark.parametrize("shared", [True, None])
+def test_another_file_system_in_a_tiers_place_is_not_that_tier(
+    tmp_path: Path, remembers: str, shared: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (remembers, shared) == ("tier", None):
+        pytest.skip("a node's own disk may be another one after a restart of the machine")
+    if shared is None:
+        right_device = os.stat(tmp_path).st_dev
+        monkeypatch.setattr(
+            "tierfall.identity._device",
+            lambda tier: right_device + (tmp_path / "right").exists(),
+        )
+    pfs = tier(tmp_path, "pfs", **({} if shared is None else {"shared": shared}))
+    config = chain(tmp_path, *([tier(tmp_path, "disk")] if remembers == "tier" else []), pfs)
+    save(config, 1, 2)
+    if remembers == "tier":
+        shutil.rmtree(tmp_path / "memory")
+    right = tmp_path / "right"
+    shutil.copytree(tmp_path / "pfs", right)
+    another_life(tmp_path / "pfs", 300)
+    with pytest.raises(RestoreError, match="is not the tier that lay there before"):
+        restored(config)
+    assert steps_on(tmp_path / "pfs") == [300]
+    path = tmp_path / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    assert CliRunner().invoke(app, ["ls", "--config", str(path)]).exit_code != 0
+    shutil.rmtree(tmp_path / "pfs")
+    right.rename(tmp_path / "pfs")
+    assert restored(config) == 2
+
+
+def test_another_file_system_is_taken_once_the_old_one_is_forgotten(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    another_life(tmp_path / "pfs", 300)
+    path = tmp_path / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    assert CliRunner().invoke(app, ["forget", "pfs", "--config", str(path)]).exit_code == 0
+    assert restored(config) == 300
+
+
 def test_a_tier_that_cannot_be_asked_to_forget_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

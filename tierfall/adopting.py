@@ -47,8 +47,8 @@ def check_life(
             if why is not None:
                 steps = few_of([str(id) for id in ids])
                 raise ConfigError(
-                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is not needed, remove "
-                    "that file; if it is, bring it to the tiers by 'tierfall drain'; or choose another run name"
+                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, bring it "
+                    "to the tiers by 'tierfall drain'; if it is not, remove that file; or choose another run name"
                 )
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tierfall.config import Config, FileTier, ObjectTier
-from tierfall.core import documents
+from tierfall.core import documents, names
 from tierfall.core.catalog import Listing
 from tierfall.core.errors import (
     AccessDeniedError,
@@ -87,28 +87,33 @@ class Identities:
         """Say what was remembered last of a tier."""
         said = [record for tier, record in self.records.items() if tier != name]
         said += [self._remembered] if self._remembered is not None else []
-        found = [record for record in said if name in record.others]
+        found = [record for record in said if name in record.others and record.others[name].id]
         newest = max(found, key=lambda record: record.wall_time_s, default=None)
         return None if newest is None else newest.others[name]
 
     # What is missing -------------------------------------------------------------------------------
 
     def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
-        """Name the tiers in which nothing lies, and something must, with why they could not be looked at."""
+        """Name the tiers in which nothing lies, and something must, and those that others stand in the place of, with
+        why they could not be looked at."""
         found = {listing.tier: listing for listing in listings}
         whys = {
             tier.name: self._why_missing(tier, found[tier.name]) for tier in self._config.stored
         }
-        return {name: why for name, why in whys.items() if why is not None}
+        missing = {name: why for name, why in whys.items() if why is not None}
+        for name in missing:
+            self.records.pop(name, None)  # that of another tier
+        return missing
 
     def _why_missing(
         self, tier: FileTier | ObjectTier, listing: Listing
     ) -> UnreachableError | None:
-        if tier.name not in self._stores or tier.name in self.records or listing.error is not None:
+        if tier.name not in self._stores or listing.error is not None:
             return None
         known, place = self._remembers(tier.name), self._stores[tier.name].place
-        holds = listing.copies or listing.unfinished or listing.attempts or listing.damaged
-        if holds or known is None or known.place != place:
+        if tier.name in self.records:
+            return self._why_another(tier, place)
+        if _holds_any(listing) or known is None or known.place != place:
             return None
         if not known.shared and known.device in (None, _device(tier)):
             return None
@@ -116,6 +121,37 @@ class Identities:
             f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
             "system not mounted there? Mount it, and open again. If the files were removed on purpose, say so by "
             f"'tierfall forget {tier.name}'"
+        )
+
+    def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
+        """Say whether the tiers are those that this machine remembers, beside new ones in which nothing lies: then what
+        lies in its memory is of this run, whether a tier took the record of its attempt or not."""
+        found = {listing.tier: listing for listing in listings}
+        remembered = {} if self._remembered is None else self._remembered.others
+        for tier in self._config.stored:
+            known, record = remembered.get(tier.name), self.records.get(tier.name)
+            if tier.name not in self._stores:
+                return False
+            if known is None or known.place != self._stores[tier.name].place:
+                if record is not None or _holds_any(found[tier.name]):
+                    return False
+                remembered = {n: k for n, k in remembered.items() if n != tier.name}
+            elif known.id != (record.id if record is not None else ""):
+                return False
+        return any(tier.name in remembered for tier in self._config.stored)
+
+    def _why_another(self, tier: FileTier | ObjectTier, place: str) -> UnreachableError | None:
+        """Say why what bears another id is not the tier that lay in the same place: all nodes saw that one, or it lay
+        on another device of this machine."""
+        name, known = tier.name, self._remembers(tier.name)
+        if known is None or known.place != place or known.id == self.records[name].id:
+            return None
+        if not known.shared and known.device in (None, _device(tier)):
+            return None
+        return UnreachableError(
+            f"{name}: {place} is not the tier that lay there before: it bears another id in {self._config.run}/"
+            f"{names.TIER_NAME}. Is another file system mounted there, or none, or was its path changed? Mount the "
+            f"right one, and open again. If it was replaced on purpose, say so by 'tierfall forget {name}'"
         )
 
     def is_shared(self, name: str) -> bool:
@@ -127,9 +163,9 @@ class Identities:
 
     def refuse_aliases(self) -> None:
         """Raise ConfigError where two tiers are one folder, by two mounts or two addresses."""
-        names: dict[str, str] = {}
+        seen: dict[str, str] = {}
         for name, record in list(self.records.items()):
-            other = names.setdefault(record.id, name)
+            other = seen.setdefault(record.id, name)
             if other == name:
                 continue
             one, two = self._stores[other], self._stores[name]
@@ -169,7 +205,8 @@ class Identities:
             if tier.name in owned:
                 self._remember(tier, attempt, there)
         if leads:
-            self._write_memory(there, attempt.wall_time_s)
+            without_id = {t.name: self._seen(t, "") for t in tiers if t.name not in there}
+            self._write_memory({**there, **without_id}, attempt.wall_time_s)
 
     def _give_id(self, tier: FileTier | ObjectTier, attempt: Attempt) -> None:
         """All ranks of a start that see the same files come to the same id."""
@@ -191,12 +228,11 @@ class Identities:
         record = self.records.get(tier.name)
         if record is None:
             return self._remembers(tier.name)
-        return KnownTier(
-            id=record.id,
-            place=self._stores[tier.name].place,
-            shared=_shared(tier),
-            device=_device(tier),
-        )
+        return self._seen(tier, record.id)
+
+    def _seen(self, tier: FileTier | ObjectTier, id: str) -> KnownTier:
+        place = self._stores[tier.name].place
+        return KnownTier(id=id, place=place, shared=_shared(tier), device=_device(tier))
 
     def _remember(
         self, tier: FileTier | ObjectTier, attempt: Attempt, there: Mapping[str, KnownTier]
@@ -250,6 +286,10 @@ class Identities:
             self._write_memory(left, wall_time_s)
             forgot.append("this machine")
         return tuple(forgot), failed
+
+
+def _holds_any(listing: Listing) -> bool:
+    return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
 
 
 def _shared(tier: FileTier | ObjectTier) -> bool | None:

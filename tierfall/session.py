@@ -171,7 +171,9 @@ class Session:
                 self.stores,
                 self.listings,
                 run=run,
-                may_be_unknown=accept_arena or bool(self.errors),
+                may_be_unknown=accept_arena
+                or bool(self.errors)
+                or self.identities.are_as_remembered(self.listings),
             )
         except BaseException:
             self._let_go(keep=True)
