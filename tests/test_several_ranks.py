@@ -85,6 +85,28 @@ def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_nam
     assert not list(tmp_path.glob("*/memory/run/*.arena"))
 
 
+def test_what_only_another_ranks_node_has_is_no_reason_to_restore_an_older_step(
+    opener: Opener, tmp_path: Path
+) -> None:
+    """Ranks come to each other's nodes, and cannot send each other what they have: nothing is left behind."""
+    both = opener.all_open()
+    restore_all(both, [{"w": torch.zeros(4)} for _ in both])
+    for step in (1, 2):
+        handles = [c.save(step, {"w": torch.full((4,), float(step))}) for c in both]
+        for handle in handles:
+            handle.wait("far", timeout=SOON_S)
+    close_all(both)
+    with network(["a", "b"]) as ranks:
+        swapped = Opener(tmp_path, ranks)
+        swapped.place_of = {0: 1, 1: 0}
+        both = swapped.all_open()
+        for error in restore_all(both, [{"w": torch.zeros(4)} for _ in both]):
+            assert isinstance(error, RestoreError)
+            assert "2@1" in str(error)
+            assert "init_process_group" in str(error)
+        close_all(both)
+
+
 def test_memory_that_cannot_be_read_stays_and_the_rest_is_adopted(
     opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:

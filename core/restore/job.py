@@ -8,7 +8,13 @@ from typing import Self
 
 from tierfall.core import names
 from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import BackendError, IntegrityError, NotSupportedError, TierfallError
+from tierfall.core.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.image import Fill, ImageHeader, read_header
 from tierfall.core.packing.files import image_file
 from tierfall.core.records import Commit, Manifest
@@ -133,6 +139,8 @@ def find_images(
             continue
         images.append(image)
     if manifest is None or not images:
+        if nowhere == NOT_SENT and not failures:
+            raise UnreachableError(f"this rank's part of {checkpoint.id}: {nowhere}")
         raise next((e for e in failures if e.retryable), None) or IntegrityError(
             f"no copy of {checkpoint.id} has good records: "
             + ("; ".join(map(str, failures)) or nowhere)
