@@ -22,7 +22,7 @@ from tests.steps import wait_until
 from tierfall import ordering, stores
 from tierfall.checkpointer import Checkpointer
 from tierfall.cli.app import app
-from tierfall.config import FileTier, ObjectTier
+from tierfall.config import Config, FileTier, ObjectTier
 from tierfall.core.contracts import Backend
 from tierfall.core.errors import (
     BackendError,
@@ -85,24 +85,35 @@ def test_ranks_that_come_to_where_others_were_flush_their_images_under_their_nam
     assert not list(tmp_path.glob("*/memory/run/*.arena"))
 
 
+class WithShared(Opener):
+    """Each second save comes to a tier that all nodes see, too."""
+
+    def config(self, rank: int, **more: Any) -> Config:
+        shared = {"name": "pfs", "kind": "file", "path": str(self.folder / "pfs"), "shared": True}
+        tiers = super().config(rank).model_dump(mode="json", exclude_unset=True)["tiers"]
+        every = {"flush": {"every": 2}}
+        return super().config(rank, tiers=[*tiers[:2], {**shared, **every}], **more)
+
+
 def test_what_only_another_ranks_node_has_is_no_reason_to_restore_an_older_step(
-    opener: Opener, tmp_path: Path
+    ranks: list[Ranks], tmp_path: Path
 ) -> None:
     """Ranks come to each other's nodes, and cannot send each other what they have: nothing is left behind."""
-    both = opener.all_open()
+    both = WithShared(tmp_path, ranks).all_open()
     restore_all(both, [{"w": torch.zeros(4)} for _ in both])
-    for step in (1, 2):
+    for step in (1, 2, 3):
         handles = [c.save(step, {"w": torch.full((4,), float(step))}) for c in both]
         for handle in handles:
-            handle.wait("far", timeout=SOON_S)
+            handle.wait("nvme", timeout=SOON_S)
+    on_all([c.drain for c in both])
     close_all(both)
-    with network(["a", "b"]) as ranks:
-        swapped = Opener(tmp_path, ranks)
+    with network(["a", "b"]) as again:
+        swapped = WithShared(tmp_path, again)
         swapped.place_of = {0: 1, 1: 0}
         both = swapped.all_open()
         for error in restore_all(both, [{"w": torch.zeros(4)} for _ in both]):
             assert isinstance(error, RestoreError)
-            assert "2@1" in str(error)
+            assert "3@1" in str(error)
             assert "init_process_group" in str(error)
         close_all(both)
 
