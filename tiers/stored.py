@@ -213,8 +213,11 @@ class StoredTier:
 
     def holds(self, checkpoint: CheckpointId) -> bool:
         """Say whether a checkpoint is committed here."""
+        return self._is_there(self._key(checkpoint, names.COMMIT_NAME))
+
+    def _is_there(self, key: str) -> bool:
         try:
-            self.backend.stat(self._key(checkpoint, names.COMMIT_NAME))
+            self.backend.stat(key)
         except KeyNotFoundError:
             return False
         return True
@@ -535,6 +538,34 @@ class StoredTier:
         """
         if attempt is not None:
             self._is_registered(attempt, doing=doing)
+
+    def check_begin(self, attempt: Attempt) -> None:
+        """Raise FencedError as ``check_fence`` does, before ``attempt`` begins a copy here.
+
+        To begin one changes nothing that lies here, so the attempts are listed only where the record of this one has
+        not been seen, or where the next number is taken, as a newer start does. The commit lists them.
+        """
+        if attempt.id not in self._recorded or self._is_followed(attempt):
+            self.check_fence(attempt)
+
+    def check_publish(self, checkpoint: CheckpointId, shard: Shard, *, attempt: Attempt) -> None:
+        """Raise FencedError as ``check_newest`` does, before ``attempt`` publishes the files of a shard, where that
+        replaces one: it may be of a copy that a newer attempt has made, packed otherwise.
+
+        Where none of them is here and nobody has the next number, the attempts are not listed: the commit does that.
+        """
+        codec = Codec.NONE if self._packing is None else self._packing.codec
+        files = [names.shard_name(shard, codec), names.manifest_name(shard)]
+        if self._packing is not None:
+            files.append(names.stored_name(shard))
+        replaces = any(self._is_there(self._key(checkpoint, name)) for name in files)
+        if replaces or self._is_followed(attempt):
+            self.check_newest(attempt, doing=f"flush of {checkpoint}")
+
+    def _is_followed(self, attempt: Attempt) -> bool:
+        """Say whether somebody has the number after an attempt's: a start that sees this tier takes that one. One that
+        has come since is found by less than a listing; that nobody has it proves nothing."""
+        return self._is_there(names.attempt_key(self._run, attempt.number + 1))
 
     def _is_registered(self, attempt: Attempt, *, doing: str) -> bool:
         """Say whether an attempt, or a newer one of this process, has its record here. Raises FencedError where another

@@ -72,7 +72,11 @@ class Store(ReadableStore, Protocol):
 
     def settle(self, checkpoint: CheckpointId) -> None: ...
 
-    def check_fence(self, attempt: Attempt) -> None: ...
+    def check_begin(self, attempt: Attempt) -> None: ...
+
+    def check_publish(
+        self, checkpoint: CheckpointId, shard: Shard, *, attempt: Attempt
+    ) -> None: ...
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
 
@@ -237,7 +241,7 @@ class TaskRunner:
 
         The fence comes first: what another process writes into a folder of that name must not be touched.
         """
-        store.check_fence(self._writer())
+        store.check_begin(self._writer())
         if task.repairs:
             _check_same(task, store)
         elif store.holds(task.id):
@@ -351,7 +355,7 @@ class TaskRunner:
 
     def _finish(self, task: FinishCopy, store: Store) -> Commit | Landed:
         # what is published replaces files of that name, perhaps of what a newer attempt has committed
-        store.check_newest(self._writer(), doing=f"flush of {task.id}")
+        store.check_publish(task.id, task.shard, attempt=self._writer())
         try:
             files = task.writer.finish(task.manifest)
             commit = with_packed(task.commit, task.shard, files)

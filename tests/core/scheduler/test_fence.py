@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.rules import young
 from tests.simulation.world import IMAGE, SHARD, World, file_rules
 from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.contracts import Backend
+from tierfall.backends.wrapper import Wrapper
+from tierfall.core.contracts import Backend, Publish, Stored, Writer
 from tierfall.core.errors import FencedError, IntegrityError
 from tierfall.core.records import Attempt
 from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, OpenShard, PersonsOrder, ReadMarks
@@ -15,8 +18,10 @@ from tierfall.core.values import CheckpointId, Codec, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 
-def newer_attempt(world: World, tier: str = "nvme", *, number: int = 9) -> None:
-    """Another process starts the same run."""
+def newer_attempt(world: World, tier: str = "nvme", *, number: int | None = None) -> None:
+    """Another process starts the same run, and takes the next number, or one further on, as a start does that cannot
+    ask a tier."""
+    number = world.attempt.number + 1 if number is None else number
     StoredTier(name=tier, run="run", backend=world.disks[tier]).take_attempt(
         Attempt(run="run", number=number, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
     )
@@ -31,9 +36,7 @@ def test_a_newer_attempt_fences_this_one() -> None:
     world = World([file_rules("nvme")])
     world.save(1)
     world.settle()
-    StoredTier(name="nvme", run="run", backend=world.disks["nvme"]).take_attempt(
-        Attempt(run="run", number=9, id="f" * 32, node="other", pid=77, wall_time_s=0.0)
-    )
+    newer_attempt(world, number=9)
     handle = world.save(2)
     world.settle()
     assert world.steps_on("nvme") == [1]
@@ -275,18 +278,113 @@ def test_an_order_to_a_fenced_process_changes_nothing_and_says_why(kind: Persons
     assert is_at_rest(world), "it is tried again"
 
 
-def test_files_of_a_newer_attempts_copy_are_not_written_over() -> None:
+FILES = {
+    Codec.NONE: ("safetensors", "json"),
+    Codec.ZSTD: ("safetensors.zst", "stored.json", "json"),
+}
+
+
+@pytest.mark.parametrize("number", [2, 9])
+@pytest.mark.parametrize(
+    ("codec", "suffix"), [(codec, suffix) for codec, ours in FILES.items() for suffix in ours]
+)
+def test_files_of_a_newer_attempts_copy_are_not_written_over(
+    codec: Codec, suffix: str, number: int
+) -> None:
     """The newer start brings the same checkpoint to a tier, packed otherwise, while a flush of it was held up."""
-    world = World([file_rules("nvme")], codecs={"nvme": Codec.ZSTD})
+    world = World([file_rules("nvme")], codecs={"nvme": codec})
     world.save(1)
     until(world, FinishCopy)
     finish = next(task for task in world.tasks if isinstance(task, FinishCopy))
-    newer_attempt(world)
-    stored = "run/step-00000001-a0001/rank-00000-of-00001.stored.json"
-    with world.disks["nvme"].create(stored, length=5) as writer:
+    newer_attempt(world, number=number)
+    key = f"run/step-00000001-a0001/rank-00000-of-00001.{suffix}"
+    with world.disks["nvme"].create(key, length=5) as writer:
         writer.write(0, memoryview(b"newer"))
         writer.publish()
     world.run(finish)
     world.settle()
-    assert disk_of(world) == {stored: b"newer"}
+    assert disk_of(world) == {key: b"newer"}
     assert isinstance(world.coordinator.fenced, FencedError)
+
+
+class BegunMeanwhile(Wrapper):
+    """A disk where a newer attempt begins just before call number ``at``; ``made`` are the calls, each with its key."""
+
+    def __init__(self, disk: Backend, at: int, number: int) -> None:
+        super().__init__(disk)
+        self._at, self._number = at, number
+        self.made: list[tuple[str, str]] = []
+
+    def _count(self, call: str, key: str) -> None:
+        self.made.append((call, key))
+        if len(self.made) == self._at:
+            StoredTier(name="nvme", run="run", backend=self._inner).take_attempt(
+                Attempt(
+                    run="run", number=self._number, id="f" * 32, node="n", pid=2, wall_time_s=0.0
+                )
+            )
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
+        self._count("create", key)
+        return super().create(key, length=length, length_max=length_max, publish=publish)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self._count("read", key)
+        super().read_into(key, offset, view)
+
+    def stat(self, key: str) -> Stored:
+        self._count("stat", key)
+        return super().stat(key)
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        self._count("scan", prefix)
+        return super().scan(prefix)
+
+
+def saves_beside_a_newer_attempt(
+    codec: Codec, at: int, number: int
+) -> tuple[World, BegunMeanwhile, list[tuple[str, str]]]:
+    """Save step 1, and then step 2, in which the newer attempt begins; return the calls of that one."""
+    disks: list[BegunMeanwhile] = []
+
+    def wrap(name: str, inner: Backend) -> Backend:
+        disks.append(BegunMeanwhile(inner, 0, number))
+        return disks[-1]
+
+    world = World([file_rules("nvme")], codecs={"nvme": codec}, wrap=wrap)
+    world.save(1)
+    world.settle()
+    (disk,) = disks
+    before = len(disk.made)
+    disk._at = before + at if at else 0
+    world.save(2)
+    world.settle()
+    return world, disk, disk.made[before:]
+
+
+@pytest.mark.parametrize("codec", FILES)
+def test_a_commit_lists_the_attempts_once(codec: Codec) -> None:
+    world, _, made = saves_beside_a_newer_attempt(codec, 0, 2)
+    assert world.steps_on("nvme") == [1, 2]
+    assert [key for call, key in made if call == "scan"] == ["run/attempts/"]
+
+
+@pytest.mark.parametrize("number", [2, 9])
+@pytest.mark.parametrize("codec", FILES)
+def test_a_newer_attempt_that_begins_before_the_commit_looks_for_it_ends_that(
+    codec: Codec, number: int
+) -> None:
+    _, _, made = saves_beside_a_newer_attempt(codec, 0, number)
+    commit = made.index(("create", "run/step-00000002-a0001/commit.json"))
+    assert made[commit - 1] == ("scan", "run/attempts/"), "nothing comes between"
+    for at in range(1, commit + 1):
+        world, _, _ = saves_beside_a_newer_attempt(codec, at, number)
+        assert world.steps_on("nvme") == [1], f"it began before call {at}: {made[at - 1]}"
+        assert isinstance(world.coordinator.fenced, FencedError)
