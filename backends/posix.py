@@ -18,6 +18,7 @@ from tierfall.backends.keys import check_key, check_prefix, is_key, is_part, is_
 from tierfall.backends.posix_errors import backend_error, translated
 from tierfall.backends.posix_folders import Entry, Folders, is_missing, make_root
 from tierfall.backends.posix_io import BOUNCE_BYTES, DIRECT_BYTES_MIN, is_cached, read_whole
+from tierfall.backends.posix_listings import Listings
 from tierfall.backends.posix_probe import UNPROBED, Exclusive, direct_block, probe
 from tierfall.backends.posix_writer import PosixWriter, Shop
 from tierfall.backends.views import BouncePool, flat
@@ -186,22 +187,27 @@ class PosixBackend:
         check_prefix(prefix)
         self._check_writable("clean up", prefix)
         count, pending = 0, [prefix]
-        walked: list[str] = []
+        empty: list[str] = []
+        listings = Listings(self._entries)
         while pending:
-            folder = pending.pop()
-            walked.append(folder.rstrip("/"))
-            entries = self._entries(folder)
-            pending += [
-                f"{folder}{each.name}/" for each in entries if each.is_folder and is_part(each.name)
-            ]
-            dead = [each.name for each in entries if self._is_dead(each)]
-            if dead:
-                # A folder that somebody removes meanwhile took what was dead in it along.
-                with suppress(KeyNotFoundError):
-                    count += self._discard(folder, dead)
-        for folder in reversed(walked):
+            folders = pending[-listings.at_once :]
+            del pending[-listings.at_once :]
+            for folder, entries in zip(folders, listings.list(folders), strict=True):
+                if not entries:
+                    empty.append(folder.rstrip("/"))
+                pending += [
+                    f"{folder}{each.name}/"
+                    for each in entries
+                    if each.is_folder and is_part(each.name)
+                ]
+                dead = [each.name for each in entries if self._is_dead(each)]
+                if dead:
+                    # A folder that somebody removes meanwhile took what was dead in it along.
+                    with suppress(KeyNotFoundError):
+                        count += self._discard(folder, dead)
+        for name in empty:
             # A kill between the last file's end and its folder's leaves the folder.
-            self._folders.remove_empty(folder)
+            self._folders.remove_empty(name)
         return count
 
     def recognise(self, key: str, is_same: Callable[[bytes], bool]) -> None:
@@ -289,26 +295,22 @@ class PosixBackend:
         )
 
     def _scan(self, prefix: str) -> Iterator[Stored]:
+        listings = Listings(self._entries)
         pending: list[Stored | str] = [prefix]
         while pending:
             item = pending.pop()
             if isinstance(item, Stored):
                 yield item
-            else:
-                pending.extend(reversed(self._below(item)))
-
-    def _below(self, prefix: str) -> list[Stored | str]:
-        """List a folder as objects and longer prefixes, in the order of the keys that they stand for."""
-        found: dict[str, Stored | str] = {}
-        for entry in self._entries(prefix):
-            key = prefix + entry.name
-            if not is_key(key):
                 continue
-            if entry.is_folder:
-                found[key + "/"] = key + "/"
-            else:
-                found[key] = Stored(key=key, bytes=entry.bytes, version=entry.version)
-        return [found[name] for name in sorted(found)]
+            pending.append(item)
+            group = _next_folders(pending, listings.at_once)
+            prefixes = [item for item in group if isinstance(item, str)]
+            rows = dict(zip(prefixes, listings.list(prefixes), strict=True))
+            for item in reversed(group):
+                if isinstance(item, str):
+                    pending.extend(reversed(_below(item, rows[item])))
+                else:
+                    pending.append(item)
 
     def _is_dead(self, entry: Entry) -> bool:
         return not entry.is_folder and is_unfinished(entry.name) and entry.name not in self._living
@@ -331,6 +333,29 @@ class PosixBackend:
             self._folders.sync(descriptor, state="what was removed may be back after a power cut")
         self._folders.remove_empty(folder)
         return count
+
+
+def _next_folders(pending: list[Stored | str], count: int) -> list[Stored | str]:
+    """Take from the end of ``pending`` up to so many folders, and the objects between them, in their order."""
+    group: list[Stored | str] = []
+    while pending and count:
+        group.append(pending.pop())
+        count -= isinstance(group[-1], str)
+    return group
+
+
+def _below(prefix: str, entries: Iterable[Entry]) -> list[Stored | str]:
+    """Name what lies in a folder as objects and longer prefixes, in the order of the keys that they stand for."""
+    found: dict[str, Stored | str] = {}
+    for entry in entries:
+        key = prefix + entry.name
+        if not is_key(key):
+            continue
+        if entry.is_folder:
+            found[key + "/"] = key + "/"
+        else:
+            found[key] = Stored(key=key, bytes=entry.bytes, version=entry.version)
+    return [found[name] for name in sorted(found)]
 
 
 def _folder_of(key: str) -> str:

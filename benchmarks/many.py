@@ -1,7 +1,8 @@
 """What a commit, ``open`` and ``restore`` cost with many checkpoints on a tier: ``python -m benchmarks.many``.
 
-The tier is an object store in memory, each request of which takes a given time; listings have 1,000 rows a request. The
-checkpoints are one, saved, under the names and records of all. The coordinator's CPU time is that of its thread.
+The tier is an object store in memory, or a file tier, each request of which takes a given time. A listing of the store
+has 1,000 rows a request; that of a file tier is a request for each folder. The checkpoints are one, saved, under the
+names and records of all. The coordinator's CPU time is that of its thread.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import tierfall
+from tierfall import stores
 from tierfall.backends import registry
 from tierfall.backends.memory import MemoryBackend
+from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix_folders import Entry
+from tierfall.backends.posix_writer import PosixWriter
 from tierfall.backends.wrapper import Wrapper
 from tierfall.core import names
 from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
@@ -35,25 +42,39 @@ RUN = "many"
 ROWS = 1000
 SAVES = 3
 HEADER = (
-    "| checkpoints | a request | `open` | requests | `restore` | requests | commit | requests | CPU of a commit |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| tier | checkpoints | a request | `open` | requests | `restore` | requests | commit | requests "
+    "| CPU of a commit |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-class SlowStore(Wrapper):
-    """A store whose every request takes ``request_s`` seconds; ``requests`` counts them."""
+class Medium(StrEnum):
+    OBJECTS = "objects"
+    FILES = "files"
 
-    def __init__(self, inner: Backend, request_s: float) -> None:
-        super().__init__(inner)
-        self._request_s = request_s
+
+class Requests:
+    """Counts requests, each of which takes ``seconds``."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.made = 0
         self._lock = threading.Lock()
-        self.requests: Counter[str] = Counter()
 
-    def _ask(self, what: str) -> None:
-        with self._lock:
-            self.requests[what] += 1
-        if self._request_s:
-            time.sleep(self._request_s)
+    def make(self, count: int = 1) -> None:
+        for _ in range(count):
+            with self._lock:
+                self.made += 1
+            if self.seconds:
+                time.sleep(self.seconds)
+
+
+class SlowStore(Wrapper):
+    """A store whose every request takes its time."""
+
+    def __init__(self, inner: Backend, requests: Requests) -> None:
+        super().__init__(inner)
+        self._requests = requests
 
     @property
     def traits(self) -> Traits:
@@ -67,33 +88,69 @@ class SlowStore(Wrapper):
         length_max: int | None = None,
         publish: Publish = Publish.REPLACE,
     ) -> Writer:
-        self._ask("put")
+        self._requests.make()
         return self._inner.create(key, length=length, length_max=length_max, publish=publish)
 
     def read_into(self, key: str, offset: int, view: memoryview) -> None:
-        self._ask("get")
+        self._requests.make()
         self._inner.read_into(key, offset, view)
 
     def stat(self, key: str) -> Stored:
-        self._ask("head")
+        self._requests.make()
         return self._inner.stat(key)
 
     def scan(self, prefix: str) -> Iterator[Stored]:
         rows = list(self._inner.scan(prefix))
-        for _ in range(max(1, -(-len(rows) // ROWS))):
-            self._ask("list")
+        self._requests.make(max(1, -(-len(rows) // ROWS)))
         return iter(rows)
 
     def delete(self, key: str) -> None:
-        self._ask("delete")
+        self._requests.make()
         self._inner.delete(key)
 
     def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
-        self._ask("delete")
+        self._requests.make()
         return self._inner.delete_some(keys)
 
     def close(self) -> None:
         """It is opened more than once."""
+
+
+class SlowFiles(PosixBackend):
+    """A folder whose every call takes its time: one for each folder that is listed, too."""
+
+    requests: Requests
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> PosixWriter:
+        self.requests.make()
+        return super().create(key, length=length, length_max=length_max, publish=publish)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self.requests.make()
+        super().read_into(key, offset, view)
+
+    def stat(self, key: str) -> Stored:
+        self.requests.make()
+        return super().stat(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        self.requests.make()
+        return super().delete_some(keys)
+
+    def sync(self, folder: str) -> None:
+        self.requests.make()
+        super().sync(folder)
+
+    def _entries(self, prefix: str) -> list[Entry]:
+        self.requests.make()
+        return super()._entries(prefix)
 
 
 _stores: dict[str, SlowStore] = {}
@@ -117,16 +174,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("benchmarks.many", description=__doc__)
     parser.add_argument("--counts", type=_numbers, default=(10, 100, 1000, 10000))
     parser.add_argument("--ms", type=_numbers, default=(0, 20, 60), help="each request takes")
+    parser.add_argument("--tiers", type=_media, default=tuple(Medium))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     print(HEADER)
-    for ms in options.ms:
-        for count in options.counts:
-            costs = measure(count, ms / 1000)
-            cells = [f"{count:,}", f"{ms} ms"]
-            for name in ("open", "restore", "commit"):
-                cells += [f"{costs[name].seconds:.2f} s", f"{costs[name].requests:,}"]
-            print(f"| {' | '.join(cells)} | {costs['commit'].cpu_s * 1e3:.1f} ms |", flush=True)
+    for medium, ms, count in product(options.tiers, options.ms, options.counts):
+        costs = measure(count, ms / 1000, medium)
+        cells = [medium.value, f"{count:,}", f"{ms} ms"]
+        for name in ("open", "restore", "commit"):
+            cells += [f"{costs[name].seconds:.2f} s", f"{costs[name].requests:,}"]
+        print(f"| {' | '.join(cells)} | {costs['commit'].cpu_s * 1e3:.1f} ms |", flush=True)
     return 0
 
 
@@ -134,72 +191,100 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def measure(count: int, request_s: float) -> dict[str, Cost]:
+def _media(text: str) -> tuple[Medium, ...]:
+    return tuple(Medium(word) for word in text.split(","))
+
+
+def measure(count: int, request_s: float, medium: Medium = Medium.OBJECTS) -> dict[str, Cost]:
     """Measure ``open``, ``restore`` and a commit (the cheapest of a few) with so many checkpoints on the tier."""
-    memory, url = MemoryBackend(), "slow://many"
     folder = Path(tempfile.mkdtemp(prefix="tierfall-many-"))
-    config = {
-        "run": RUN,
-        "tiers": [
-            {"name": "host", "kind": "host", "folder": str(folder), "capacity": "4MiB"},
-            {"name": "store", "kind": "object", "url": url},
-        ],
-    }
-    state = {"x": torch.ones(1024)}
     try:
-        _stores[url] = SlowStore(memory, 0.0)
-        with tierfall.open(config) as ckpt:
-            ckpt.restore(state)
-            ckpt.save(count, state, block=True)
-        fill(memory, count)
-        store = _stores[url] = SlowStore(memory, request_s)
-        with CoordinatorTime() as cpu:
-
-            def cost(function: Callable[[], Any]) -> tuple[Any, Cost]:
-                asked, used_s, began_s = store.requests.total(), cpu[0], time.monotonic()
-                value = function()
-                return value, Cost(
-                    seconds=time.monotonic() - began_s,
-                    requests=store.requests.total() - asked,
-                    cpu_s=cpu[0] - used_s,
-                )
-
-            ckpt, opened = cost(lambda: tierfall.open(config))
-            with ckpt:
-                ckpt.drain(600)
-                _, restored = cost(lambda: ckpt.restore(state))
-                ckpt.drain(600)
-
-                def save(step: int) -> None:
-                    ckpt.save(step, state, block=True)
-                    ckpt.drain(600)
-
-                steps = range(count + 1, count + 1 + SAVES)
-                commits = [cost(partial(save, step))[1] for step in steps]
+        with patch.object(stores, "PosixBackend", SlowFiles):
+            return _measure(count, request_s, medium, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure(count: int, request_s: float, medium: Medium, folder: Path) -> dict[str, Cost]:
+    requests = Requests()
+    tier, backend, put = _tier(medium, folder, requests)
+    host = {"name": "host", "kind": "host", "folder": str(folder / "host"), "capacity": "4MiB"}
+    config = {"run": RUN, "tiers": [host, tier]}
+    state = {"x": torch.ones(1024)}
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(state)
+        ckpt.save(count, state, block=True)
+    fill(backend, put, count)
+    requests.seconds = request_s
+    with CoordinatorTime() as cpu:
+
+        def cost(function: Callable[[], Any]) -> tuple[Any, Cost]:
+            made, used_s, began_s = requests.made, cpu[0], time.monotonic()
+            value = function()
+            return value, Cost(
+                seconds=time.monotonic() - began_s,
+                requests=requests.made - made,
+                cpu_s=cpu[0] - used_s,
+            )
+
+        ckpt, opened = cost(lambda: tierfall.open(config))
+        with ckpt:
+            ckpt.drain(600)
+            _, restored = cost(lambda: ckpt.restore(state))
+            ckpt.drain(600)
+
+            def save(step: int) -> None:
+                ckpt.save(step, state, block=True)
+                ckpt.drain(600)
+
+            steps = range(count + 1, count + 1 + SAVES)
+            commits = [cost(partial(save, step))[1] for step in steps]
     cheapest = min(commits, key=lambda one: one.seconds)
     return {"open": opened, "restore": restored, "commit": cheapest}
 
 
-def fill(memory: MemoryBackend, count: int) -> None:
+Put = Callable[[str, bytes], None]
+
+
+def _tier(medium: Medium, folder: Path, requests: Requests) -> tuple[dict[str, str], Backend, Put]:
+    """Return a tier's section, what reads its files at once, and what puts a file there at once."""
+    if medium is Medium.OBJECTS:
+        memory, url = MemoryBackend(), "slow://many"
+        _stores[url] = SlowStore(memory, requests)
+
+        def put(key: str, data: bytes) -> None:
+            memory.put(key, memoryview(data), publish=Publish.REPLACE)
+
+        return {"name": "store", "kind": "object", "url": url}, memory, put
+
+    root = folder / "files"
+    SlowFiles.requests = requests
+
+    def write(key: str, data: bytes) -> None:
+        path = root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    return {"name": "files", "kind": "file", "path": str(root)}, PosixBackend(root), write
+
+
+def fill(backend: Backend, put: Put, count: int) -> None:
     """Put the one checkpoint that is there under the names and records of all before it."""
     of_last = f"{RUN}/{names.step_folder(CheckpointId(count, 1))}/"
-    files = {s.key.removeprefix(of_last): _read(memory, s) for s in memory.scan(of_last)}
+    files = {s.key.removeprefix(of_last): _read(backend, s) for s in backend.scan(of_last)}
     record = read_commit(files.pop(names.COMMIT_NAME), what="commit record")
     for step in range(1, count):
         id = CheckpointId(step, 1)
-        line = replace(record.line, checkpoint=id, ordinal=step)
         prefix = f"{RUN}/{names.step_folder(id)}/"
         for name, data in files.items():
-            memory.put(prefix + name, memoryview(data), publish=Publish.REPLACE)
-        data = replace(record, line=line).encode()
-        memory.put(prefix + names.COMMIT_NAME, memoryview(data), publish=Publish.REPLACE)
+            put(prefix + name, data)
+        line = replace(record.line, checkpoint=id, ordinal=step)
+        put(prefix + names.COMMIT_NAME, replace(record, line=line).encode())
 
 
-def _read(memory: MemoryBackend, stored: Stored) -> bytes:
+def _read(backend: Backend, stored: Stored) -> bytes:
     data = bytearray(stored.bytes)
-    memory.read_into(stored.key, 0, memoryview(data))
+    backend.read_into(stored.key, 0, memoryview(data))
     return bytes(data)
 
 

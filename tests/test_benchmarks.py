@@ -345,12 +345,18 @@ def test_senseless_options_are_refused(wrong: list[str]) -> None:
         parse(wrong)
 
 
-def test_what_a_commit_asks_of_a_tier_does_not_grow_with_what_lies_there() -> None:
-    few, more = many.measure(4, 0.0), many.measure(60, 0.0)
+@pytest.mark.parametrize(
+    ("medium", "of_open", "of_restore"),
+    [
+        (many.Medium.OBJECTS, 1, 0),  # each commit record is read
+        (many.Medium.FILES, 4, 1),  # and its folder is listed, synced, and searched for leftovers
+    ],
+)
+def test_what_a_commit_asks_of_a_tier_does_not_grow_with_what_lies_there(
+    medium: many.Medium, of_open: int, of_restore: int
+) -> None:
+    few, more = many.measure(4, 0.0, medium), many.measure(60, 0.0, medium)
     assert more["commit"].requests == few["commit"].requests
-    assert (
-        more["restore"].requests <= few["restore"].requests + 2
-    )  # one listing, and what is restored
-    assert (
-        more["open"].requests - few["open"].requests == 56
-    )  # each commit record once, with one request
+    grown = more["restore"].requests - few["restore"].requests
+    assert grown <= of_restore * 56 + 2  # one listing, and what is restored
+    assert more["open"].requests - few["open"].requests == of_open * 56

@@ -48,7 +48,7 @@ SHARD = Shard(0, 1)
 SLOT = 0
 BUDGET_BYTES = 64 << 20
 WORKERS_MAX = 4
-SYNCS_AT_ONCE = 16
+SYNCS_AT_ONCE = 64
 """Flushes of a disk's cache that are asked for at once are done as one."""
 ANSWER_S = 5.0
 """A tier has so many seconds to answer, also where saves wait for less."""

@@ -52,8 +52,9 @@ from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, 
 
 logger = logging.getLogger("tierfall")
 Recognise = Callable[[str, Callable[[bytes], bool]], None]
+REQUESTS_AT_ONCE_MIN = 32
 REQUESTS_FOR_EACH = 4
-"""So many small requests at a time for each large one that a backend takes at once."""
+"""So many small requests at a time for each large one that a backend takes, and REQUESTS_AT_ONCE_MIN at least."""
 
 
 class StrayAttemptError(IntegrityError):
@@ -96,7 +97,7 @@ class StoredTier:
         self._strays: set[int] = set()
         self._recorded_starts: set[Key] = set()
         self._recorded_numbers: set[int] = set()
-        self._parallel = REQUESTS_FOR_EACH * backend.traits.max_parallel
+        self._parallel = max(REQUESTS_AT_ONCE_MIN, REQUESTS_FOR_EACH * backend.traits.max_parallel)
         self._commits = CommitRecords(self._read_commit, parallel=self._parallel)
         self._marks_seen: bytes | None = None
 

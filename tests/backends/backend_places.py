@@ -79,6 +79,9 @@ KINDS = {
     for medium in ("memory", "direct", "buffered")
     for name, around in WRAPS.items()
 }
+GROUPED = "grouped-bare"
+"""Files whose folders are listed several at a time from the first one on: see the fixture ``grouped_listings``."""
+KINDS[GROUPED] = Kind(medium="grouped", around=WRAPS["bare"])
 
 
 def files_below(root: Path) -> list[str]:

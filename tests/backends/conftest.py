@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from s3_stub import Stub
 
+from tierfall.backends import posix_listings
 from tierfall.backends.posix import PosixBackend
 from tierfall.core.errors import BackendError
 from tierfall.core.values import Driver
@@ -36,6 +37,12 @@ def direct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except BackendError as error:
         pytest.skip(f"no direct I/O in {folder}: {error}")
     return folder
+
+
+@pytest.fixture
+def grouped_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders are listed as on a medium that is slow to answer: several at a time."""
+    monkeypatch.setattr(posix_listings, "SLOW_IN_A_ROW", 0)
 
 
 @pytest.fixture(params=["buffered", "direct"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from backend_places import KINDS
+from backend_places import GROUPED, KINDS
 
 from tierfall.backends import conformance_length, conformance_read, conformance_write
 from tierfall.backends.conformance import CHECKS, check_backend, check_promise
@@ -24,6 +24,8 @@ def test_promise(kind: str, name: str, tmp_path: Path, request: pytest.FixtureRe
     folder = tmp_path
     if kind.startswith("direct"):
         request.getfixturevalue("direct_folder")
+    if kind == GROUPED:
+        request.getfixturevalue("grouped_listings")
     check_promise(name, KINDS[kind].maker(folder), reopen=KINDS[kind].reopener)
 
 
