@@ -88,7 +88,9 @@ def _part_fault(part: str) -> str | None:
         return f"the part {part!r} leads out of its folder"
     if "/" in part or "\\" in part:
         return "a part holds a separator"
-    if any(unicodedata.category(letter) in ("Cc", "Cs") for letter in part):
+    if not (part.isascii() and part.isprintable()) and any(
+        unicodedata.category(letter) in ("Cc", "Cs") for letter in part
+    ):
         return "a part holds a control character or is no valid Unicode"
     if part.lower().startswith(RESERVED_PREFIX):
         return f"a part begins with {RESERVED_PREFIX!r}, which is kept for unfinished objects"

@@ -12,7 +12,7 @@ from tierfall.backends.posix_folders import Entry
 from tierfall.core.waiting import side_by_side
 
 LISTINGS_AT_ONCE = 64
-GROUP = 192
+GROUP = 128
 """Whoever waits for the next object waits until so many folders are listed."""
 SLOW_S = 0.0005
 SLOW_IN_A_ROW = 4

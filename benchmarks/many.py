@@ -3,6 +3,9 @@
 The tier is an object store in memory, or a file tier, each request of which takes a given time. A listing of the store
 has 1,000 rows a request; that of a file tier is a request for each folder. The checkpoints are one, saved, under the
 names and records of all. The coordinator's CPU time is that of its thread.
+
+A second table is of a run that went back to its first checkpoint, on a file tier: all that came after that is left
+behind, and goes once the first commit that follows is there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -45,6 +49,9 @@ HEADER = (
     "| tier | checkpoints | a request | `open` | requests | `restore` | requests | commit | requests "
     "| CPU of a commit |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
+)
+LEFT_HEADER = (
+    "| left behind | until all are gone | requests | CPU, from `open` on |\n|---|---|---|---|"
 )
 
 
@@ -174,6 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("benchmarks.many", description=__doc__)
     parser.add_argument("--counts", type=_numbers, default=(10, 100, 1000, 10000))
     parser.add_argument("--ms", type=_numbers, default=(0, 20, 60), help="each request takes")
+    parser.add_argument("--left", type=_numbers, default=(500, 1000, 5000), help="left behind")
     parser.add_argument("--tiers", type=_media, default=tuple(Medium))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -184,6 +192,11 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("open", "restore", "commit"):
             cells += [f"{costs[name].seconds:.2f} s", f"{costs[name].requests:,}"]
         print(f"| {' | '.join(cells)} | {costs['commit'].cpu_s * 1e3:.1f} ms |", flush=True)
+    print(f"\n{LEFT_HEADER}")
+    for count in options.left:
+        cost = measure_left_behind(count)
+        cells = [f"{count:,}", f"{cost.seconds:.1f} s", f"{cost.requests:,}", f"{cost.cpu_s:.2f} s"]
+        print(f"| {' | '.join(cells)} |", flush=True)
     return 0
 
 
@@ -197,26 +210,8 @@ def _media(text: str) -> tuple[Medium, ...]:
 
 def measure(count: int, request_s: float, medium: Medium = Medium.OBJECTS) -> dict[str, Cost]:
     """Measure ``open``, ``restore`` and a commit (the cheapest of a few) with so many checkpoints on the tier."""
-    folder = Path(tempfile.mkdtemp(prefix="tierfall-many-"))
-    try:
-        with patch.object(stores, "PosixBackend", SlowFiles):
-            return _measure(count, request_s, medium, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _measure(count: int, request_s: float, medium: Medium, folder: Path) -> dict[str, Cost]:
-    requests = Requests()
-    tier, backend, put = _tier(medium, folder, requests)
-    host = {"name": "host", "kind": "host", "folder": str(folder / "host"), "capacity": "4MiB"}
-    config = {"run": RUN, "tiers": [host, tier]}
-    state = {"x": torch.ones(1024)}
-    with tierfall.open(config) as ckpt:
-        ckpt.restore(state)
-        ckpt.save(count, state, block=True)
-    fill(backend, put, count)
-    requests.seconds = request_s
-    with CoordinatorTime() as cpu:
+    with _run(medium, count, saved=[count]) as (config, requests), CoordinatorTime() as cpu:
+        requests.seconds = request_s
 
         def cost(function: Callable[[], Any]) -> tuple[Any, Cost]:
             made, used_s, began_s = requests.made, cpu[0], time.monotonic()
@@ -230,17 +225,64 @@ def _measure(count: int, request_s: float, medium: Medium, folder: Path) -> dict
         ckpt, opened = cost(lambda: tierfall.open(config))
         with ckpt:
             ckpt.drain(600)
-            _, restored = cost(lambda: ckpt.restore(state))
+            _, restored = cost(lambda: ckpt.restore(_state()))
             ckpt.drain(600)
 
             def save(step: int) -> None:
-                ckpt.save(step, state, block=True)
+                ckpt.save(step, _state(), block=True)
                 ckpt.drain(600)
 
             steps = range(count + 1, count + 1 + SAVES)
             commits = [cost(partial(save, step))[1] for step in steps]
     cheapest = min(commits, key=lambda one: one.seconds)
     return {"open": opened, "restore": restored, "commit": cheapest}
+
+
+def measure_left_behind(count: int) -> Cost:
+    """Measure what it takes until all that was left behind on a file tier is gone after the commit of step 2: requests
+    and seconds from that save on, CPU time from ``open`` on."""
+    with (
+        _run(Medium.FILES, count + 1, saved=[1, count + 1]) as (config, requests),
+        CoordinatorTime() as cpu,
+        tierfall.open(config) as ckpt,
+    ):
+        ckpt.restore(_state(), step=1)
+        ckpt.drain(600)
+        made, began_s = requests.made, time.monotonic()
+        ckpt.save(2, _state(), block=True)
+        ckpt.drain(600)
+        left = [found.step for found in ckpt.checkpoints()]
+        if left != [1, 2]:
+            raise RuntimeError(f"expected that what was left behind is gone, found steps {left}")
+        seconds = time.monotonic() - began_s
+        return Cost(seconds=seconds, requests=requests.made - made, cpu_s=cpu[0])
+
+
+@contextmanager
+def _run(
+    medium: Medium, count: int, *, saved: Sequence[int]
+) -> Iterator[tuple[dict[str, Any], Requests]]:
+    """Give the configuration of a run with so many checkpoints, of which these are ``saved``, and its requests."""
+    folder, requests = Path(tempfile.mkdtemp(prefix="tierfall-many-")), Requests()
+    try:
+        with patch.object(stores, "PosixBackend", SlowFiles):
+            tier, backend, put = _tier(medium, folder, requests)
+            host_folder = str(folder / "host")
+            host = {"name": "host", "kind": "host", "folder": host_folder, "capacity": "4MiB"}
+            config = {"run": RUN, "tiers": [host, tier]}
+            with tierfall.open(config) as ckpt:
+                ckpt.restore(_state())
+                for step in saved:
+                    ckpt.save(step, _state(), block=True)
+            others = [step for step in range(1, count) if step not in saved]
+            fill(backend, put, others, like=count)
+            yield config, requests
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(1024)}
 
 
 Put = Callable[[str, bytes], None]
@@ -268,12 +310,12 @@ def _tier(medium: Medium, folder: Path, requests: Requests) -> tuple[dict[str, s
     return {"name": "files", "kind": "file", "path": str(root)}, PosixBackend(root), write
 
 
-def fill(backend: Backend, put: Put, count: int) -> None:
-    """Put the one checkpoint that is there under the names and records of all before it."""
-    of_last = f"{RUN}/{names.step_folder(CheckpointId(count, 1))}/"
-    files = {s.key.removeprefix(of_last): _read(backend, s) for s in backend.scan(of_last)}
+def fill(backend: Backend, put: Put, steps: Iterable[int], *, like: int) -> None:
+    """Put the checkpoint of step ``like`` under the names and records of other steps."""
+    of_that = f"{RUN}/{names.step_folder(CheckpointId(like, 1))}/"
+    files = {s.key.removeprefix(of_that): _read(backend, s) for s in backend.scan(of_that)}
     record = read_commit(files.pop(names.COMMIT_NAME), what="commit record")
-    for step in range(1, count):
+    for step in steps:
         id = CheckpointId(step, 1)
         prefix = f"{RUN}/{names.step_folder(id)}/"
         for name, data in files.items():

@@ -360,3 +360,8 @@ def test_what_a_commit_asks_of_a_tier_does_not_grow_with_what_lies_there(
     grown = more["restore"].requests - few["restore"].requests
     assert grown <= of_restore * 56 + 2  # one listing, and what is restored
     assert more["open"].requests - few["open"].requests == of_open * 56
+
+
+def test_what_was_left_behind_costs_the_tier_as_much_for_each() -> None:
+    few, more = many.measure_left_behind(4), many.measure_left_behind(24)
+    assert more.requests - few.requests == 20 * 17
