@@ -356,7 +356,7 @@ class StoredTier:
         else:
             self._settled.add(checkpoint)
         try:
-            self._record_start(commit, attempt)
+            self.record_start(commit, attempt)
         except BackendError as error:  # whoever drops the attempt's checkpoints records it before
             logger.warning(
                 "%s: how attempt %d began is not recorded yet: %s",
@@ -433,10 +433,10 @@ class StoredTier:
 
     # Attempts ------------------------------------------------------------------------------------
 
-    def _record_start(self, commit: Commit, writer: Attempt | None = None) -> None:
-        """Record how the attempt of a checkpoint that is committed here began, once: what it left behind stays so when
-        its last checkpoint is gone. The record is beside the commit record, never before it: a start that died before
-        its first commit leaves nothing behind."""
+    def record_start(self, commit: Commit, writer: Attempt | None = None) -> None:
+        """Record how the attempt of a checkpoint that is committed, here or on another tier, began, once: what it left
+        behind stays so when its last checkpoint is gone. The record comes after the commit record, never before it: a
+        start that died before its first commit leaves nothing behind."""
         line = commit.line
         number = line.checkpoint.attempt
         if (number, line.attempt_id) in self._recorded_starts:
@@ -741,7 +741,7 @@ class StoredTier:
         except (KeyNotFoundError, IntegrityError, NotSupportedError):
             return  # it leaves nothing behind: what cannot be read says of no attempt how it began
         try:
-            self._record_start(commit)
+            self.record_start(commit)
         except StorageFullError as error:  # what is dropped makes room
             logger.warning(
                 "%s: how attempt %d began is not recorded: %s",

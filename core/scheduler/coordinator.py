@@ -42,8 +42,10 @@ from tierfall.core.scheduler.policies import Policies
 from tierfall.core.scheduler.pressure import Pressure
 from tierfall.core.scheduler.rates import Rates
 from tierfall.core.scheduler.saves import Saves
+from tierfall.core.scheduler.starts import Starts
 from tierfall.core.scheduler.superseding import Superseder
 from tierfall.core.scheduler.tasks import (
+    AbortShard,
     Admission,
     Ask,
     CaptureAdvanced,
@@ -57,6 +59,7 @@ from tierfall.core.scheduler.tasks import (
     DivisionAsked,
     DropCopy,
     Event,
+    FinishCopy,
     Landed,
     OpenCheck,
     OpenShard,
@@ -65,6 +68,7 @@ from tierfall.core.scheduler.tasks import (
     PersonsOrder,
     ReadCommit,
     ReadMarks,
+    RecordStart,
     SaveGivenUp,
     Task,
 )
@@ -200,6 +204,7 @@ class Coordinator:
         )
         self.dropper.verifies = self.verifier.verify
         self.dropper.verifies_elsewhere = self.verifier.verify_elsewhere
+        self.starts = Starts(ledger=ledger, tiers=self.lanes, dispatch=self._dispatch)
         self.finder = Finder(
             ledger=ledger, council=council, found=self._has_found, dispatch=self._dispatch
         )
@@ -245,7 +250,9 @@ class Coordinator:
         self._admissions.last_resort = inheritance.make_room
 
     def _has_committed(self, tier: str, entry: Entry) -> None:
-        """A copy is there from which a damaged one on another tier may be written anew."""
+        """A copy is there, from which a damaged one on another tier may be written anew."""
+        if self._flusher.others.decides and self.fenced is None and not self._tending:
+            self.starts.committed(tier, entry.commit)
         if entry.repairable:
             self.damages.plan_repairs(entry)
 
@@ -513,23 +520,31 @@ class Coordinator:
                 take(task, outcome)
             case ChangeMark() as task:
                 self._orders.take_mark(task, outcome)
-            case ReadCommit() | OpenCheck() | CheckChunk() as task:
-                looks = self.finder if isinstance(task, ReadCommit) else self.verifier
-                looks.took(outcome, now_s)
+            case ReadCommit():
+                self.finder.took(outcome, now_s)
+            case RecordStart():
+                self.starts.took(outcome)
+            case OpenCheck() | CheckChunk():
+                self.verifier.took(outcome, now_s)
             case CommitCopy():
                 assert self.commits is not None
                 self.commits.took(outcome, now_s)
             case task:
-                lane = self.lanes[task.tier]
-                active = lane.active
-                done = lane.take(outcome)
-                if done is not None and active is not None:
-                    self._copied(lane, active.entry, done)
-                elif lane.stalled is not None:
-                    self._flusher.stalled(lane, task.id, lane.stalled, now_s)
-                elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
-                    logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
-                    self._flusher.recovered(lane.tier)
+                self._took_of_copy(task, outcome, now_s)
+
+    def _took_of_copy(
+        self, task: OpenShard | CopyRun | FinishCopy | AbortShard, outcome: Outcome, now_s: float
+    ) -> None:
+        lane = self.lanes[task.tier]
+        active = lane.active
+        done = lane.take(outcome)
+        if done is not None and active is not None:
+            self._copied(lane, active.entry, done)
+        elif lane.stalled is not None:
+            self._flusher.stalled(lane, task.id, lane.stalled, now_s)
+        elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
+            logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
+            self._flusher.recovered(lane.tier)
 
     def _copied(self, lane: Lane, entry: Entry, done: Commit | Landed) -> None:
         """All of a copy has arrived; alone, it is committed with that."""

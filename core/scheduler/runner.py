@@ -51,6 +51,7 @@ from tierfall.core.scheduler.tasks import (
     Outcome,
     ReadCommit,
     ReadMarks,
+    RecordStart,
     Side,
     Source,
     Task,
@@ -71,6 +72,8 @@ class Store(ReadableStore, Protocol):
     def holds(self, checkpoint: CheckpointId) -> bool: ...
 
     def settle(self, checkpoint: CheckpointId) -> None: ...
+
+    def record_start(self, commit: Commit, writer: Attempt | None = None) -> None: ...
 
     def check_begin(self, attempt: Attempt) -> None: ...
 
@@ -190,6 +193,9 @@ class TaskRunner:
                 return self._drop(task, store)
             case ChangeMark():
                 return self._change_mark(task, store)
+            case RecordStart():
+                store.check_newest(self._writer(), doing=f"record of attempt {task.id.attempt}")
+                return store.record_start(task.commit, self._writer())
             case _:
                 return self._look(task, store)
 

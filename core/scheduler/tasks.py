@@ -181,6 +181,15 @@ class ReadCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordStart:
+    """Record on a tier how the attempt of a checkpoint began that is committed elsewhere, as ``commit`` says."""
+
+    tier: str
+    id: CheckpointId
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCheck:
     """Read the records of a committed copy that is to be verified. Of the images that its commit record names, sorted
     by rank, each ``of``th from ``turn`` on is read: they are the outcome's value, each with its manifest."""
@@ -212,6 +221,7 @@ Task = (
     | ReadMarks
     | ChangeMark
     | ReadCommit
+    | RecordStart
     | OpenCheck
     | CheckChunk
 )

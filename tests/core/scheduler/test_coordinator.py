@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules
@@ -478,3 +480,31 @@ def test_faults_by_seed_never_lose_what_was_committed() -> None:
         world.settle(limit_s=2000)
         world.check("nvme")
         assert world.steps_on("nvme")[-1] == saved
+
+
+@pytest.mark.parametrize("goes_back_to", [CheckpointId(2, 1), None])
+def test_what_a_line_leaves_behind_stays_so_when_the_tier_that_had_the_line_is_lost(
+    goes_back_to: CheckpointId | None,
+) -> None:
+    """The other tier holds the old line, and gets none of the new one."""
+    world = World([file_rules("nvme"), file_rules("pfs", shared=True)])
+    for step in (1, 2, 3, 4):
+        world.save(step)
+        world.settle()
+        world.started_from = CheckpointId(step, 1)
+    world.crash()
+    world.memory.regions.clear()
+    world.rules = (world.rules[0], world.rules[1], replace(world.rules[2], flush_every=100))
+    world.start()
+    world.coordinator.ledger.go_on_from(goes_back_to, attempt=2)
+    world.started_from = goes_back_to
+    world.save(3)
+    world.settle()
+    assert world.steps_on("pfs")[-1] == 4
+    world.crash()
+    world.memory.regions.clear()
+    world.disks["nvme"]._objects.clear()
+    world.start()
+    left = world.coordinator.ledger.abandoned()
+    known = {id for id in world.coordinator.ledger.entries}
+    assert {id.step for id in known - set(left)} == ({1, 2} if goes_back_to else set())
