@@ -373,7 +373,10 @@ def test_what_begins_anew_while_a_tier_is_away_comes_after_all_that_lies_there(
 
 
 def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
-    make_config: MakeConfig, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     here = make_config(nvme={}, pfs={"shared": True})
     there = make_config(nvme={"path": str(tmp_path / "other")}, pfs={"shared": True})
@@ -384,7 +387,9 @@ def test_what_goes_on_without_a_tier_comes_after_what_was_saved_there_meanwhile(
         with tierfall.open(here) as ckpt:
             ckpt.restore(blank(), unreachable="ignore")
             ckpt.save(3, state_of(-3), block=True)
+    caplog.clear()
     assert restored(here)[1] == -3
+    assert "an earlier start has left behind 3@2, 4@2, 5@2; each tier deletes" in caplog.text
 
 
 def two_lives(config: dict[str, Any], tmp_path: Path, patch: pytest.MonkeyPatch) -> None:

@@ -194,18 +194,20 @@ def _nobody_minds(step: int) -> None:
 def say_left_behind(
     run: str, known: Sequence[KnownCheckpoint], from_id: CheckpointId | None
 ) -> None:
-    """Say which checkpoints the line that begins here leaves behind: they go once it is as safe."""
-    left = [
-        c
-        for c in known
-        if not (c.abandoned or c.tombstoned or c.pinned)
-        and (from_id is None or c.id.step > from_id.step)
-    ]
-    if left:
-        logger.warning(
-            "run %s: the line that begins %s leaves behind %s; each tier deletes its own once the new line has a "
-            "copy that is as safe. To keep one, pin it now",
-            run,
-            "anew" if from_id is None else f"at {from_id}",
-            few_of([str(c.id) for c in left]),
-        )
+    """Say which checkpoints the line that begins here leaves behind, and which an earlier start did, that may not have
+    seen them: they go once it is as safe."""
+    loose = [c for c in known if not (c.tombstoned or c.pinned)]
+    begins = "anew" if from_id is None else f"at {from_id}"
+    newer = [c for c in loose if from_id is None or c.id.step > from_id.step]
+    for left, who in (
+        ([c for c in newer if not c.abandoned], f"the line that begins {begins} leaves behind"),
+        ([c for c in loose if c.abandoned], "an earlier start has left behind"),
+    ):
+        if left:
+            logger.warning(
+                "run %s: %s %s; each tier deletes its own once the present line has a copy that is as safe. To keep "
+                "one, pin it now",
+                run,
+                who,
+                few_of([str(c.id) for c in left]),
+            )
