@@ -106,6 +106,29 @@ def test_a_disk_that_lay_on_another_device_is_not_mounted(
         restored(config)
 
 
+def test_this_machine_remembers_the_device_of_a_disk_beside_other_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What those remember of the disk names no device, however new it is."""
+    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True, flush={"every": 2}))
+    config = chain(tmp_path, *tiers)
+    save(config, 1, 2, 3)
+    away = unmount(tmp_path / "disk")
+    parents = os.stat(tmp_path / "disk").st_dev + 1
+    monkeypatch.setattr("tierfall.identity._device", lambda tier: parents)
+    for _ in range(2):  # a start without the disk does not make the next one forget it
+        with pytest.raises(RestoreError, match="tier disk could not be read"):
+            restored(config)
+        assert not list((tmp_path / "disk").iterdir())
+    save(chain(tmp_path, *tiers, memory="another-nodes"))
+    shutil.rmtree(tmp_path / "disk/run")
+    with pytest.raises(RestoreError, match="tier disk could not be read"):
+        restored(config)
+    monkeypatch.undo()
+    mount_again(tmp_path / "disk", away)
+    assert restored(config) == 3
+
+
 def test_reading_commands_say_it_too(tmp_path: Path) -> None:
     config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
     save(config, 1)

@@ -84,12 +84,18 @@ class Identities:
             return None
 
     def _remembers(self, name: str) -> KnownTier | None:
-        """Say what was remembered last of a tier."""
+        """Say what was remembered last of a tier. On which device its folder lies this machine alone remembers."""
         said = [record for tier, record in self.records.items() if tier != name]
         said += [self._remembered] if self._remembered is not None else []
         found = [record for record in said if name in record.others and record.others[name].id]
         newest = max(found, key=lambda record: record.wall_time_s, default=None)
-        return None if newest is None else newest.others[name]
+        if newest is None:
+            return None
+        known = newest.others[name]
+        here = self._remembered.others.get(name) if self._remembered is not None else None
+        if here is not None and here.place == known.place:
+            return replace(known, device=here.device)
+        return known
 
     # What is missing -------------------------------------------------------------------------------
 
