@@ -74,8 +74,12 @@ class Turns:
         in_turn = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or in_turn:
             return False
-        after = any(e.id > entry.id for e in self._ledger.entries.values() if e.readable_on(tier))
         left = self._ledger.abandoned()
+        after = any(
+            e.id > entry.id and e.id not in left and not e.tombstoned
+            for e in self._ledger.entries.values()
+            if e.readable_on(tier)
+        )
         newer = any(d.checkpoint > entry.id and d.checkpoint not in left for d in plan.drops)
         if not after or not (newer or (plan.missing_bytes and not fits)):
             return False

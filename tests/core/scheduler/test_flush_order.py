@@ -126,6 +126,26 @@ def test_an_older_one_takes_no_room_from_newer_ones() -> None:
     assert not world.coordinator.ledger.failing
 
 
+def test_what_was_left_behind_is_not_newer_than_the_present_line() -> None:
+    """Begun anew: the full store keeps two pinned ones of higher steps, and is still owed the newest there is."""
+    world = slow(capacity_bytes=int(2.5 * IMAGE))
+    save_quickly(world, 10, 11)
+    assert arrivals(world, copies=3) == [10, 11]
+    for step in (10, 11):
+        world.order(PersonsOrder.PIN, CheckpointId(step, 1))
+    world.crash()
+    world.start()
+    world.coordinator.ledger.go_on_from(None, attempt=2)
+    save_quickly(world, 1)
+    arrivals(world, copies=2)
+    assert world.coordinator.left_undone() == ((CheckpointId(1, 2), "store"),)
+    assert "store" in world.coordinator.ledger.failing, "it is said that there is no room"
+    world.order(PersonsOrder.UNPIN, CheckpointId(10, 1))
+    world.order(PersonsOrder.DELETE, CheckpointId(10, 1))
+    arrivals(world, copies=8)
+    assert 1 in world.steps_on("store")
+
+
 @pytest.mark.parametrize("late", [0, 500])
 @pytest.mark.parametrize(
     ("order", "first", "gives_up"),
