@@ -88,8 +88,14 @@ class Folders:
         """Take another folder at the path for the same one where its file ``key`` is as ``is_same`` wants it."""
         self._proof = key, is_same
 
-    def verify(self) -> None:
-        """Raise UnreachableError unless the path still leads to the folder that was opened."""
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Which folder it works in: another one once it was mounted anew."""
+        return self._identity
+
+    def verify(self, begun_in: tuple[int, int] | None = None) -> None:
+        """Raise UnreachableError unless the path still leads to the folder that was opened; and BackendError where what
+        was ``begun_in`` a folder lies in another one by now."""
         if self._root < 0:
             raise BackendError(f"{self.path}: this backend is closed; open it again")
         try:
@@ -103,6 +109,10 @@ class Folders:
             raise UnreachableError(
                 f"{self.path}: another folder stands where the tier's was at open (unmounted, or made anew?); "
                 "mount it again, or open the tier again"
+            )
+        if begun_in not in (None, self._identity):
+            raise BackendError(
+                f"{self.path}: the tier's folder was mounted anew since this object was begun: write it anew"
             )
 
     def _is_back(self, found: tuple[int, int]) -> bool:

@@ -62,6 +62,7 @@ class PosixWriter(AbortsOnLeave):
         self._coverage = Coverage()
         self._name = unfinished_name()
         self._direct = -1
+        self._begun_in = shop.folders.identity
         self._folder, self._file = self._start()
         try:
             self._reserve()
@@ -74,8 +75,14 @@ class PosixWriter(AbortsOnLeave):
         with self._at_work():
             data = flat(view)
             self._extent.check_range(self._what("write"), offset, data.nbytes)
-            with translated(self._what(f"write {data.nbytes} bytes at {offset} of")):
-                self._put(offset, data)
+            try:
+                with translated(self._what(f"write {data.nbytes} bytes at {offset} of")):
+                    self._put(offset, data)
+            except UnreachableError:
+                self._shop.folders.verify(
+                    self._begun_in
+                )  # what went with its mount never comes back
+                raise
             with self._lock:
                 self._coverage.add(offset, offset + data.nbytes)
 
@@ -87,7 +94,7 @@ class PosixWriter(AbortsOnLeave):
         """
         self._begin_publish()
         try:
-            self._shop.folders.verify()
+            self._shop.folders.verify(self._begun_in)
             self._check_complete()
             self._sync_and_close()
             with translated(self._what("publish")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix import PosixBackend
 from tierfall.cli.app import app
-from tierfall.core.errors import ConfigError, RestoreError, UnreachableError
+from tierfall.core.errors import BackendError, ConfigError, RestoreError, UnreachableError
 from tierfall.core.records import read_tier
 from tierfall.tiers.stored import StoredTier
 
@@ -300,6 +301,51 @@ def test_a_tier_that_is_mounted_again_in_mid_run_goes_on(tmp_path: Path) -> None
         shutil.rmtree(tmp_path / "disk")
         shutil.copytree(away, tmp_path / "disk")
         wait_until(lambda: steps_on(tmp_path / "disk") == [1, 2], "it goes on")
+
+
+def test_a_copy_that_was_under_way_is_begun_anew_once_its_tier_is_mounted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are open belong to the mount that is gone, and fail for ever."""
+    config = chain(tmp_path, tier(tmp_path, "disk"))
+    real, failed = os.pwrite, list[int]()
+
+    def pwrite(file: int, view: memoryview, offset: int) -> int:
+        if "step-00000002" in os.readlink(f"/proc/self/fd/{file}") and not failed:
+            unmount(tmp_path / "disk")
+        if "disk-away" in os.readlink(f"/proc/self/fd/{file}"):
+            failed.append(file)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, view, offset)
+
+    with tierfall.open(config) as ckpt:
+        ckpt.restore(blank())
+        ckpt.save(1, state_of(1), block=True)
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        ckpt.save(2, state_of(2)).captured()
+        wait_until(lambda: bool(failed), "it is under way")
+        shutil.rmtree(tmp_path / "disk")
+        shutil.copytree(tmp_path / "disk-away", tmp_path / "disk")
+        wait_until(lambda: steps_on(tmp_path / "disk") == [1, 2], "it goes on")
+    assert restored(config) == 2
+
+
+def test_what_was_begun_before_its_tier_was_mounted_again_is_not_published(tmp_path: Path) -> None:
+    backend = PosixBackend(tmp_path / "disk")
+    with backend.create("run/tier.json") as writer:
+        writer.write(0, memoryview(b"same"))
+        writer.publish()
+    backend.recognise("run/tier.json", lambda found: found == b"same")
+    writer = backend.create("run/key")
+    writer.write(0, memoryview(b"bytes"))
+    away = unmount(tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk")
+    shutil.copytree(away, tmp_path / "disk")
+    with pytest.raises(BackendError, match="mounted anew since this object was begun") as said:
+        writer.publish()
+    assert not isinstance(said.value, UnreachableError), "it is not to be asked again"
+    assert not (away / "run/key").exists()
+    backend.close()
 
 
 def test_another_folder_in_its_place_in_mid_run_gets_nothing(tmp_path: Path) -> None:
