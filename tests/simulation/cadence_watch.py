@@ -144,6 +144,10 @@ class Watch:
         assert in_flight_s * (1 + DRIFT) >= share_s, report
         assert steps == 1 or in_flight_s / 2 <= share_s, report
 
+    def cannot_measure(self) -> None:
+        """A tier takes no copies for long: nobody can tell what saves cost that slow the training once it does."""
+        self._start.unseen = math.inf
+
     def end(self) -> None:
         """A process has ended: what saving added is within the budget, and a point, one odd save aside.
 

@@ -49,7 +49,7 @@ from tierfall.tiers.stored import StoredTier
 RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
 GARBAGE = b"\x55" * IMAGE
 MAX_WAIT_S = 5.0
-PATIENCE_S = 200.0
+PATIENCE_S = 600.0
 
 
 def draw_rules(draw: random.Random, seed: int) -> tuple[list[TierRules], dict[str, Wants]]:
@@ -98,9 +98,13 @@ class Held:
 class History:
     """One run's life. ``go`` makes events happen; each is followed by ``check``."""
 
+    make_world: type[World] = World
+    make_weather: type[Weather] = Weather
+
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(f"history {seed}")
         self.weathers: list[Weather] = []
+        self._folders = random.Random(f"folders {seed}")
         stored = random.Random(f"stored {seed}")
         memory = random.Random(f"memory {seed}")
         self.when_full = memory.choice((*WhenFull, WhenFull.SUPERSEDE))
@@ -120,7 +124,7 @@ class History:
         self.gives_up = self.when_full is WhenFull.SUPERSEDE or any(
             r.when_full in (WhenFull.SKIP, WhenFull.SUPERSEDE) for r in rules
         )
-        self.world = World(
+        self.world = self.make_world(
             rules,
             memory_images=self.draw.choice((1, 2, 2, 3, 4)) + memory.choice((0, 0, 1)),
             seed=seed,
@@ -151,12 +155,16 @@ class History:
         self.rot = random.Random(f"rot {seed}")
         self.rotten: dict[tuple[str, CheckpointId], tuple[object, Commit]] = {}
         self.skews = random.Random(f"clock {seed}")
+        self._starts: set[tuple[int, int]] = set()
+        self._lives: dict[int, set[str]] = {}
+        """The ids of the attempts of each number that have ever committed something."""
         self.before = self.look()
 
     def _wrap(self, name: str, inner: Backend) -> Backend:
-        weather = Weather(inner, draw_faults(self.draw, inner, len(self.weathers)))
-        self.weathers.append(weather)
-        return weather  # type: ignore[return-value]
+        assert isinstance(inner, MemoryBackend)
+        plan = draw_faults(self.draw, has_folders=self._folders.random() < 0.7)
+        self.weathers.append(self.make_weather(inner, seed=len(self.weathers), plan=plan))
+        return self.weathers[-1]
 
     # Events ------------------------------------------------------------------------------------------
 
@@ -395,7 +403,7 @@ class History:
         self.world.step()
 
     def _choose_restore(self) -> CheckpointId | None:
-        known = self._known(self.look())
+        known = self._known(self._seen())
         fit = sorted(id for id in known if id not in self._tombstoned(self.look()))
         live = [id for id in fit if id not in self._abandoned(known)]
         if not live:
@@ -445,9 +453,18 @@ class History:
         """A tier as another process sees it, which no fault strikes."""
         return StoredTier(name=tier, run="run", backend=self.world.disks[tier])
 
+    def _seen(self) -> dict[str, Held]:
+        """What a restore finds."""
+        return self.look()
+
     def look(self) -> dict[str, Held]:
-        """What is committed on every disk and sealed in memory."""
+        """What is committed on every disk, so that no power cut takes it away, and sealed in memory."""
+        self._starts.clear()
         found = {tier: self._look_at(tier, disk) for tier, disk in self.world.disks.items()}
+        for tier, weather in zip(self.world.disks, self.weathers, strict=True):
+            for key in weather.unsynced & self.world.disks[tier]._objects.keys():
+                if (id := self._id_of(key)) is not None and "/marks/" not in key:
+                    found[tier].commits.pop(id, None)
         memory = found.setdefault("host", Held())
         for region in self.world.memory.regions:
             if region.sealed:
@@ -456,10 +473,17 @@ class History:
                 memory.marks[commit.line.checkpoint] = set(marks_in(region))
         return found
 
+    def _id_of(self, key: str) -> CheckpointId | None:
+        """Return whose file an object is; None where it is no checkpoint's."""
+        return names.parse_step_folder(key.removeprefix("run/").partition("/")[0])
+
     def _look_at(self, tier: str, disk: MemoryBackend) -> Held:
         held = Held()
         for key, data in disk._objects.items():
             folder, _, rest = key.removeprefix("run/").partition("/")
+            if folder == names.LINEAGE_FOLDER and (began := names.parse_start(rest)) is not None:
+                self._starts.add((began[0], -1 if began[3] is None else began[3].step))
+                self._lives.setdefault(began[0], set()).add(began[1])
             id = names.parse_step_folder(folder)
             if id is not None and rest == names.COMMIT_NAME:
                 held.commits[id] = self._read(data)
@@ -494,16 +518,17 @@ class History:
         return {id: commit for held in now.values() for id, commit in held.commits.items()}
 
     def _abandoned(self, known: dict[CheckpointId, Commit]) -> set[CheckpointId]:
-        """The rule in its plainest form: some later attempt started below this step."""
-        left = set()
-        for id in known:
-            for other in known.values():
-                start = other.line.started_from
-                if other.line.checkpoint.attempt > id.attempt and id.step > (
-                    -1 if start is None else start.step
-                ):
-                    left.add(id)
-        return left
+        """The rule in its plainest form: some later attempt started below this step, as its checkpoints say, or what
+        its tiers keep of it when those are gone."""
+        starts = set(self._starts)
+        for commit in known.values():
+            start = commit.line.started_from
+            starts.add((commit.line.checkpoint.attempt, -1 if start is None else start.step))
+        return {
+            id
+            for id in known
+            if any(attempt > id.attempt and id.step > step for attempt, step in starts)
+        }
 
     def _marked(self, mark: str, id: CheckpointId) -> set[str]:
         return {
@@ -533,7 +558,18 @@ class History:
         self._check_drops(now)
         self._check_handles(now)
         self._check_superseded(now)
+        self._check_lives(now)
         self.before = now
+
+    def _check_lives(self, now: dict[str, Held]) -> None:
+        """All checkpoints of one attempt's number are of one attempt: else two of them may share a name. Two may take a
+        number of which neither could see that the other has it."""
+        ids: dict[int, str] = {}
+        for tier, held in now.items():
+            for id, commit in held.commits.items():
+                other = commit.line.attempt_id
+                lives = {ids.setdefault(id.attempt, other), other}
+                assert len(lives) == 1 or lives <= self.world.blind, f"{id} on {tier} is another's"
 
     def _check_bytes(self, now: dict[str, Held]) -> None:
         """Invariant 1, and 5: what is committed holds the bytes of that step and attempt, on every tier alone."""
@@ -666,7 +702,7 @@ class History:
         newer = {i for i in set(known) - self._abandoned(known) - self._tombstoned(now) if i > id}
         assert newer & set(now["host"].commits), f"{id} was the newest in memory"
         for rules in self.world.rules[1:]:
-            if commit.line.ordinal % rules.flush_every:
+            if commit.line.ordinal % rules.flush_every or rules.name not in self.world.stores:
                 continue
             assert any(
                 i in now[other.name].commits
@@ -726,6 +762,8 @@ class History:
             told = handle.outcome is not SaveOutcome.PENDING
             assert told or id in owed, f"whoever waits for {id} waits for ever"
         kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
+        kept &= self._marked_deleted({tier: now[tier] for tier in now.keys() - unread})
+        kept -= coordinator.dropper.awaited if unread else set()
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
@@ -752,6 +790,7 @@ class History:
     def _check_flushed(self, now: dict[str, Held]) -> None:
         """What an earlier start left in memory has come to every tier that is owed it."""
         gone = self._abandoned(self._known(now)) | self._marked_deleted(now)
+        gone |= {id for id in now["host"].commits if len(self._lives.get(id.attempt, ())) > 1}
         for rules in self.world.rules[1:]:
             there = set(now[rules.name].commits) - gone
             due_there = {

@@ -8,20 +8,22 @@ things happen when it is their time, as long as they last. A task of the coordin
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import INSTANT, Clock, Medium
-from tests.simulation.history import RANK, Asked, History, check_restorable, live
+from tests.simulation.history import RANK, Asked, Held, History, check_restorable, live
+from tests.simulation.mounts import MountedWorld
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Zombie
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core import names
-from tierfall.core.contracts import Backend
 from tierfall.core.errors import TierfallError
 from tierfall.core.events import SetAside
 from tierfall.core.handle import SaveHandle
+from tierfall.core.records import read_attempt
 from tierfall.core.scheduler.tasks import CopyRun, DropCopy, Task
 from tierfall.core.values import CheckpointId, LossClass, SaveOutcome
 from tierfall.core.view import TierRules
@@ -32,6 +34,10 @@ CAPTURE_PARTS = 2
 
 class Hour(History):
     """A run from its first start on. ``go_for`` lets time pass; each event is followed by a look at what must hold."""
+
+    make_world = MountedWorld
+    make_weather = Outage
+    world: MountedWorld
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -65,18 +71,10 @@ class Hour(History):
         self._events_seen = 0
         self.set_aside: list[SetAside] = []
         self._under_way: dict[int, Task] = {}
-
-    def _wrap(self, name: str, inner: Backend) -> Backend:
-        weather = super()._wrap(name, inner)
-        assert isinstance(weather, Weather)
-        everything = [
-            Fault(kind=FaultKind.FAIL_BEFORE, operation=operation, keys="*", times=None)
-            for operation in Operation
-        ]
-        outage = Outage(inner, weather._faulty, Faulty(inner, seed=0, plan=everything))
-        outage.bad = False
-        self.weathers[-1] = outage
-        return outage  # type: ignore[return-value]
+        self._mounts = random.Random(f"mounts {seed}")
+        self._cuts_power = False
+        self._unsyncable: set[Weather] = set()
+        self.counts: Counter[str] = Counter()
 
     # The clock ---------------------------------------------------------------------------------------
 
@@ -88,6 +86,10 @@ class Hour(History):
         clock.now_and_then(self._person, 0.25 * seconds)
         for _ in range(self._block.choice((0, 1, 1, 2))):
             clock.after(self._block.uniform(0.0, seconds), self._replace_next_folder)
+        for _ in range(self._mounts.choice((0, 1, 1, 2))):
+            clock.after(self._mounts.uniform(0.0, seconds), self._unmount)
+        for _ in range(self._mounts.choice((0, 1, 1, 2))):
+            clock.after(self._mounts.uniform(0.0, seconds), self._fail_syncs)
         while True:
             wake_s = self.world.step()
             self._schedule()
@@ -117,10 +119,14 @@ class Hour(History):
         ):
             self._hangs_as_it_drops = False
             self._lose_node()
+        if self._cuts_power and any(outage.unsynced for outage in self.weathers):
+            self._cuts_power = False
+            self._restart_machine()
         for zombie in self.zombies:
             if self._wakes.random() < 0.2:
                 before = self._objects()
-                said = zombie.go_on(self._wakes, self.world.now_s)
+                blind = {t for t in self.world.disks if self._newest_number([t]) <= zombie.number}
+                said = zombie.go_on(self._wakes, self.world.now_s, blind)
                 self.log.extend(said)
                 after = self._objects()
                 gone = [key for key, data in before.items() if after.get(key) is not data]
@@ -226,20 +232,58 @@ class Hour(History):
         if shared := self._shared():
             self.zombies.append(Zombie(self.world, shared))
         self.world.memory.regions.clear()
+        self.world.machine.data = None
         gone = {r.name for r in self.world.rules[1:] if RANK[r.survives] < RANK[LossClass.NODE]}
         for tier in gone:
             self.world.disks[tier]._objects.clear()
             self._outage_of(tier).blocked.clear()
         if not any(held.commits for held in self.look().values()):
-            for gone_for_ever in (self.deleted, self.buried, self.superseded):
-                gone_for_ever.clear()  # attempts are counted anew: others will be called the same
             self.mend()
+            self._forget_above(0)
+        self._forget_above(self._newest_number(self.world.disks))
+        self._forget_pins(gone | {"host"})
+        self._start_again(LossClass.NODE)
+
+    def _restart_machine(self) -> None:
+        """The power is cut: memory is lost, and what no fsync has made durable. Nobody was told that it is there."""
+        self.log.append(f"{self.world.now_s:.0f} s: the machine is restarted")
+        self.world.memory.regions.clear()
+        self.world.machine.data = None
+        told = {
+            (tier, id)
+            for tier, disk in self.world.disks.items()
+            for id in self._look_at(tier, disk).commits
+            if (handle := self.world.handles.get(id)) is not None
+            if tier in handle.tiers and handle.done(tier)
+        }
+        for tier, weather in zip(self.world.disks, self.weathers, strict=True):
+            for key in weather.cut_power():
+                self.log.append(f"{tier}: {key} is gone")
+                self.counts["unsynced"] += 1
+        left = self.look()
+        for tier, id in told:
+            assert id in left[tier].commits, f"{id} was told to be on {tier}, and the power cut"
+        self._forget_pins({"host"})
+        self._start_again(LossClass.PROCESS)
+
+    def _newest_number(self, tiers: Iterable[str]) -> int:
+        """The newest attempt that a tier knows of."""
+        keys = [key for tier in tiers for key in self.world.disks[tier]._objects]
+        numbers = (names.parse_attempt(key.removeprefix("run/attempts/")) for key in keys)
+        return max((number for number in numbers if number), default=0)
+
+    def _forget_above(self, number: int) -> None:
+        """Attempts are counted anew from here on: others will be called the same."""
+        for gone_for_ever in (self.deleted, self.buried, self.superseded):
+            gone_for_ever -= {id for id in gone_for_ever if id.attempt > number}
+
+    def _forget_pins(self, gone: set[str]) -> None:
+        """What was pinned on these tiers is lost with them."""
         for id, tiers in list(self.pinned.items()):
-            if left := tiers - gone - {"host"}:
+            if left := tiers - gone:
                 self.pinned[id] = left
             else:
                 del self.pinned[id]
-        self._start_again(LossClass.NODE)
 
     def _shared(self) -> set[str]:
         return {r.name for r in self.world.rules[1:] if RANK[r.survives] >= RANK[LossClass.NODE]}
@@ -253,22 +297,109 @@ class Hour(History):
         )
         self._under_way.clear()
         self.before = self.look()
+        self._all_is_well()
+        self._lose_sight(lost)
         self.begin_anew(calm=True)
         there = set(self._known(self.look()))
         assert not safe or max(safe) in there, f"{max(safe)} was to survive the loss of a {lost}"
+        self._check_said()
         self.lost[lost] = self.lost.get(lost, 0) + 1
+
+    def _lose_sight(self, lost: LossClass) -> None:
+        """A tier does not answer this start, or is not mounted; where that could not be told from an empty one, it is
+        mounted."""
+        draw = self._mounts
+        tiers = list(self.world.disks)
+        if lost is LossClass.NODE:  # the others are empty
+            tiers = sorted(self._shared()) or tiers
+        outage = self._outage_of(tier := draw.choice(tiers))
+        self.world.unopened = set(self.world.disks) if draw.random() < 0.3 else set()
+        if draw.random() < (0.4 if lost is LossClass.NODE else 0.2) and outage.mounted:
+            if draw.random() < 0.5 and self.world.remembers(tier):
+                self._take_away(tier)
+            else:
+                outage.down = True
+                self.clock.after(draw.uniform(10.0, 600.0), partial(setattr, outage, "down", False))
+        for tier in self.world.disks:
+            if not self._outage_of(tier).mounted and not self.world.remembers(tier):
+                self._outage_of(tier).mount()
+
+    def _check_said(self) -> None:
+        """A start says of each tier that it cannot look at that it could not: what lies there is not gone."""
+        unread = self._unread()
+        if unread:
+            self.counts["unread"] += 1
+            self.watch.cannot_measure()
+        for tier, held in self.look().items():
+            if tier != "host" and held.commits and not self._outage_of(tier).answers:
+                assert tier in unread, f"{tier} is away, and counts as empty"
+        self._check_number()
+
+    def _check_number(self) -> None:
+        """No tier knows another attempt by the number of this start, wherever it could look; two may both have begun
+        without a look at the other's."""
+        attempt = self.world.attempt
+        for tier, disk in self.world.disks.items():
+            record = disk._objects.get(names.attempt_key("run", attempt.number))
+            known = attempt.id if record is None else read_attempt(bytes(record), what=tier).id
+            both_blind = {known, attempt.id} <= self.world.blind
+            assert known == attempt.id or both_blind, f"{tier} has another attempt {attempt.number}"
+
+    def _unread(self) -> frozenset[str]:
+        return self.world.coordinator._orders._unread
+
+    def _unmount(self) -> None:
+        """A tier's file system is unmounted, and mounted again after a while; the process may end meanwhile."""
+        tier = self._mounts.choice(list(self.world.disks))
+        if self._outage_of(tier).can_come_back and self._outage_of(tier).mounted:
+            seconds = self._take_away(tier)
+            if self._mounts.random() < 0.3:
+                self.clock.after(self._mounts.uniform(0.0, seconds), self._die)
+
+    def _fail_syncs(self) -> None:
+        """Fsyncs of a tier's folders fail for a while; the power may be cut meanwhile."""
+        outage, seconds = self._outage_of(self._mounts.choice(list(self.world.disks))), 600.0
+        outage.sync_fails = 0.4
+        self.clock.after(seconds, partial(setattr, outage, "sync_fails", 0.0))
+        self._cuts_power = self._mounts.random() < 0.5
+        self._unsyncable.add(outage)
+
+    def _take_away(self, tier: str) -> float:
+        outage, seconds = self._outage_of(tier), self._mounts.uniform(20.0, 1200.0)
+        self.log.append(f"{self.world.now_s:.0f} s: {tier} is unmounted for {seconds:.0f} s")
+        self.counts["unmounted"] += 1
+        if seconds > 120.0:
+            self.watch.cannot_measure()
+        outage.unmount(cut_off=self._mounts.random() < 0.5)
+        self.clock.after(seconds, outage.mount)
+        return seconds
+
+    def _seen(self) -> dict[str, Held]:
+        """A restore does without what cannot be looked at: a person said so."""
+        seen = self.look()
+        for tier in self.world.disks:
+            if tier not in self.world.stores or not self._outage_of(tier).answers:
+                del seen[tier]
+        return seen
+
+    def _choose_restore(self) -> CheckpointId | None:
+        chosen = super()._choose_restore()
+        is_whole = len(self._seen()) > len(self.world.disks)
+        if not is_whole and self._mounts.random() < 0.3:
+            self.counts["anew"] += chosen is not None
+            return None  # a person begins anew
+        return chosen
 
     def begin_anew(self, *, calm: bool) -> None:
         self._events_seen = 0
-        self._all_is_well()
         self._train_anew()
         super().begin_anew(calm=calm)
-        self._all_is_well()
+        self._be_calm()
 
     def go_back_in_process(self) -> None:
         self._all_is_well()
         super().go_back_in_process()
-        self._all_is_well()
+        self._be_calm()
 
     def _go_on_from(self, id: CheckpointId | None) -> None:
         super()._go_on_from(id)
@@ -276,9 +407,16 @@ class Hour(History):
             self.training.go_on_from(id.step)
 
     def _all_is_well(self) -> None:
+        """All that is mounted answers."""
+        self._be_calm()
         for weather in self.weathers:
             assert isinstance(weather, Outage)
-            weather.bad = weather.down = weather.denied = False
+            weather.down = weather.denied = False
+            weather.sync_fails = 0.0
+
+    def _be_calm(self) -> None:
+        for weather in self.weathers:
+            weather.bad = False
 
     def _outage_of(self, tier: str) -> Outage:
         weather = self.weathers[list(self.world.disks).index(tier)]
@@ -308,6 +446,7 @@ class Hour(History):
             if isinstance(event, SetAside):
                 self.set_aside.append(event)
                 blocked = self.is_blocked(event.tier, event.id)
+                blocked |= self._outage_of(event.tier) in self._unsyncable
                 assert blocked, f"{event.id} is set aside, and can be written to {event.tier}"
         self._events_seen = len(events)
 
@@ -326,6 +465,7 @@ class Hour(History):
                 continue
             beside = {id: c for id, c in now[rules.name].commits.items() if id not in gone}
             both = {**beside, event.id: commit}
+            both |= {id: c for (t, id), (_, c) in self.rotten.items() if t == rules.name}
             if not rules.retain or event.id in self.wants[rules.name].wanted(
                 both, self.world.wall_s
             ):
@@ -349,6 +489,8 @@ class Hour(History):
 
     def settle(self) -> None:
         self._all_is_well()
+        for tier in self.world.disks:
+            self._outage_of(tier).mount()
         super().settle()
 
 

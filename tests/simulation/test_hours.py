@@ -21,7 +21,8 @@ BLOCKS = 32
 def seen_in(seed: int) -> Counter[str]:
     """What was lost, and what decided about saves."""
     hour = run_hour(seed)
-    return Counter(hour.lost) + hour.watch.bounds + Counter(set_aside=len(hour.set_aside))
+    set_aside = Counter(set_aside=len(hour.set_aside))
+    return Counter(hour.lost) + hour.watch.bounds + hour.counts + set_aside
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -35,6 +36,10 @@ def test_all_that_may_happen_comes_about() -> None:
     assert seen[LossClass.PROCESS] > 25
     assert seen[LossClass.NODE] > 12
     assert seen["set_aside"] > 12
+    assert seen["unmounted"] > 50
+    assert seen["unread"] > 40, "too few starts could not look at a tier"
+    assert seen["anew"] > 10, "too few begin anew while a tier is away"
+    assert seen["unsynced"] > 3, "too little goes with a power cut"
     bounds = set(Bound) - {Bound.OWN}
     assert not {bound for bound in bounds if seen[bound] < 50}, (
         "too little is saved by some cadence"

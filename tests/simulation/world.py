@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -235,8 +236,9 @@ def marks_in(region: FakeRegion) -> frozenset[str]:
     return frozenset(marks)
 
 
-def _attempt(number: int) -> Attempt:
-    return Attempt(run="run", number=number, id=f"{number:032x}", node="n", pid=1, wall_time_s=0.0)
+def _attempt(number: int, begun: int) -> Attempt:
+    id = f"{number:016x}{begun:016x}"  # another one's may have the same number
+    return Attempt(run="run", number=number, id=id, node="n", pid=1, wall_time_s=0.0)
 
 
 class World:
@@ -259,6 +261,9 @@ class World:
         self.memory = FakeMemory(memory_images)
         self.disks = {r.name: MemoryBackend(place=r.name) for r in self.rules[1:]}
         self._backends = {name: wrap(name, disk) for name, disk in self.disks.items()}
+        self._begun = 0
+        self.blind: set[str] = set()
+        """The ids of the attempts that began without a look at some tier."""
         self.run_bytes_min = run_bytes_min
         self.codecs = codecs
         self.stores = self._open_stores()
@@ -281,31 +286,29 @@ class World:
         return self.now_s + self.wall_ahead_s
 
     def _open_stores(self) -> dict[str, StoredTier]:
-        return {
-            name: StoredTier(
-                name=name, run="run", backend=backend, packing=packing(self.codecs.get(name))
-            )
-            for name, backend in self._backends.items()
-        }
+        return {name: self._open_store(name, backend) for name, backend in self._backends.items()}
+
+    def _open_store(self, name: str, backend: Backend, **more: Any) -> StoredTier:
+        codec = self.codecs.get(name)
+        return StoredTier(name=name, run="run", backend=backend, packing=packing(codec), **more)
 
     # Starts ------------------------------------------------------------------------------------------
 
     def start(self, *, unread: Iterable[str] = ()) -> None:
         """Open the run as a new attempt, adopting what memory and disks hold; ``unread`` tiers cannot be listed."""
-        listings = tuple(
-            Listing(tier=store.name, error=UnreachableError("on purpose"))
-            if store.name in unread
-            else settle(store, store.list())
-            for store in self.stores.values()
-        )
+        listings = self._look_at_all(unread)
         held = images_of(self.memory)
         in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
-        self.attempt = _attempt(next_attempt(everything))
-        for listing, store in zip(listings, self.stores.values(), strict=True):
+        self._take_number(next_attempt(everything))
+        if any(listing.error is not None for listing in listings):
+            self.blind.add(self.attempt.id)
+        for listing in listings:
             if listing.error is None:
+                store = self.stores[listing.tier]
                 store.take_attempt(self.attempt)
                 store.discard_unfinished(attempt=self.attempt)
+        self._attempt_taken()
         ledger = Ledger(self.rules, "host")
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
         ledger.load(merge(everything), everything)
@@ -333,6 +336,21 @@ class World:
         )
         self.coordinator.start()
 
+    def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
+        return tuple(
+            Listing(tier=store.name, error=UnreachableError("on purpose"))
+            if store.name in unread
+            else settle(store, store.list())
+            for store in self.stores.values()
+        )
+
+    def _take_number(self, number: int) -> None:
+        self._begun += 1
+        self.attempt = _attempt(number, self._begun)
+
+    def _attempt_taken(self) -> None:
+        """A start has left its record wherever it could."""
+
     def _take(self, task: Task) -> None:
         self.tasks.append(task)
         self.sees(task)
@@ -350,9 +368,10 @@ class World:
 
     def take_new_attempt(self) -> None:
         """Go on as a line of its own, as a restore after a save does."""
-        self.attempt = _attempt(self.attempt.number + 1)
+        self._take_number(self.attempt.number + 1)
         for store in self.stores.values():
-            store.take_attempt(self.attempt)
+            with suppress(UnreachableError):  # it gets it before its first commit
+                store.take_attempt(self.attempt)
 
     def crash(self) -> None:
         """End the process: threads, tasks and unsealed memory are gone."""
@@ -396,7 +415,8 @@ class World:
             ordinal=self.ordinal,
             started_from=self.started_from,
         )
-        tiers = bundle.tiers_owed(self.rules, self.ordinal)
+        owed = bundle.tiers_owed(self.rules, self.ordinal)
+        tiers = tuple(name for name in owed if name in self.stores)
         handle = SaveHandle(id, tiers, in_memory="host", clock=lambda: self.now_s)
         self.handles[id] = handle
         snapshot = Snapshot(
@@ -539,14 +559,15 @@ class Zombie:
         self._tasks, self._runner, self._coordinator = world.tasks, world.runner, world.coordinator
         self._runner._attempt = lambda: attempt
         self._shared = shared
+        self.number = attempt.number
         self.name = f"zombie {attempt.number}"
 
-    def go_on(self, draw: random.Random, now_s: float) -> list[str]:
-        """Do some of what it has to do, and say what became of it."""
+    def go_on(self, draw: random.Random, now_s: float, blind: Collection[str] = ()) -> list[str]:
+        """Do some of what it has to do, and say what became of it; nothing on the tiers ``blind``."""
         said = []
         for _ in range(draw.randint(1, 6)):
             self._coordinator.step(now_s)
-            able = [task for task in self._tasks if task.tier in self._shared]
+            able = [t for t in self._tasks if t.tier in self._shared and t.tier not in blind]
             if not able:
                 break
             task = draw.choice(able)

@@ -1,0 +1,115 @@
+"""A run in miniature whose tiers bear ids, as ``tierfall.identity`` gives them: by them a start tells that a tier is
+not mounted, and a process that one which is mounted again is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from tests.simulation.weather import Outage
+from tests.simulation.world import World
+from tierfall.config import Config
+from tierfall.core import names
+from tierfall.core.catalog import Listing
+from tierfall.core.contracts import Backend
+from tierfall.core.records import read_tier
+from tierfall.core.values import LossClass
+from tierfall.identity import Identities
+from tierfall.tiers.stored import StoredTier
+
+RECORD = f"run/{names.TIER_NAME}"
+MOUNTED, NOT_MOUNTED = "/proc", "/"
+"""Two folders on two devices: on one of them a tier's folder lies, on the other one the folder below the mount."""
+
+
+class MachineFile:
+    """A file that this machine keeps until it is restarted, by the calls of a Path that ``Identities`` makes."""
+
+    def __init__(self) -> None:
+        self.data: bytes | None = None
+
+    def __truediv__(self, name: str) -> MachineFile:
+        return self
+
+    def read_bytes(self) -> bytes:
+        if self.data is None:
+            raise FileNotFoundError
+        return self.data
+
+    def with_suffix(self, suffix: str) -> MachineFile:
+        return MachineFile()
+
+    def write_bytes(self, data: bytes) -> None:
+        self.data = data
+
+    def replace(self, target: MachineFile) -> None:
+        target.data = self.data
+
+
+class MountedWorld(World):
+    """A run whose tiers are all ``Outage``. What a start finds not to be mounted it leaves out, as long as it lives;
+    and what cannot be listed, where it is one of ``unopened``, as it could not be opened either."""
+
+    def __init__(self, rules: Iterable[Any], **options: Any) -> None:
+        self.machine = MachineFile()
+        self.unopened: set[str] = set()
+        super().__init__(rules, **options)
+
+    def _open_store(self, name: str, backend: Backend, **more: Any) -> StoredTier:
+        assert isinstance(backend, Outage)
+        backend.opened()
+        return super()._open_store(name, backend, recognise=backend.recognise, **more)
+
+    def remembers(self, tier: str) -> bool:
+        """Say whether a start can tell now that a tier is not mounted, by what this machine or another tier keeps."""
+        if RECORD not in self.disks[tier]._objects:
+            return False
+        if self.machine.data is not None:
+            known = read_tier(self.machine.data, what="this machine").others.get(tier)
+            if known is not None and (known.shared or known.device is not None):
+                return True
+        seen = {name for name in self.disks if name != tier and self._outage_of(name).in_reach}
+        said = [self.disks[name]._objects.get(RECORD) for name in seen]
+        others = [read_tier(bytes(data), what=RECORD).others for data in said if data is not None]
+        return any(tier in known and known[tier].shared for known in others)
+
+    def _outage_of(self, tier: str) -> Outage:
+        backend = self._backends[tier]
+        assert isinstance(backend, Outage)
+        return backend
+
+    def _config(self) -> Config:
+        """What ``Identities`` is to know of the tiers."""
+        stored = []
+        for rules in self.rules[1:]:
+            stored.append(
+                SimpleNamespace(
+                    name=rules.name,
+                    shared=rules.survives is LossClass.NODE,
+                    folder=MOUNTED if self._outage_of(rules.name).mounted else NOT_MOUNTED,
+                    read_only=False,
+                )
+            )
+        return cast(Config, SimpleNamespace(run="run", stored=stored))
+
+    def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
+        listings = super()._look_at_all(unread)
+        self._identities = Identities(
+            self._config(), self.stores, cast(Path, self.machine), listings
+        )
+        self._identities.refuse_aliases()
+        missing = self._identities.missing(listings)
+        failed = {x.tier for x in listings if x.error is not None}
+        for name in missing.keys() | failed & self.unopened:
+            del self.stores[name]
+        return tuple(
+            replace(x, error=missing[x.tier]) if x.tier in missing else x for x in listings
+        )
+
+    def _attempt_taken(self) -> None:
+        stored = frozenset(self.stores)
+        self._identities.leave(self.attempt, self._config(), owned=stored, leads=True)
