@@ -447,6 +447,7 @@ class Hour(History):
                 self.set_aside.append(event)
                 blocked = self.is_blocked(event.tier, event.id)
                 blocked |= self._outage_of(event.tier) in self._unsyncable
+                blocked |= self._is_rotten(event.id)  # it may have no good source
                 assert blocked, f"{event.id} is set aside, and can be written to {event.tier}"
         self._events_seen = len(events)
 
