@@ -73,7 +73,7 @@ class Hour(History):
         self._under_way: dict[int, Task] = {}
         self._mounts = random.Random(f"mounts {seed}")
         self._cuts_power = False
-        self._unsyncable: set[Weather] = set()
+        self._fails_some: set[Weather] = set()
         self.counts: Counter[str] = Counter()
 
     # The clock ---------------------------------------------------------------------------------------
@@ -362,12 +362,13 @@ class Hour(History):
         outage.sync_fails = 0.4
         self.clock.after(seconds, partial(setattr, outage, "sync_fails", 0.0))
         self._cuts_power = self._mounts.random() < 0.5
-        self._unsyncable.add(outage)
+        self._fails_some.add(outage)
 
     def _take_away(self, tier: str) -> float:
         outage, seconds = self._outage_of(tier), self._mounts.uniform(20.0, 1200.0)
         self.log.append(f"{self.world.now_s:.0f} s: {tier} is unmounted for {seconds:.0f} s")
         self.counts["unmounted"] += 1
+        self._fails_some.add(outage)  # a copy that was under way
         if seconds > 120.0:
             self.watch.cannot_measure()
         outage.unmount(cut_off=self._mounts.random() < 0.5)
@@ -446,7 +447,7 @@ class Hour(History):
             if isinstance(event, SetAside):
                 self.set_aside.append(event)
                 blocked = self.is_blocked(event.tier, event.id)
-                blocked |= self._outage_of(event.tier) in self._unsyncable
+                blocked |= self._outage_of(event.tier) in self._fails_some
                 blocked |= self._is_rotten(event.id)  # it may have no good source
                 assert blocked, f"{event.id} is set aside, and can be written to {event.tier}"
         self._events_seen = len(events)
