@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from tierfall.core.capture.filling import chunk_digest
 from tierfall.core.catalog import FoundCopy, Listing, merge, next_attempt
 from tierfall.core.contracts import Backend
 from tierfall.core.documents import Spliced, sha256
-from tierfall.core.errors import UnreachableError
+from tierfall.core.errors import KeyExistsError, UnreachableError
 from tierfall.core.handle import SaveHandle
 from tierfall.core.packing.frames import frame_bytes_max
 from tierfall.core.records import (
@@ -301,13 +300,12 @@ class World:
         in_memory = Listing(tier="host", copies=tuple(found_in(i.region) for _, i in held))
         everything = (in_memory, *listings)
         self._take_number(next_attempt(everything))
-        if any(listing.error is not None for listing in listings):
+        answered = [self.stores[x.tier] for x in listings if x.error is None]
+        self._leave_attempt(answered)
+        if len(answered) < len(listings):
             self.blind.add(self.attempt.id)
-        for listing in listings:
-            if listing.error is None:
-                store = self.stores[listing.tier]
-                store.take_attempt(self.attempt)
-                store.discard_unfinished(attempt=self.attempt)
+        for store in answered:
+            store.discard_unfinished(attempt=self.attempt)
         self._attempt_taken()
         ledger = Ledger(self.rules, "host")
         ledger.set_clock(now_s=self.now_s, wall_time_s=self.wall_s)
@@ -348,6 +346,18 @@ class World:
         self._begun += 1
         self.attempt = _attempt(number, self._begun)
 
+    def _leave_attempt(self, stores: Collection[StoredTier]) -> None:
+        """Leave the attempt's record on these tiers, with a number above where one of them has another's."""
+        for store in stores:
+            try:
+                store.take_attempt(self.attempt)
+            except UnreachableError:
+                continue  # it gets it before its first commit
+            except KeyExistsError:
+                self._take_number(self.attempt.number + 1)
+                self._leave_attempt(stores)
+                return
+
     def _attempt_taken(self) -> None:
         """A start has left its record wherever it could."""
 
@@ -369,9 +379,7 @@ class World:
     def take_new_attempt(self) -> None:
         """Go on as a line of its own, as a restore after a save does."""
         self._take_number(self.attempt.number + 1)
-        for store in self.stores.values():
-            with suppress(UnreachableError):  # it gets it before its first commit
-                store.take_attempt(self.attempt)
+        self._leave_attempt(self.stores.values())
 
     def crash(self) -> None:
         """End the process: threads, tasks and unsealed memory are gone."""
