@@ -152,6 +152,26 @@ class View:
             )
         return self._safe[tiers]
 
+    def last_left_behind_on(self, tiers: tuple[str, ...]) -> CheckpointId | None:
+        """Name the last checkpoint that came to be of all abandoned ones with a committed copy on one of these tiers:
+        that of the last attempt, and of its last step."""
+        if tiers not in self._left_behind:
+            self._left_behind[tiers] = max(
+                (
+                    c.id
+                    for c in self.checkpoints
+                    if c.abandoned and not c.tombstoned
+                    if any(c.state(tier) is CopyState.COMMITTED for tier in tiers)
+                ),
+                key=lambda id: (id.attempt, id.step),
+                default=None,
+            )
+        return self._left_behind[tiers]
+
+    @cached_property
+    def _left_behind(self) -> dict[tuple[str, ...], CheckpointId | None]:
+        return {}
+
     @cached_property
     def _safe(self) -> dict[tuple[str, ...], tuple[CheckpointView, ...]]:
         return {}

@@ -49,18 +49,32 @@ def newest_of(
     view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
 ) -> LossClass | None:
     """Name the loss class whose newest surviving live checkpoint this copy is, if it is one; newer copies that nobody
-    has verified do not count.
+    has verified do not count. Of what was left behind the last stays as long as no live one survives that loss.
 
     Copies in memory do not count here: they survive a process, but not the machine's restart, which files do.
     """
-    if not checkpoint.live:
-        return None
+    held = _held if checkpoint.live else _held_at_all
     for lost in reversed(LOSS_CLASSES):
         if not tier.survives.covers(lost):
             continue
-        if not _held(view, lost, above=checkpoint, without=tier.name, gone=gone):
+        if not held(view, lost, above=checkpoint, without=tier.name, gone=gone):
             return lost
     return None
+
+
+def _held_at_all(
+    view: View,
+    lost: LossClass,
+    *,
+    above: CheckpointView,
+    without: str,
+    gone: Set[CheckpointId],
+) -> bool:
+    """Say whether any live checkpoint survives that loss, or a later one than ``above`` that was left behind, too."""
+    tiers = tuple(tier.name for tier in view.tiers if tier.survives.covers(lost))
+    if any(other.id not in gone for other in view.safe_on(tiers)):
+        return True
+    return view.last_left_behind_on(tiers) != above.id
 
 
 def _held(

@@ -94,6 +94,7 @@ class Flusher:
         self.notes = Notes()
         self.memory_is_short: Callable[[], bool] = lambda: False
         self.is_unpinning: Callable[[CheckpointId], bool] = lambda id: False
+        self._source_of_repairs: set[str] = set()
         self.has_committed: Callable[[str, Entry], None] = lambda tier, entry: None
         self.has_arrived: Callable[[str, CheckpointId], None] = lambda tier, id: None
         self.fenced: FencedError | None = None
@@ -226,12 +227,17 @@ class Flusher:
         return True
 
     def _is_source_of_repairs(self, tier: str) -> bool:
-        """Say whether copies on another tier, which takes some at present, are being written anew from here."""
-        return any(
-            entry.owed.intersection(entry.damage) - self._ledger.failing.keys()
+        """Say whether copies on another tier are being written anew from here: it takes some at present, and does not
+        wait for room by this itself."""
+        self._source_of_repairs.discard(tier)
+        idle = self._ledger.failing.keys() | self._source_of_repairs
+        if any(
+            entry.owed.intersection(entry.damage) - idle
             for entry in self._ledger.open()
             if entry.state(tier) is CopyState.COMMITTED
-        )
+        ):
+            self._source_of_repairs.add(tier)
+        return tier in self._source_of_repairs
 
     def _need_and_free(self, lane: Lane, entry: Entry, capacity: int | None) -> tuple[int, int]:
         """Reckon the bytes that a copy of all ranks is expected to take on a tier, and those that there are for it."""

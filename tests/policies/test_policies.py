@@ -241,6 +241,23 @@ def test_retention_takes_an_abandoned_one_only_where_the_new_line_is_as_safe(vie
 
 
 @EXAMPLES
+@given(views())
+def test_room_is_not_made_of_all_that_survives_a_loss_though_it_was_left_behind(view: View) -> None:
+    for tier in view.tiers[1:]:
+        dropped = plan_eviction(view, tier.name, need_bytes=1 << 60, free_bytes=0).drops
+        gone = [(tier.name, drop.checkpoint) for drop in dropped]
+        after = without(view, gone)
+        for lost in LOSS_CLASSES[: RANK.index(tier.survives)]:
+
+            def left(view: View, lost: LossClass = lost) -> bool:
+                tiers = [t.name for t in view.tiers[1:] if t.survives.covers(lost)]
+                kept = [c for c in view.checkpoints if not c.tombstoned]
+                return any(c.state(t) is CopyState.COMMITTED for c in kept for t in tiers)
+
+            assert left(after) or not left(view)
+
+
+@EXAMPLES
 @given(views(), st.randoms(use_true_random=False))
 def test_the_only_source_of_what_a_tier_waits_for_stays(view: View, random: object) -> None:
     after = without(view, carried_out(view, random.randrange))  # type: ignore[attr-defined]

@@ -615,6 +615,7 @@ class History:
         deleted = self._tombstoned(now)
         for lost in LOSS_CLASSES:
             had = self._durable(self.before, lost) - left - deleted
+            had = {id for id in had if not self._is_taken_twice(id)}  # which one counts may change
             has = (
                 self._durable(now, lost) - left
             )  # what is to be deleted counts for as long as it is there
