@@ -6,10 +6,12 @@ import gc
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.cli.cli_kit import Cli
 from tierfall.backends.posix import PosixBackend
 from tierfall.checkpointer import _open
 from tierfall.core.errors import (
+    AccessDeniedError,
     CapacityError,
     CaptureError,
     ConfigError,
@@ -517,6 +520,54 @@ def test_a_tier_that_cannot_be_asked_is_not_taken_for_empty(
         monkeypatch.setattr(PosixBackend, "scan", scan)
         with pytest.raises(UnreachableError, match="may hold it"):
             files.exists(path(1))
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_run_is_not_listed_while_a_tier_that_may_hold_newer_steps_cannot_be_read(
+    opened: bool,
+    make_config: Make,
+    files: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program that takes the newest step of a listing would go back, or begin anew."""
+    config = make_config(disk={"retain": {"last": 1}}, slow={"shared": True})
+    (tmp_path / "tiers.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("TIERFALL_CONFIG", str(tmp_path / "tiers.yaml"))
+    with tierfall.open(config) as ckpt:
+        save(1)
+        ckpt.drain(30)
+    assert files.ls("tiers://run", detail=False) == ["run/step-00000001"]
+    (tmp_path / "slow").rename(tmp_path / "away")
+    (tmp_path / "slow").mkdir()
+    with tierfall.open(config) if opened else nullcontext():
+        for look in (files.ls, files.find, lambda run: files.glob(f"{run}/step-*")):
+            with pytest.raises(UnreachableError, match="slow could not be read and may hold"):
+                look("tiers://run")
+    if not opened:
+        shutil.rmtree(tmp_path / "disk" / "run")
+        with pytest.raises(UnreachableError, match="slow could not be read and may hold"):
+            files.exists("tiers://run")
+    (tmp_path / "slow").rmdir()
+    (tmp_path / "away").rename(tmp_path / "slow")
+    assert files.ls("tiers://run", detail=False) == ["run/step-00000001"]
+
+
+def test_a_tier_that_may_not_be_read_is_not_passed_over_by_find_and_glob(
+    make_config: Make, files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(*args: Any) -> Any:
+        raise AccessDeniedError("not yours to read")
+
+    with tierfall.open(make_config()):
+        save(1)
+        monkeypatch.setattr(PosixBackend, "scan", scan)
+        for look in (files.ls, files.find, lambda run: files.glob(f"{run}/step-*")):
+            with pytest.raises(AccessDeniedError, match="not yours to read"):
+                look("tiers://run")
+        monkeypatch.undo()
+        assert files.glob("tiers://run/step-*") == ["run/step-00000001"]
+        assert files.find("tiers://run/step-00000007") == []
 
 
 # What else is done with such a step ------------------------------------------------------------------

@@ -136,6 +136,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if where.run and _open_run(where) is None:
             with _tiers(where) as tiers:
                 if not any(x.attempts or x.copies for x in tiers.listings):
+                    tiers.check_read(where, "may hold this run")
                     raise KeyNotFoundError(f"{where}: no tier holds anything of this run")
         return _folder(where.run)
 
@@ -148,7 +149,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return True
 
     def ls(self, path: str, detail: bool = True, **more: Any) -> list[Any]:
-        """List the runs that are open here, the steps of a run that were saved by path, or the files of one."""
+        """List the runs that are open here, the steps of a run that were saved by path, or the files of one.
+
+        The steps are those of all tiers: where one of them cannot be read, its error is raised."""
         path = self._strip_protocol(path)
         where = self._parse(path)
         if not where.run:
@@ -157,14 +160,32 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             found = [self.info(path)]
         else:
             with _tiers(where) as tiers:
-                found = _steps(tiers) if where.step is None else _files(path, where, tiers)
+                found = _steps(where, tiers) if where.step is None else _files(path, where, tiers)
         return found if detail else [one["name"] for one in found]
+
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: Any = None,
+        **more: Any,
+    ) -> Any:
+        """As fsspec's, and so ``find`` and ``glob``: but what cannot be read is raised, not left out."""
+        return super().walk(path, maxdepth, topdown, on_error or _raise_unless_absent, **more)
 
     def _parse(self, path: str) -> Where:
         return parse(self._strip_protocol(path))
 
 
-def _steps(tiers: Tiers) -> list[dict[str, Any]]:
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _steps(where: Where, tiers: Tiers) -> list[dict[str, Any]]:
+    # A program takes the newest of these: a list without those of one tier would send it back.
+    tiers.check_read(where, "may hold further steps")
     known = tiers.checkpoints().values()
     return [
         _folder(folder_of(tiers.run, one.id, live=not one.abandoned))

@@ -61,15 +61,19 @@ class Tiers:
         ]
         if fitting:
             return fitting[-1]
-        for listing in self.listings:
-            if listing.error is not None:
-                raise type(listing.error)(
-                    f"{where}: tier {listing.tier} could not be read and may hold it: {listing.error}"
-                ) from listing.error
+        self.check_read(where, "may hold it")
         there = ", ".join(str(id) for id in list(known)[-6:]) or "none"
         raise KeyNotFoundError(
             f"{where}: run {self.run!r} has no such checkpoint; there are: {there}"
         )
+
+    def check_read(self, where: Where, doubt: str) -> None:
+        """Raise what kept a tier from being read, with what that leaves in doubt."""
+        for listing in self.listings:
+            if listing.error is not None:
+                raise type(listing.error)(
+                    f"{where}: tier {listing.tier} could not be read and {doubt}: {listing.error}"
+                ) from listing.error
 
 
 @contextmanager
