@@ -708,7 +708,8 @@ class StoredTier:
         ``attempt`` is that of the process that asks for it, None where a person does. Raises FencedError, with nothing
         deleted from then on, where a newer attempt exists: it is looked for before each request that deletes.
 
-        Where ``latest`` named it, it comes to name ``next_latest`` if that is still there, or goes. From the first
+        Where ``latest`` named it, it comes to name ``next_latest`` if that is still there, or goes; where there is no
+        room to write it, it goes first, and is written once the rest is gone. From the first
         deletion on the checkpoint does not exist; a kill in between leaves an unfinished folder, which the next start
         collects. Files that tierfall did not write stay where they are.
         """
@@ -716,11 +717,12 @@ class StoredTier:
         if stops_drop(marks, tombstoned=tombstoned):
             return marks
         doing = f"drop of {checkpoint}"
+        unnamed = None
         if self.read_latest() == checkpoint:
             is_there = next_latest is not None and self.holds(next_latest)
             self.check_newest(attempt, doing=doing)
             if next_latest is not None and is_there:
-                self.name_latest(next_latest)
+                unnamed = self._name_latest_or_forget(next_latest)
             else:
                 self.forget_latest()
         if not void:
@@ -730,7 +732,30 @@ class StoredTier:
         self._commits.forget(checkpoint)
         self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
         self.discard(checkpoint, attempt=attempt)
+        if unnamed is not None:
+            self._name_latest_again(unnamed)
         return marks
+
+    def _name_latest_or_forget(self, checkpoint: CheckpointId) -> CheckpointId | None:
+        """Name ``latest``. Where there is no room for that, it goes, and what it is to name is returned: a hint keeps
+        nothing from being dropped, which alone makes room on a full tier."""
+        try:
+            self.name_latest(checkpoint)
+        except StorageFullError:
+            self.forget_latest()
+            return checkpoint
+        return None
+
+    def _name_latest_again(self, checkpoint: CheckpointId) -> None:
+        """Name ``latest`` after it had to go, unless somebody else named it meanwhile."""
+        try:
+            if self.read_latest() is None and self.holds(checkpoint):
+                self.name_latest(checkpoint)
+        except BackendError as error:
+            logger.warning(
+                "%s: 'latest' is missing until the next commit there: it could not be written: %s",
+                self.name, error,
+            )  # fmt: skip
 
     def _keep_start(self, checkpoint: CheckpointId) -> None:
         """Record how the attempt of a checkpoint began before it goes, which may be the attempt's last."""

@@ -19,6 +19,7 @@ from tierfall.core.errors import (
     IntegrityError,
     KeyExistsError,
     KeyNotFoundError,
+    StorageFullError,
     UnreachableError,
 )
 from tierfall.core.names import COMMIT_NAME
@@ -943,6 +944,31 @@ def test_a_full_disk_still_gives_up_a_checkpoint(disk: MemoryBackend) -> None:
     commit(tier, 1)
     tier.drop(CheckpointId(1, 1), attempt=None)
     assert steps(tier) == []
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_full_disk_gives_up_the_checkpoint_that_latest_names(
+    disk: MemoryBackend, room: bool
+) -> None:
+    """The hint is written again once what was dropped has made room; where that was too little, it is missing."""
+    plan = [
+        Fault(
+            kind=FaultKind.FAIL_BEFORE,
+            operation=Operation.CREATE,
+            keys="*/latest",
+            first=2,
+            times=1 if room else 2,
+            error=StorageFullError,
+        )
+    ]
+    tier = tier_on(Faulty(disk, seed=0, plan=plan))
+    for step in (1, 2):
+        commit(tier, step)
+    tier.name_latest(CheckpointId(1, 1))
+    tier.drop(CheckpointId(1, 1), attempt=None, next_latest=CheckpointId(2, 1))
+    assert steps(tier) == ["2@1"]
+    assert keys(disk, "step-00000001") == []
+    assert tier.read_latest() == (CheckpointId(2, 1) if room else None)
 
 
 def test_a_checkpoint_stays_while_how_its_attempt_began_cannot_be_recorded(
