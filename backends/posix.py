@@ -158,6 +158,12 @@ class PosixBackend:
         check_prefix(prefix)
         return self._scan(prefix)
 
+    def links(self, folder: str) -> list[str]:
+        """Name the symbolic links in a folder, which ``scan`` leaves out and nothing follows."""
+        with suppress(KeyNotFoundError), self._asking("list", check_key(folder)):
+            return self._folders.links(folder)
+        return []
+
     def delete(self, key: str) -> None:
         self.delete_some([key])
 

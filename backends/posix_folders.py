@@ -194,6 +194,11 @@ class Folders:
                     found.append(entry)
         return found
 
+    def links(self, folder: str) -> list[str]:
+        """Name the symbolic links in a folder."""
+        with self.opened(folder) as descriptor, os.scandir(descriptor) as names:
+            return sorted(each.name for each in names if each.is_symlink())
+
     def _walk(self, folder: str, enter: Callable[[int, str, str], int]) -> int:
         descriptor = os.dup(self._root)
         path = ""

@@ -21,6 +21,15 @@ UNSEEN_ATTEMPTS = 1000
 a tier is away."""
 
 
+class StepFolderError(IntegrityError):
+    """Something else lies where the folder of a step is to be: what it holds, or leads to, is not looked at.
+    ``checkpoint`` is the one whose folder it would be."""
+
+    def __init__(self, message: str, checkpoint: CheckpointId) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
     """A checkpoint that has a commit record on a tier. ``damage`` says what is wrong with it: a copy without ``commit``
@@ -59,6 +68,18 @@ class Listing:
 
     def copy(self, checkpoint: CheckpointId) -> FoundCopy | None:
         return next((c for c in self.copies if c.id == checkpoint), None)
+
+    def no_folders(
+        self, step: int | None = None, attempt: int | None = None
+    ) -> list[StepFolderError]:
+        """Return what lies where folders of steps are to be; of one ``step``, or attempt, where that is given."""
+        return [
+            error
+            for error in self.damaged
+            if isinstance(error, StepFolderError)
+            and step in (None, error.checkpoint.step)
+            and attempt in (None, error.checkpoint.attempt)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

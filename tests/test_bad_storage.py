@@ -99,6 +99,37 @@ def test_a_folder_that_was_replaced_keeps_no_other_checkpoint_off_its_tier(
         assert ckpt.statistics().set_aside_copies == 0
 
 
+@pytest.mark.parametrize("what", ["link", "file"])
+def test_a_step_whose_folder_was_replaced_is_told_and_keeps_no_other_from_being_read(
+    what: str, make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(disk={})
+    with tierfall.open(config) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step), block=True)
+    for step in (1, 3):
+        put_in_its_place(tmp_path / "disk" / "run" / f"step-0000000{step}-a0001", what)
+    hint = "put the folder itself there" if what == "link" else "move it away"
+    for step in (1, 3):
+        with pytest.raises(RestoreError, match=f"step-0000000{step}-a0001 is a .*{hint}") as told:
+            tierfall.load(config, step=step)
+        assert f"step-0000000{4 - step}" not in str(told.value)
+    with tierfall.open(config) as ckpt:
+        assert f"step-00000003-a0001 is a {'symbolic link' if what == 'link' else what}" in (
+            caplog.text
+        )
+        with pytest.raises(RestoreError, match=f"step-00000001-a0001 is a .*{hint}"):
+            ckpt.restore(blank(), step=1)
+        state = blank()
+        report = ckpt.restore(state)
+        assert report is not None
+        assert step_in(state) == 2
+        assert any("step-00000003-a0001" in each.reason for each in report.fallbacks)
+        ckpt.save(4, state_of(4), block=True)
+    with tierfall.open(config) as ckpt:
+        assert ckpt.restore(blank(), step=4) is not None
+
+
 def test_what_only_memory_has_of_a_copy_that_is_set_aside_outlives_close(
     make_config: MakeConfig, tmp_path: Path, memory: Path
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierfall.core import names
-from tierfall.core.catalog import Listing
+from tierfall.core.catalog import Listing, StepFolderError
 from tierfall.core.errors import (
     BackendError,
     IntegrityError,
@@ -185,13 +185,21 @@ def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
                 "is alive, remove it"
             )
             findings.append(_tier_finding(store, key, error, advice))
-    findings += _check_latest(store)
+    findings += [_no_folder(store, error) for error in listing.no_folders()]
+    findings += _check_latest(store, listing)
     return findings
 
 
-def _check_latest(store: StoredTier) -> list[Finding]:
+def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
+    problem, _, advice = str(error).removeprefix(f"{store.name}: ").rpartition(": ")
+    return Finding(tier=store.name, id=error.checkpoint, file="", problem=problem, advice=advice)
+
+
+def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
     latest = store.read_latest()
-    if latest is None or _is_there(store, latest) or store.read_latest() != latest:
+    if latest is None or listing.no_folders(latest.step, latest.attempt):
+        return []  # what lies there is reported by itself
+    if _is_there(store, latest) or store.read_latest() != latest:
         return []
     problem = IntegrityError(f"it names {latest}, which is not there")
     advice = (

@@ -190,5 +190,5 @@ def _is_run(path: Path) -> bool:
 def open_place(place: Place) -> tuple[StoredTier, Mapping[str, Listing]]:
     """Open the folder that a path led to as a tier of its own, for reading."""
     backend = PosixBackend(place.root, read_only=True)
-    store = StoredTier(name=str(place.root), run=place.run, backend=backend)
+    store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)
     return store, {store.name: store.list()}

@@ -218,6 +218,7 @@ def _store(
         packing=_packing(tier, config),
         pace=pace,
         recognise=backend.recognise if isinstance(backend, PosixBackend) else None,
+        links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
         read_only=read_only,
         heard_s=lambda: heard.heard_s,
     )

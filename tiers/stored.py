@@ -10,12 +10,12 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, Listing, start_of
+from tierfall.core.catalog import FoundCopy, Listing, StepFolderError, start_of
 from tierfall.core.contracts import Backend, Stored, delete_all
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
@@ -73,12 +73,14 @@ class StoredTier:
         packing: Packing | None = None,
         pace: Pace | None = None,
         recognise: Recognise | None = None,
+        links: Callable[[str], Iterable[str]] = lambda folder: (),
         read_only: str = "",
         heard_s: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """With ``packing``, images are stored packed; those that lie there otherwise are read as well. ``pace`` is what
         writes of ``backend`` keep to, where they keep to any. ``recognise`` tells a backend whose folder may be mounted
-        anew by which object, and what it says, that is the same. ``read_only`` says why ``backend`` was opened for
+        anew by which object, and what it says, that is the same. ``links`` names the symbolic links in a folder of it,
+        which a scan leaves out. ``read_only`` says why ``backend`` was opened for
         reading only, where it was; ``heard_s`` when the medium last answered, on the monotonic clock."""
         self.name = name
         self.read_only = read_only
@@ -90,6 +92,7 @@ class StoredTier:
         self._at_most = None if pace is None else pace.bytes_per_second
         self._documents = Documents(name, backend)
         self._recognise = recognise
+        self._links = links
         self._own_attempts: set[str] = set()
         self._settled: set[CheckpointId] = set()
         self._recorded: set[str] = set()
@@ -155,15 +158,22 @@ class StoredTier:
             },
             attempts=attempts,
             starts=starts,
-            damaged=tuple(
-                IntegrityError(
-                    f"{self.name}: {self._run}/{names.step_folder(checkpoint)} is a file where the folder of a step "
-                    "is to be: move it away"
-                )
-                for checkpoint, files in sorted(folders.items())
-                if "" in files
-            ),
+            damaged=tuple(self._no_folders([id for id, files in folders.items() if "" in files])),
         )
+
+    def _no_folders(self, files: Iterable[CheckpointId]) -> Iterator[StepFolderError]:
+        """Name what lies where folders of steps are to be: these files, and symbolic links, which a scan passes over
+        and nobody follows."""
+        advice = dict.fromkeys(files, "is a file where the folder of a step is to be: move it away")
+        for name in self._links(self._run):
+            if checkpoint := names.parse_step_folder(name):
+                advice[checkpoint] = (
+                    "is a symbolic link where the folder of a step is to be, and none is followed below the tier's "
+                    "folder, so that the step is not read: put the folder itself there, or remove the link"
+                )
+        for checkpoint, problem in sorted(advice.items()):
+            where = f"{self._run}/{names.step_folder(checkpoint)}"
+            yield StepFolderError(f"{self.name}: {where} {problem}", checkpoint)
 
     def _scan(
         self,

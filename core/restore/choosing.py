@@ -9,9 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.catalog import KnownCheckpoint, Listing, StepFolderError, merge
 from tierfall.core.errors import RestoreError
 from tierfall.core.restore.reader import Tally
+from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -46,6 +47,8 @@ def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
     """Refuse to take "could not look" for "nothing there"."""
     for listing in listings:
         for damage in listing.damaged:
+            if isinstance(damage, StepFolderError) and not _fits(damage.checkpoint, request):
+                continue
             tally.passed_over(f"tier {listing.tier}", damage)
         if listing.error is None or (request.tier is not None and listing.tier != request.tier):
             continue
@@ -73,6 +76,10 @@ def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
     )
 
 
+def _fits(checkpoint: CheckpointId, request: Request) -> bool:
+    return request.step in (None, checkpoint.step) and request.attempt in (None, checkpoint.attempt)
+
+
 def _candidates(
     listings: Sequence[Listing], request: Request, tally: Tally
 ) -> list[KnownCheckpoint]:
@@ -81,9 +88,7 @@ def _candidates(
     for checkpoint in reversed(merge(listings)):
         if request.tier is not None and request.tier not in checkpoint.copies:
             continue
-        if request.step is not None and checkpoint.id.step != request.step:
-            continue
-        if request.attempt is not None and checkpoint.id.attempt != request.attempt:
+        if not _fits(checkpoint.id, request):
             continue
         if checkpoint.tombstoned:
             tally.passed_over(f"step {checkpoint.id}", "deleted by a person")

@@ -230,6 +230,31 @@ def test_what_is_one_is_said_in_the_singular(make_cli: MakeCli, saved: Saved) ->
     assert "2 checkpoints (" in cli("ls").out
 
 
+def test_a_step_folder_that_is_a_link_is_told_by_every_command_that_looks(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    """Somebody moved it to an archive: it is not followed, and not passed over in silence."""
+    cli = make_cli(disk={"retain": {"last": 1}})
+    saved(cli, [1, 2])
+    folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
+    folder.rename(tmp_path / "archived")
+    folder.symlink_to(tmp_path / "archived")
+    said = "tier disk: run/step-00000002-a0001 is a symbolic link"
+    listed = cli("ls", code=1)
+    assert "2@1" in listed.out
+    assert "damaged" in listed.out
+    for words in (["show", "2"], ["verify", "2"], ["rm", "2", "--yes"], ["watch", "--once"]):
+        text = cli(*words, code=1).err.replace("holds something damaged: disk", "")
+        assert said.removeprefix("tier disk: ") in text, words
+        assert "put the folder itself there" in text, words
+    assert "symbolic link" in cli("verify", code=1).err
+    assert [tier["error"] for tier in cli.json("ls", code=1)["tiers"]] == [None, None]
+    assert files_below(tmp_path / "archived")
+    folder.unlink()
+    (tmp_path / "archived").rename(folder)
+    assert cli.steps() == {"2@1": {"disk": "committed"}}
+
+
 def test_what_is_damaged_is_said_with_its_tier_once(
     make_cli: MakeCli, saved: Saved, tmp_path: Path
 ) -> None:

@@ -570,6 +570,27 @@ def test_a_tier_that_may_not_be_read_is_not_passed_over_by_find_and_glob(
         assert files.find("tiers://run/step-00000007") == []
 
 
+def test_a_step_folder_that_is_a_link_is_told_by_open_and_ls(
+    make_config: Make, files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tierfall.open(make_config()) as ckpt:
+        save(1)
+        save(2)
+        ckpt.drain(30)
+    folder = tmp_path / "disk" / "run" / "step-00000002-a0001"
+    folder.rename(tmp_path / "archived")
+    folder.symlink_to(tmp_path / "archived")
+    with tierfall.open(make_config()):
+        caplog.clear()
+        assert files.ls("tiers://run", detail=False) == ["run/step-00000001"]
+        assert "this step is left out: disk: run/step-00000002-a0001 is a symbolic" in caplog.text
+        with pytest.raises(KeyNotFoundError, match="put the folder itself there"):
+            files.open(f"{path(2)}/.metadata")
+        check(load(1), 1)
+        save(2)  # of this attempt: the link is in nobody's way
+        check(load(2), 2)
+
+
 # What else is done with such a step ------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ def _order(
         listings = reader.list()
         known = merge(listings)
         unread = orders.unread(listings)
+        answer.note_no_folders(listings, named)
         checkpoint = find_step(answer, known, named, unread, doing=verb)
         owner = reader.owner()
         elsewhere = orders.trained_elsewhere(listings, reader.stores)

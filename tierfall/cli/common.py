@@ -141,6 +141,12 @@ class Answer:
             if line not in self.problems:
                 self.problem(line)
 
+    def note_no_folders(self, listings: Iterable[Listing], named: tuple[int, int | None]) -> None:
+        """Say what lies where the folder of the step that STEP names is to be."""
+        for listing in listings:
+            for error in listing.no_folders(*named):
+                self.problem(of_tier(listing.tier, error))
+
     def refuse(self, message: object, code: Exit = Exit.COULD_NOT) -> NoReturn:
         """End the command, which does not go on: say why, and what went wrong before."""
         raise Refusal([*self.problems, str(message)], code)
@@ -183,7 +189,9 @@ def find_on(
 ) -> KnownCheckpoint:
     """Find the checkpoint that STEP names, on ``tier`` where one is given; ends the command where it is not there."""
     known = [c for c in merge(listings) if tier is None or tier in c.copies]
-    silent = unread(listing for listing in listings if tier in (None, listing.tier))
+    asked = [listing for listing in listings if tier in (None, listing.tier)]
+    silent = unread(asked)
+    answer.note_no_folders(asked, named)
     return find_step(answer, known, named, silent, doing=doing)
 
 

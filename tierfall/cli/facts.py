@@ -69,6 +69,11 @@ class Facts:
         unfinished = {id for listing in self.listings for id in listing.unfinished}
         return sorted({*self.by_id, *unfinished})
 
+    def rows_with_damage(self) -> list[CheckpointId]:
+        """As ``rows``, with the steps in whose folders' places something else lies."""
+        no_folders = {e.checkpoint for listing in self.listings for e in listing.no_folders()}
+        return sorted({*self.rows(), *no_folders})
+
     def cell(self, id: CheckpointId, tier: str) -> str:
         """Say in a word what a tier holds of a checkpoint."""
         listing = next(x for x in self.listings if x.tier == tier)
@@ -77,6 +82,8 @@ class Facts:
         copy = listing.copy(id)
         if copy is not None:
             return self.state(copy)
+        if listing.no_folders(id.step, id.attempt):
+            return DAMAGED
         if id in listing.unfinished:
             return str(CopyState.ARRIVING) if self.owner else UNFINISHED
         return "-"

@@ -57,7 +57,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
                 losses.told_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
             ),
         }
-        if facts.rows():
+        if facts.rows_with_damage():
             answer.show(_steps(facts))
         answer.show(*_summary(facts, settings, trainer))
     answer.finish()
@@ -163,7 +163,7 @@ def _note_unread(answer: Answer, facts: Facts) -> None:
 
 def _steps(facts: Facts) -> Table:
     tiers = [listing.tier for listing in facts.listings]
-    rows = facts.rows()
+    rows = facts.rows_with_damage()
     metrics = sorted({name for c in facts.known if c.commit for name in c.commit.metrics})
     made = table(
         "STEP", "AGE", "SIZE", *tiers, *metrics, "", right=("STEP", "AGE", "SIZE", *metrics)

@@ -105,6 +105,7 @@ def of_status(status: Status, glimpse: Glimpse) -> Picture:
 def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
     """What the tiers hold, where no trainer says it."""
     unread = (of_tier(tier, error) for tier, error in facts.unread.items())
+    damaged = (of_tier(x.tier, error) for x in facts.listings for error in x.damaged)
     return Picture(
         run=run,
         glimpse=glimpse,
@@ -113,7 +114,7 @@ def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
         checkpoints_known=len(facts.rows()),
         transfers=(),
         bounds=loss_bounds(facts.safety),
-        problems=(*glimpse.problems, *unread),
+        problems=(*glimpse.problems, *unread, *damaged),
     )
 
 

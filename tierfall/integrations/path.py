@@ -8,6 +8,7 @@ It holds nothing itself: ``path_saving`` stages and commits, ``path_reading`` fi
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tierfall.integrations.path_names import METADATA, PROTOCOL, Where, folder_o
 from tierfall.integrations.path_reading import Files, PathFile, Tiers, tiers_of
 from tierfall.path_saving import PathSaves
 
+logger = logging.getLogger("tierfall")
 CONFIG = "TIERFALL_CONFIG"
 _DATA, _TEMPORARY = ".distcp", f"{METADATA}.tmp"
 _opening = threading.Lock()
@@ -186,6 +188,9 @@ def _raise_unless_absent(error: OSError) -> None:
 def _steps(where: Where, tiers: Tiers) -> list[dict[str, Any]]:
     # A program takes the newest of these: a list without those of one tier would send it back.
     tiers.check_read(where, "may hold further steps")
+    for listing in tiers.listings:
+        for error in listing.no_folders():
+            logger.warning("%s: this step is left out: %s", where, error)
     known = tiers.checkpoints().values()
     return [
         _folder(folder_of(tiers.run, one.id, live=not one.abandoned))
