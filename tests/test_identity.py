@@ -141,6 +141,58 @@ def test_reading_commands_say_it_too(tmp_path: Path) -> None:
     assert "is a file system not mounted there" in " ".join(said.output.split())
 
 
+@pytest.mark.parametrize("more", [{}, {"read_only": True}])
+def test_check_measures_no_other_disk_in_the_place_of_a_tier(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    config = chain(tmp_path, *tiers)
+    save(config, 1)
+    unmount(tmp_path / "pfs")
+    config["tiers"][-1].update(more)
+    (tmp_path / "tiers.yaml").write_text(json.dumps(config))
+    answer = CliRunner().invoke(
+        app, ["check", "-c", str(tmp_path / "tiers.yaml"), "--size", "4KiB"]
+    )
+    assert answer.exit_code == 1
+    assert "is a file system not mounted there" in answer.stderr
+    assert "pfs: durable" not in answer.stdout
+    assert "1 of 3 tiers answered" not in answer.stdout
+    assert "2 of 3 tiers answered" in answer.stdout
+    assert list((tmp_path / "pfs").iterdir()) == []
+
+
+def test_watch_says_which_tier_it_could_not_ask(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    unmount(tmp_path / "pfs")
+    (tmp_path / "tiers.yaml").write_text(json.dumps(config))
+    answer = CliRunner().invoke(app, ["watch", "--once", "-c", str(tmp_path / "tiers.yaml")])
+    assert answer.exit_code == 1
+    assert "(not asked: pfs)" in answer.stdout
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_folder_in_the_place_of_the_record_is_told_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    """``kept``: another tier remembers this one."""
+    tiers = [tier(tmp_path, "pfs", shared=True)] + [tier(tmp_path, "disk")] * kept
+    config = chain(tmp_path, *tiers)
+    save(config, 1)
+    record = tmp_path / "pfs" / "run" / "tier.json"
+    record.unlink()
+    record.mkdir()
+    (record / "mine").touch()
+    assert restored(config) == 1
+    save(config, 2)
+    assert "run/tier.json is no file" in caplog.text
+    assert f"move away what lies there in {tmp_path / 'pfs'}" in caplog.text
+    shutil.rmtree(record)
+    assert restored(config) == 2
+    assert record.is_file()
+
+
 def test_what_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
     tiers = (tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True))
     config = chain(tmp_path, *tiers)

@@ -37,6 +37,7 @@ from tierfall.core.restore.reader import in_threads
 from tierfall.core.scheduler.lane import LaneLimits
 from tierfall.core.units import format_size
 from tierfall.core.values import TierKind
+from tierfall.reading import Reader
 from tierfall.stores import lane_limits, open_stores, run_folder
 from tierfall.tiers.arena_folder import room_for_arena
 from tierfall.tiers.stored import StoredTier
@@ -79,12 +80,15 @@ def measure(config: Config, size_bytes: int, say: Say = lambda what: None) -> tu
     What a tier refuses, and that it does not answer, is reported with it, never raised.
     """
     found = []
+    with Reader(config) as reader:
+        missing = reader.missing()
     for tier in config.chain:
         say(tier.name)
         if isinstance(tier, HostTier):
             found.append(_measure_host(config, tier))
         else:
-            found.append(_measure_stored(config, tier, size_bytes))
+            why = missing.get(tier.name)
+            found.append(_measure_stored(config, tier, size_bytes, why))
     return tuple(found)
 
 
@@ -106,7 +110,10 @@ def _nearest(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if each.is_dir())
 
 
-def _measure_stored(config: Config, tier: Tier, size_bytes: int) -> Measured:
+def _measure_stored(
+    config: Config, tier: Tier, size_bytes: int, missing: TierfallError | None
+) -> Measured:
+    """``missing`` says why the tier counts as not mounted: what lies at its place now is another disk."""
     section = next(each for each in config.stored if each.name == tier.name)
     known = Measured(
         name=section.name,
@@ -114,6 +121,8 @@ def _measure_stored(config: Config, tier: Tier, size_bytes: int) -> Measured:
         place=_shown(section.place),
         capacity_bytes=section.capacity_bytes,
     )
+    if missing is not None:
+        return replace(known, read_only=section.read_only, error=missing)
     if section.read_only:
         return replace(known, read_only=True, error=_read_error(config, section.name))
     try:

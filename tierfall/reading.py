@@ -16,7 +16,12 @@ from tierfall.backends.posix import PosixBackend
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.catalog import Listing
-from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.core.errors import (
+    ConfigError,
+    IntegrityError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.lock import Owner, RunLock
 from tierfall.core.packing.files import files_of
 from tierfall.core.restore.images import Image, RegionImage, StoredImage
@@ -68,8 +73,7 @@ class Reader:
 
     def list(self) -> tuple[Listing, ...]:
         listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
-        identities = Identities(self.config, self.stores, self._folder, listings)
-        missing = identities.missing(listings)
+        missing = self._missing(listings)
         listings = tuple(
             Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
             for x in listings
@@ -77,6 +81,15 @@ class Reader:
         if self._host_error is None:
             return listings
         return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
+
+    def missing(self) -> dict[str, UnreachableError]:
+        """Name the tiers in which nothing lies, and something must, with why they count as not mounted."""
+        return self._missing(
+            list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        )
+
+    def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
+        return Identities(self.config, self.stores, self._folder, listings).missing(listings)
 
     def memory(self) -> Listing:
         """Say what lies in host memory, without asking the other tiers."""

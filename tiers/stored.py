@@ -19,6 +19,7 @@ from tierfall.core.catalog import FoundCopy, Listing, StepFolderError, start_of
 from tierfall.core.contracts import Backend, Stored, delete_all
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
+    AccessDeniedError,
     BackendError,
     FencedError,
     IntegrityError,
@@ -417,8 +418,15 @@ class StoredTier:
         key = f"{self._run}/{names.TIER_NAME}"
         try:
             (self._documents.replace if again else self._documents.create)(key, record.encode())
-        except KeyExistsError:
-            return read_tier(self._documents.read(key), what=self._documents.what(key))
+        except KeyExistsError as error:
+            what = self._documents.what(key)
+            try:
+                return read_tier(self._documents.read(key), what=what)
+            except KeyNotFoundError:
+                raise AccessDeniedError(
+                    f"{what} is no file, and the record that tells this tier from others is to be there: move away "
+                    f"what lies there in {self.place}"
+                ) from error
         return record
 
     def is_known_by(self, id: str) -> None:
@@ -596,7 +604,8 @@ class StoredTier:
             raise FencedError(
                 f"{doing} on {self.name}: attempt {attempt.number} of run {attempt.run!r} was followed by attempt "
                 f"{newer.number} (process {newer.pid} on {newer.node}): this process must stop; nothing it "
-                "writes counts any more"
+                "writes counts any more. If that process only reads, an evaluation say, it is to use tierfall.load, "
+                "which takes no attempt"
             )
         if holder is not None:
             self._check_owner(attempt, holder, doing=doing)

@@ -515,6 +515,15 @@ def test_a_newer_attempt_stops_an_older_one_before_it_commits(
     tier.commit(commit_of(5, 2, "b"), attempt=attempt(2, "b"))
 
 
+def test_whoever_is_fenced_by_a_job_that_only_reads_learns_how_that_is_to_read(
+    tier: StoredTier, disk: MemoryBackend
+) -> None:
+    write_image(tier, 1)
+    tier_on(disk).take_attempt(attempt(2, "b"))
+    with pytest.raises(FencedError, match=r"must stop; .* only reads.* tierfall\.load"):
+        tier.commit(commit_of(1), attempt=attempt())
+
+
 def test_a_newer_attempt_of_the_same_process_fences_nothing(tier: StoredTier) -> None:
     """A restore takes it while commits of the line before are under way."""
     write_image(tier, 1)

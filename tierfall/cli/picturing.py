@@ -34,7 +34,7 @@ _TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A run at a moment. ``problems`` are what could not be read."""
+    """A run at a moment. ``problems`` are what could not be read, ``unread`` the tiers of which nothing is known."""
 
     run: str
     glimpse: Glimpse
@@ -43,6 +43,7 @@ class Picture:
     checkpoints_known: int
     transfers: tuple[TransferStatus, ...]
     bounds: dict[LossClass, LossBound]
+    unread: tuple[str, ...] = ()
     problems: tuple[str, ...]
 
     @property
@@ -79,7 +80,7 @@ class Picture:
             yield ""
             yield _transfer_table(self.transfers)
         yield ""
-        yield losses.in_words(self.bounds, what=losses.lost_and_read_back)
+        yield losses.in_words(self.bounds, self.unread, what=losses.lost_and_read_back)
         if len(self.glimpse.slots) > 1:
             yield ""
             yield _slot_table(self.glimpse)
@@ -114,6 +115,7 @@ def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
         checkpoints_known=len(facts.rows()),
         transfers=(),
         bounds=loss_bounds(facts.safety),
+        unread=tuple(facts.unread),
         problems=(*glimpse.problems, *unread, *damaged),
     )
 
