@@ -240,21 +240,30 @@ def test_retention_takes_an_abandoned_one_only_where_the_new_line_is_as_safe(vie
             assert newer or checkpoint.tombstoned
 
 
-@EXAMPLES
-@given(views())
-def test_room_is_not_made_of_all_that_survives_a_loss_though_it_was_left_behind(view: View) -> None:
-    for tier in view.tiers[1:]:
-        dropped = plan_eviction(view, tier.name, need_bytes=1 << 60, free_bytes=0).drops
-        gone = [(tier.name, drop.checkpoint) for drop in dropped]
-        after = without(view, gone)
-        for lost in LOSS_CLASSES[: RANK.index(tier.survives)]:
+def test_the_last_of_what_was_left_behind_makes_no_room_while_nothing_live_survives_as_much() -> (
+    None
+):
+    nvme = TierRules(name="nvme", kind=TierKind.FILE, survives=LossClass.PROCESS)
+    pfs = TierRules(name="pfs", kind=TierKind.FILE, survives=LossClass.NODE)
 
-            def left(view: View, lost: LossClass = lost) -> bool:
-                tiers = [t.name for t in view.tiers[1:] if t.survives.covers(lost)]
-                kept = [c for c in view.checkpoints if not c.tombstoned]
-                return any(c.state(t) is CopyState.COMMITTED for c in kept for t in tiers)
+    def made(step: int, attempt: int, *tiers: str, abandoned: bool = False) -> CheckpointView:
+        copy = CopyView(state=CopyState.COMMITTED, bytes=1)
+        return CheckpointView(
+            id=CheckpointId(step, attempt),
+            ordinal=step,
+            started_from=None,
+            abandoned=abandoned,
+            copies=dict.fromkeys(tiers, copy),
+        )
 
-            assert left(after) or not left(view)
+    def dropped(*checkpoints: CheckpointView) -> list[int]:
+        view = View(tiers=(nvme, pfs), checkpoints=checkpoints)
+        drops = plan_eviction(view, "pfs", need_bytes=10, free_bytes=0).drops
+        return [drop.checkpoint.step for drop in drops]
+
+    old = [made(step, 1, "pfs", abandoned=True) for step in (4, 5)]
+    assert dropped(*old, made(3, 2, "nvme")) == [4]
+    assert dropped(*old, made(3, 2, "nvme", "pfs")) == [4, 5]
 
 
 @EXAMPLES
