@@ -7,6 +7,7 @@ from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush, still_owed, tiers_owed, wants_repair
 from tierfall.policies.forecast import forecast
+from tierfall.policies.guard import reason_to_keep
 from tierfall.policies.metric_names import missing_metrics
 from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import keeps_all_live, next_due_s, plan_drops, plan_retention
@@ -31,6 +32,7 @@ __all__ = [
     "plan_retention",
     "plan_superseding",
     "plan_yield",
+    "reason_to_keep",
     "still_owed",
     "tiers_owed",
     "wants_repair",

@@ -8,7 +8,7 @@ what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -30,6 +30,14 @@ PlanDrops = Callable[[View, str], tuple[Decision, ...]]
 
 class MissingMetrics(Protocol):
     def __call__(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
+
+
+class ReasonToKeep(Protocol):
+    """What no policy may drop; see ``policies.guard``."""
+
+    def __call__(
+        self, view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
+    ) -> str | None: ...
 
 
 class Verifies(Protocol):
@@ -57,12 +65,14 @@ class Dropper:
         keeps_all_live: Callable[[TierRules], bool],
         next_due_s: Callable[[View, str], float | None],
         missing_metrics: MissingMetrics,
+        reason_to_keep: ReasonToKeep,
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
         self._plan_drops = plan_drops
         self._keeps_all_live = {t.name: keeps_all_live(t) for t in ledger.rules}
         self._missing_metrics = missing_metrics
+        self._reason_to_keep = reason_to_keep
         self._said_missing: set[str] = set()
         self._ageing = Ageing(ledger, next_due_s)
         self._dispatch = dispatch
@@ -135,9 +145,26 @@ class Dropper:
             if self._plan(tier):
                 self.survey(tier)
         for key, (task, not_before_s) in list(self._failed.items()):
-            if now_s >= not_before_s and not self.paused:
-                del self._failed[key]
-                self._dispatch(task)
+            if now_s < not_before_s or self.paused:
+                continue
+            if self._must_stay(task):  # by now: something newer has gone meanwhile
+                self._failed[key] = (task, now_s + RETRY_S)
+                continue
+            del self._failed[key]
+            self._dispatch(task)
+
+    def _must_stay(self, task: DropCopy) -> bool:
+        """Say whether a copy that failed to go must not go any more, if it is still whole."""
+        entry = self._ledger.entries.get(task.id)
+        if entry is None or task.unfinished or task.void or task.tombstoned:
+            return False
+        view = self._ledger.view()
+        copy = CopyView(state=CopyState.COMMITTED, bytes=entry.bytes.get(task.tier, 0))
+        (there,) = [c for c in view.checkpoints if c.id == task.id]
+        whole = replace(there, copies={**there.copies, task.tier: copy})
+        checkpoints = tuple(whole if c is there else c for c in view.checkpoints)
+        view = replace(view, checkpoints=checkpoints)
+        return self._reason_to_keep(view, whole, view.tier(task.tier), frozenset()) is not None
 
     def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
         """Try what could not be dropped of a checkpoint again at once; name the tiers."""

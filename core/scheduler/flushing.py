@@ -423,16 +423,18 @@ class Flusher:
             return
         lane.back_off(entry, now_s)
         self.counters.flush_failures += 1
-        if not self._ends_the_copy(lane, entry, error):
+        if not self._ends_the_copy(lane, transfer, error):
             self._is_tried_again(lane, entry, error, now_s)
 
-    def _ends_the_copy(self, lane: Lane, entry: Entry, error: BaseException) -> bool:
-        """Give up a repair that fails for good, and set a copy aside that fails while the tier takes others."""
+    def _ends_the_copy(self, lane: Lane, transfer: Transfer, error: BaseException) -> bool:
+        """Give up a repair that fails for good, and set a copy aside that fails while the tier takes others, unless it
+        is its source that does not answer."""
+        entry = transfer.entry
         failures = entry.failures.setdefault(lane.tier, Failures())
         failures.note(lane.arrivals, lasts=not getattr(error, "retryable", False))
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
-        alone = tried and failures.others_came >= others_needed
+        alone = tried and failures.others_came >= others_needed and not transfer.source_is_silent
         if lane.tier in entry.damage:
             if alone or (tried and failures.lasts):
                 self.give_up_for_all(entry, lane.tier, error)

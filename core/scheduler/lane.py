@@ -210,6 +210,7 @@ class Lane:
     def _opened(self, transfer: Transfer, task: OpenShard, outcome: Outcome) -> None:
         if outcome.error is not None:
             transfer.error = outcome.error
+            transfer.source_is_silent = _is_silent_source(outcome)
             if outcome.side is Side.SOURCE:
                 self._blame(transfer, task.source, outcome.error)
             return
@@ -244,6 +245,7 @@ class Lane:
             self.stalled = outcome.error
         else:
             transfer.error = outcome.error
+            transfer.source_is_silent = _is_silent_source(outcome)
 
     def _blame(self, transfer: Transfer, source: Source | None, error: BaseException) -> bool:
         """Strike a source whose bytes are wrong, not one that only does not answer; say whether another is left."""
@@ -438,3 +440,7 @@ def _nobody_minds(tier: str, id: CheckpointId, why: str) -> None:
 def _wait_s(failures: int) -> float:
     """How long to wait after so many failures in a row."""
     return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 30), LONGEST_RETRY_S)
+
+
+def _is_silent_source(outcome: Outcome) -> bool:
+    return outcome.side is Side.SOURCE and bool(getattr(outcome.error, "retryable", False))

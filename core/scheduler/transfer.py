@@ -24,7 +24,8 @@ class Transfer:
     ``runs`` of chunks are brought, each as a whole; ``waiting`` are the numbers of those to be begun, in rising order,
     ``outstanding`` those that were begun and are not done, and ``reading`` the runs that workers are just bringing from
     a stored tier. ``stalls`` counts the failures in a row after which it goes on where it was. ``published`` says that
-    something of it may be visible on the tier, not committed.
+    something of it may be visible on the tier, not committed; ``source_is_silent`` that it failed as a source did not
+    answer.
     """
 
     entry: Entry
@@ -41,6 +42,7 @@ class Transfer:
     stalls: int = 0
     error: BaseException | None = None
     published: bool = False
+    source_is_silent: bool = False
 
     def waiting_within(self, run: CopyRun) -> int | None:
         """Return the first run to be begun whose chunks are all among those of another copy's ``run``."""

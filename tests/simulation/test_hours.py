@@ -31,6 +31,18 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         seen_in(seed)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(347, id="two tiers that write each other's copies anew, and are full"),
+        pytest.param(10482, id="a drop that had failed, and what it relied on has gone"),
+        pytest.param(20543, id="a copy whose source does not answer is not set aside"),
+    ],
+)
+def test_an_hour_that_broke_a_promise_once(seed: int) -> None:
+    run_hour(seed)
+
+
 def test_all_that_may_happen_comes_about() -> None:
     seen: Counter[str] = sum((seen_in(seed) for seed in range(100)), Counter())
     assert seen[LossClass.PROCESS] > 25

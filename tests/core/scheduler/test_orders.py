@@ -381,6 +381,23 @@ def test_a_deletion_takes_over_a_drop_that_had_failed() -> None:
     assert world.steps_on("nvme") == [2]
 
 
+def test_a_drop_that_had_failed_is_not_tried_again_once_what_it_relied_on_has_gone() -> None:
+    fault = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*a0001/commit.json", times=1
+    )
+    world = faulty_world(fault, retain_last=1)
+    for step in (1, 2):
+        world.save(step)
+        world.run_all()
+    assert world.steps_on("nvme") == [1, 2]
+    deleted = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    world.run_all()
+    world.memory.regions.clear()
+    assert deleted == [{}]
+    world.settle()
+    assert world.steps_on("nvme") == [1]
+
+
 def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and_is_said() -> None:
     world = World([file_rules("nvme")])
     for step in (1, 2):
