@@ -194,3 +194,45 @@ def test_a_run_that_begins_anew_finds_room(tmp_path: Path) -> None:
     with tierfall.open(chain(tmp_path, capacity=taken + 10_000), fresh=True) as ckpt:
         ckpt.save(1, state_of(1), block=True).wait("disk", timeout=20)
     assert "step-00000001-a0002" in folders(tmp_path)
+
+
+# Removed while the trainer lives ----------------------------------------------------------------------
+
+
+def test_the_best_that_is_left_stays_when_the_best_was_removed(tmp_path: Path) -> None:
+    retain = {"best": {"metric": "loss"}}
+    with tierfall.open(chain(tmp_path, retain=retain)) as ckpt:
+        ckpt.restore(blank())
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
+            ckpt.save(step, state_of(step), metrics={"loss": loss}, block=True)
+        assert is_idle(ckpt)
+        folder = tmp_path / "disk/run/step-00000002-a0001"
+        (folder / "commit.json").unlink()
+        shutil.rmtree(folder)
+        for step, loss in ((4, 0.3), (5, 0.8), (6, 0.9)):
+            ckpt.save(step, state_of(step), metrics={"loss": loss}, block=True)
+        assert is_idle(ckpt)
+    assert steps_on(tmp_path / "disk") == [4, 6]
+
+
+@pytest.mark.parametrize("part", ["step-*", "step-*/*.safetensors"])
+def test_close_keeps_memory_when_what_it_had_brought_to_tiers_is_gone(
+    tmp_path: Path, part: str
+) -> None:
+    with tierfall.open(chain(tmp_path)) as ckpt:
+        ckpt.restore(blank())
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        assert is_idle(ckpt)
+        for path in (tmp_path / "disk" / "run").glob(part):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    state = blank()
+    with tierfall.open(chain(tmp_path)) as ckpt:
+        report = ckpt.restore(state)
+    assert report is not None
+    assert (report.step, step_in(state)) == (2, 2)
+
+
+def test_close_gives_memory_back_when_the_newest_is_whole_on_a_tier(tmp_path: Path) -> None:
+    save(chain(tmp_path), 1, 2)
+    assert not list((tmp_path / "memory").rglob("*.arena"))

@@ -46,7 +46,15 @@ from tierfall.core.scheduler.tasks import PersonsOrder
 from tierfall.core.units import as_seconds
 from tierfall.core.values import CheckpointId, OnError, Verify
 from tierfall.core.view import Decision
-from tierfall.ending import Ending, LastStep, agree_on_end, must_keep_memory, say_left, say_lost
+from tierfall.ending import (
+    Ending,
+    LastStep,
+    agree_on_end,
+    confirm_copies,
+    must_keep_memory,
+    say_left,
+    say_lost,
+)
 from tierfall.journal import failures_noted
 from tierfall.line import SavingLine, as_step
 from tierfall.orders import give
@@ -534,11 +542,12 @@ class Checkpointer:
                 self._finish_capture(left_s())
                 self._capturer.close(left_s())
                 self._session.look(left_s(), last=True)
+                confirmed = confirm_copies(self._session, left_s() / 2)
                 report = ordering.drain_here(self._session, left_s(), doing="close", goes_on=False)
             finally:
                 self._capturer.let_go()
                 together = ordering.settle(self._session, left_s)
-            keep = must_keep_memory(self._session)
+            keep = not confirmed or must_keep_memory(self._session)
             if keep and not self._session.memory.repair(max(1.0, left_s())):
                 self._session.coordinator.errors += say_lost(self._session)
             say_left(self._session, report)

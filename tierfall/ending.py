@@ -17,6 +17,7 @@ from tierfall.core.capture.fingerprint import Fingerprint
 from tierfall.core.errors import FlushError, RanksError
 from tierfall.core.ranks.council import Bodies
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.scheduler.ledger import Entry, Ledger
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.words import few_of, ranks_named
 from tierfall.inheriting import images_in
@@ -108,6 +109,33 @@ def decide(bodies: Bodies) -> list[str]:
     return [Ending.SAVE, ""]
 
 
+def confirm_copies(session: Session, timeout_s: float) -> bool:
+    """Look once more at the copies because of which memory may be given back: they may have been removed, or purged.
+    What lacks files is written anew where that is possible. False where no tier could say of one."""
+    if session.config.host.on_close is OnClose.KEEP or session.coordinator.fenced is not None:
+        return True
+
+    def ask() -> dict[CheckpointId, list[str]]:
+        needed = _needed(session.coordinator.ledger)
+        return {e.id: [t for t in session.stores if e.readable_on(t)] for e in needed}
+
+    copies = session.ask(ask)
+    found = [session.is_whole(id, tiers, timeout_s) for id, tiers in copies.items() if tiers]
+    return None not in found
+
+
+def _needed(ledger: Ledger) -> list[Entry]:
+    """Name what lies in memory, and must not be lost with it: the newest of the line, and what a person wants kept."""
+    left = ledger.abandoned()
+    held = [
+        e
+        for e in ledger.entries.values()
+        if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+    ]
+    newest = max(held, key=lambda e: e.id, default=None)
+    return [e for e in held if e is newest or e.pinned or e.set_aside]
+
+
 def must_keep_memory(session: Session) -> bool:
     """Say whether host memory holds something that no stored tier has, or that one is still owed."""
     if session.config.host.on_close is OnClose.KEEP or session.inheritance.parts:
@@ -115,21 +143,9 @@ def must_keep_memory(session: Session) -> bool:
 
     def ask() -> bool:
         ledger = session.coordinator.ledger
-        host = ledger.host
         if any(entry.owed for entry in ledger.entries.values()):
             return True
-        left = ledger.abandoned()
-        held = [
-            e
-            for e in ledger.entries.values()
-            if e.state(host) is CopyState.SEALED and e.id not in left and not e.tombstoned
-        ]
-        newest = max(held, key=lambda e: e.id, default=None)
-        kept = [e for e in held if e.pinned or e.set_aside]
-        return any(
-            CopyState.COMMITTED not in e.states.values()
-            for e in (*kept, *([newest] if newest else []))
-        )
+        return any(CopyState.COMMITTED not in e.states.values() for e in _needed(ledger))
 
     return session.ask(ask)
 

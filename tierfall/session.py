@@ -551,6 +551,29 @@ class Session:
                     self._tell_damage(listing.tier, copy.id, str(copy.damage), repairable=True)
         return self.with_memory(found, self.hosts())
 
+    def is_whole(self, id: CheckpointId, tiers: Iterable[str], timeout_s: float) -> bool | None:
+        """Look whether a stored tier still has all files of a checkpoint; None where none has, and one did not answer.
+        Copies that lack files reach the ledger."""
+        answers = self._calls.make(
+            {name: partial(self.stores[name].look, id) for name in tiers},
+            {name: min(bound_s, timeout_s) for name, bound_s in bounds_s(self.config).items()},
+            doing="look",
+            heard_s=lambda name: self.stores[name].heard_s(),
+        )
+        whole, unknown = False, False
+        for name, answer in answers.items():
+            if isinstance(answer.error, TierfallError):
+                logger.warning("%s: %s was not looked at: %s", name, id, answer.error)
+                unknown = True
+            elif (copy := answer.get()) is None:
+                why = f"{name}: {id} is not there any more: its commit record has gone"
+                self._tell_damage(name, id, why, repairable=False)
+            elif copy.damage is not None:
+                self._tell_damage(name, id, str(copy.damage), repairable=True)
+            else:
+                whole = True
+        return whole or (None if unknown else False)
+
     def with_memory(
         self, listings: Iterable[Listing], hosts: Sequence[HostTier]
     ) -> tuple[Listing, ...]:

@@ -53,6 +53,16 @@ class CommitRecords:
         }
         return {id: kept[id] if id in kept else found[id] for id in listed}
 
+    def find_one(self, id: CheckpointId, listed: Stored) -> Found:
+        """Do so for one, and keep what is known of others."""
+        was, record = self._kept.get(id, (None, None))
+        if record is not None and was == _as_listed(listed):
+            return record
+        found = self._find(id, listed.bytes)
+        if isinstance(found, Commit):
+            self._kept[id] = (_as_listed(listed), found)
+        return found
+
     def _find(self, id: CheckpointId, size: int) -> Found:
         try:
             return self._read_as_listed(id, size)

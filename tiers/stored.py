@@ -234,6 +234,22 @@ class StoredTier:
             return False
         return True
 
+    def look(self, checkpoint: CheckpointId) -> FoundCopy | None:
+        """Look at one committed copy as ``list`` looks at all; None where it has no commit record."""
+        copy = self._look(checkpoint)
+        if copy is None or copy.damage is not None:  # it may just be written: look once more
+            copy = self._look(checkpoint)
+        return copy
+
+    def _look(self, checkpoint: CheckpointId) -> FoundCopy | None:
+        prefix = names.step_prefix(self._run, checkpoint)
+        files = {s.key.removeprefix(prefix): s for s in self.backend.scan(prefix)}
+        listed = files.get(names.COMMIT_NAME)
+        record = None if listed is None else self._commits.find_one(checkpoint, listed)
+        if record is None:
+            return None
+        return self._judged(_found(checkpoint, files, record), files)
+
     def settle(self, checkpoint: CheckpointId) -> None:
         """Make the commit record that was found here durable, once: whoever wrote it may have failed, or died, between
         making it visible and its last fsync. It costs an fsync of the step's folder, and nothing on an object store.

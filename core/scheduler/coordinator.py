@@ -218,6 +218,7 @@ class Coordinator:
             council=council,
             commits=self.commits,
         )
+        self.dropper.found_damage = self.damages.found
         for lane in self.lanes.values():
             lane.found_damage = self.damages.found
         self._flusher.has_committed = self._has_committed

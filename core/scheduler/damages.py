@@ -127,6 +127,8 @@ class Damages:
     def _note(self, entry: Entry, tier: str, why: str, repairable: bool) -> None:
         logger.error("%s: %s is damaged, and protects nothing: %s", tier, entry.id, why)
         entry.note_damage(tier, why, repairable=repairable)
+        if not repairable:
+            entry.bytes.pop(tier, None)  # it has gone: it takes no room that could be made
         self._has_lost(tier)
         self.plan_repairs(entry)
 

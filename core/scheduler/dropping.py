@@ -12,17 +12,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from typing import Protocol
 
+from tierfall.core.errors import IntegrityError
 from tierfall.core.records import Commit, stops_drop
 from tierfall.core.scheduler.ageing import Ageing
 from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.noting import Notes
-from tierfall.core.scheduler.tasks import DropCopy, Outcome, ReadMarks, Task
+from tierfall.core.scheduler.tasks import DropCopy, NotWholeError, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
 from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, View
 
 logger = logging.getLogger("tierfall")
 
 RETRY_S = 30.0
+RELIED_ON_MAX = 16
+"""So many copies at most, the newest, are looked at before another one is dropped because of them."""
 SAVES_WITHOUT_METRICS = 3
 """So many saves in a row without any are no accident."""
 PlanDrops = Callable[[View, str], tuple[Decision, ...]]
@@ -46,6 +49,10 @@ class Verifies(Protocol):
     def __call__(self, tier: str, *, hurry: bool = False) -> bool: ...
 
 
+class FoundDamage(Protocol):
+    def __call__(self, tier: str, id: CheckpointId, why: str, *, repairable: bool) -> None: ...
+
+
 class Dropper:
     """What is leaving, and which tiers' marks are to be read before more may leave.
 
@@ -53,6 +60,7 @@ class Dropper:
     on all nodes. ``read_marks`` has marks read; ``asks_first`` has those of a copy that is to go read where other nodes
     have parts of it, and says whether it does. ``is_split`` says that other nodes have parts of what a tier holds.
     ``verifies_elsewhere`` has the other copies of what is to make room read, and says whether that is waited for.
+    ``found_damage`` is told of copies that a drop relies on, and that turned out to lack files.
     ``alone``: no other ranks go on to flush what was deleted; else the order about it ends that, on all of them.
     """
 
@@ -101,6 +109,7 @@ class Dropper:
         self.read_marks: Callable[[ReadMarks], None] = dispatch
         self.asks_first: Callable[[DropCopy], bool] = lambda task: False
         self.is_split: Callable[[str], bool] = lambda tier: False
+        self.found_damage: FoundDamage = lambda tier, id, why, *, repairable: None
         self._to_tell: set[tuple[str, CheckpointId]] = set()
         self._cancelled = False
 
@@ -246,8 +255,9 @@ class Dropper:
         plan = self._plan(task.tier)
         drops = {d.checkpoint: d.reason for d in plan if d.checkpoint in read}
         newest = self._newest_left(task.tier, without=drops) if drops else None
+        relied = self._relied_on(task.tier, drops)
         for id, reason in drops.items():
-            self._drop(task.tier, id, reason, next_latest=newest)
+            self._drop(task.tier, id, reason, next_latest=newest, relies_on=relied)
         if len(drops) < len(plan):
             self.survey(task.tier)  # what was read has changed the plan
         else:
@@ -282,7 +292,7 @@ class Dropper:
     def _plan(self, tier: str) -> list[Decision]:
         if self._keeps_all_live[tier] and self._ledger.all_live:
             return []  # however many lie there
-        view = replace(self._ledger.view(), trusting=tier in self._trusted)
+        view = self._view(tier)
         self._ageing.note(view, tier)
         self._say_what_is_missing(view)
         planned = self._drops(view, tier)
@@ -291,6 +301,40 @@ class Dropper:
         ):
             self.verifies(tier)
         return planned
+
+    def _view(self, tier: str) -> View:
+        return replace(self._ledger.view(), trusting=tier in self._trusted)
+
+    def _relied_on(self, tier: str, drops: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:
+        """Name the copies on a tier because of which retention lets others go: its newest one, and each without which
+        one of them would stay. Damaged ones go because of none."""
+        view = self._view(tier)
+        planned = {d.checkpoint for d in self._plan_drops(view, tier)}
+        going = planned.intersection(drops)
+        kept = [
+            c.id
+            for c in view.live
+            if c.state(tier) is CopyState.COMMITTED and c.id not in planned.union(drops)
+        ]
+        if not going or not kept:
+            return ()
+
+        def stay_planned(without: Collection[CheckpointId]) -> bool:
+            left = tuple(_without(c, tier) if c.id in without else c for c in view.checkpoints)
+            plan = self._plan_drops(replace(view, checkpoints=left), tier)
+            return going <= {d.checkpoint for d in plan}
+
+        found, groups = kept[:1], [kept[1:]]
+        while groups and len(found) < RELIED_ON_MAX:
+            group = groups.pop()
+            if not group or stay_planned(frozenset(group)):
+                continue
+            if len(group) == 1:
+                found += group
+                continue
+            newer = -(-len(group) // 4)  # most rules go by the newest
+            groups += [group[newer:], group[:newer]]
+        return tuple(found)
 
     def _drops(self, view: View, tier: str) -> list[Decision]:
         busy = self._leaving[tier] | self.reserved | self.awaited
@@ -324,10 +368,20 @@ class Dropper:
             self._said_missing.add(metric)
             logger.warning("%s", missing[metric])
 
-    def drop(self, tier: str, id: CheckpointId, reason: str, *, ordered: bool = False) -> bool:
-        """Let a committed copy go; False where a person's order about it, not this one, is being carried out."""
-        newest = self._newest_left(tier, without=(id,))
-        return self._drop(tier, id, reason, ordered=ordered, next_latest=newest)
+    def drop(
+        self,
+        tier: str,
+        id: CheckpointId,
+        reason: str,
+        *,
+        ordered: bool = False,
+        beside: Collection[CheckpointId] = (),
+    ) -> bool:
+        """Let a committed copy go, while those ``beside`` it go too; False where a person's order about it, not this
+        one, is being carried out."""
+        newest = self._newest_left(tier, without={id, *beside})
+        relied = () if ordered or newest is None else (newest,)
+        return self._drop(tier, id, reason, ordered=ordered, next_latest=newest, relies_on=relied)
 
     def _drop(
         self,
@@ -337,6 +391,7 @@ class Dropper:
         *,
         next_latest: CheckpointId | None,
         ordered: bool = False,
+        relies_on: tuple[CheckpointId, ...] = (),
     ) -> bool:
         if not ordered and (self._cancelled or id in self.reserved | self.awaited):
             return False
@@ -350,6 +405,7 @@ class Dropper:
             reason=reason,
             tombstoned=entry.tombstoned,
             next_latest=next_latest,
+            relies_on=relies_on if entry.state(tier) is CopyState.COMMITTED else (),
         )
         if ordered and self.is_split(tier):
             self.leave(task)  # each node is told so by the order
@@ -368,8 +424,8 @@ class Dropper:
         if entry is None:
             return
         entry.note_kept(task.tier)
-        if self._cancelled:
-            return
+        if self._cancelled or isinstance(outcome.error, IntegrityError):
+            return  # what it relies on is not whole: that is known to all in a moment
         if outcome.error is not None:
             logger.warning(
                 "%s: %s is not dropped, its marks could not be read: %s",
@@ -385,7 +441,7 @@ class Dropper:
             self.survey(task.tier)
             return
         self.has_dropped(task)
-        self.leave(task)
+        self.leave(replace(task, relies_on=()))  # all nodes have looked
 
     def waits_for_marks(self, tier: str) -> bool:
         """Say whether a drop was kept off a moment ago as marks could not be read: the next one waits."""
@@ -416,6 +472,9 @@ class Dropper:
         One that failed half-way counts as leaving until it succeeds: its commit record may be gone.
         """
         entry = self._ledger.entries.get(task.id)
+        if isinstance(outcome.error, NotWholeError):
+            self._is_kept(entry, task, outcome.error)
+            return False
         if outcome.error is not None:
             logger.warning("%s: could not drop %s: %s", task.tier, task.id, outcome.error)
             self.notes.drop_failed(task, outcome.error)
@@ -441,6 +500,20 @@ class Dropper:
                 (task.tier, task.id)
             )  # a part that a mark keeps, or a deletion is to find
         return False
+
+    def _is_kept(self, entry: Entry | None, task: DropCopy, error: NotWholeError) -> None:
+        """What a deletion relies on is not whole: the copy is still there, and what may go is planned anew."""
+        self._leaving[task.tier].discard(task.id)
+        self._to_tell.discard((task.tier, task.id))
+        logger.warning("%s: %s is not dropped: %s", task.tier, task.id, error)
+        if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
+            entry.note_kept(task.tier)
+        self.not_whole(task.tier, error)
+
+    def not_whole(self, tier: str, error: NotWholeError) -> None:
+        """Copies that a deletion relies on lack files: they count for nothing from now on."""
+        for id, (why, has_record) in error.damaged.items():
+            self.found_damage(tier, id, why, repairable=has_record)
 
     def _is_committed(self, task: DropCopy, commit: Commit) -> None:
         """What looked unfinished is a checkpoint: the answer to its commit was lost."""
@@ -497,6 +570,11 @@ class Dropper:
             ),
             None,
         )
+
+
+def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
+    copies = {name: copy for name, copy in checkpoint.copies.items() if name != tier}
+    return replace(checkpoint, copies=copies)
 
 
 def _has_record(entry: Entry, tier: str) -> bool:

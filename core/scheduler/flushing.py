@@ -222,8 +222,9 @@ class Flusher:
         ):
             return False
         lane.full = False
+        going = [decision.checkpoint for decision in plan.drops]
         for decision in plan.drops:
-            self._dropper.drop(lane.tier, decision.checkpoint, decision.reason)
+            self._dropper.drop(lane.tier, decision.checkpoint, decision.reason, beside=going)
         return True
 
     def _is_source_of_repairs(self, tier: str) -> bool:

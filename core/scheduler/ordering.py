@@ -19,14 +19,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tierfall.core import errors, names
-from tierfall.core.errors import RanksError, TierfallError
+from tierfall.core.errors import IntegrityError, RanksError, TierfallError
 from tierfall.core.ranks.council import Bodies, Council
 from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
 from tierfall.core.scheduler.commits import Commits
 from tierfall.core.scheduler.dropping import Dropper
 from tierfall.core.scheduler.ledger import Entry
 from tierfall.core.scheduler.orders import DELETED, Orders
-from tierfall.core.scheduler.tasks import DropCopy, Order, Outcome, PersonsOrder, ReadMarks, Task
+from tierfall.core.scheduler.tasks import (
+    DropCopy,
+    NotWholeError,
+    Order,
+    Outcome,
+    PersonsOrder,
+    ReadMarks,
+    Task,
+)
 from tierfall.core.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
@@ -241,7 +249,7 @@ class NodesMarks:
         if not self.is_split(task.tier):
             return False
         self._going[self._count + 1] = task
-        self._ask(ReadMarks(tier=task.tier, ids=(task.id,)))
+        self._ask(ReadMarks(tier=task.tier, ids=(task.id,), relies_on=task.relies_on))
         return True
 
     def is_split(self, tier: str) -> bool:
@@ -251,15 +259,16 @@ class NodesMarks:
     def _ask(self, task: ReadMarks) -> None:
         self._count += 1
         self._asked[self._count] = task
-        ids = [[id.step, id.attempt] for id in task.ids]
-        self._council.announce((_ASK, self._count, task.tier, 0), ids)
+        body = [[[id.step, id.attempt] for id in ids] for ids in (task.ids, task.relies_on)]
+        self._council.announce((_ASK, self._count, task.tier, 0), body)
 
     def hear(self, news: News) -> None:
         _, number, tier, _ = news.topic
         match news:
             case Announced() if self._topology.is_leader:
-                ids = tuple(CheckpointId(*pair) for pair in news.body)
-                self._dispatch(ReadMarks(tier=str(tier), ids=ids, number=int(number)))
+                ids, relied = (tuple(CheckpointId(*pair) for pair in pairs) for pairs in news.body)
+                task = ReadMarks(tier=str(tier), ids=ids, number=int(number), relies_on=relied)
+                self._dispatch(task)
             case Gathered(passed=False):
                 self._answered(int(number), news.bodies)
 
@@ -268,8 +277,11 @@ class NodesMarks:
         if not task.number:
             self._dropper.take_marks(task, outcome)
             return
-        if outcome.error is not None:
-            body: dict[str, Any] = {"failed": _said({task.tier: outcome.error})[task.tier]}
+        if isinstance(outcome.error, NotWholeError):
+            self._dropper.not_whole(task.tier, outcome.error)
+            body: dict[str, Any] = {"failed": [IntegrityError.__name__, str(outcome.error)]}
+        elif outcome.error is not None:
+            body = {"failed": _said({task.tier: outcome.error})[task.tier]}
         else:
             read = outcome.value.items()
             body = {"marks": [[id.step, id.attempt, sorted(marks)] for id, marks in read]}

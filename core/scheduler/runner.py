@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tierfall.core import names
 from tierfall.core.buffers import BufferPool
 from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.catalog import Listing
+from tierfall.core.catalog import FoundCopy, Listing
 from tierfall.core.documents import Spliced
 from tierfall.core.errors import (
     BackendError,
@@ -46,6 +46,7 @@ from tierfall.core.scheduler.tasks import (
     FinishCopy,
     ImageWriter,
     Landed,
+    NotWholeError,
     OpenCheck,
     OpenShard,
     Outcome,
@@ -70,6 +71,8 @@ class Store(ReadableStore, Protocol):
     def read_commit(self, checkpoint: CheckpointId) -> Commit: ...
 
     def holds(self, checkpoint: CheckpointId) -> bool: ...
+
+    def look(self, checkpoint: CheckpointId) -> FoundCopy | None: ...
 
     def settle(self, checkpoint: CheckpointId) -> None: ...
 
@@ -202,6 +205,7 @@ class TaskRunner:
     def _look(self, task: ReadMarks | ReadCommit | OpenCheck | CheckChunk, store: Store) -> Any:
         match task:
             case ReadMarks():
+                _check_whole(task, store)
                 return store.read_marks(task.ids)
             case ReadCommit():
                 commit = store.read_commit(task.id)
@@ -220,6 +224,7 @@ class TaskRunner:
 
     def _drop(self, task: DropCopy, store: Store) -> Any:
         if not task.unfinished:
+            _check_whole(task, store)
             return store.drop(
                 task.id,
                 attempt=self._attempt(),
@@ -410,6 +415,23 @@ class TaskRunner:
 def _own(shard: Shard) -> Shard | None:
     """Whose files may go from a folder: all, where no other rank writes there."""
     return shard if shard.world_size > 1 else None
+
+
+def _check_whole(task: DropCopy | ReadMarks, store: Store) -> None:
+    """Raise NotWholeError where a copy that a deletion relies on lacks files by now: a person removed them, or a
+    purge."""
+    damaged = {}
+    for id in task.relies_on:
+        found = store.look(id)
+        if found is None:
+            damaged[id] = (
+                f"{store.name}: {id} is not there any more: its commit record has gone",
+                False,
+            )
+        elif found.damage is not None:
+            damaged[id] = (str(found.damage), True)
+    if damaged:
+        raise NotWholeError(damaged)
 
 
 def _open_check(task: OpenCheck, store: Store) -> tuple[tuple[Image, Manifest], ...]:

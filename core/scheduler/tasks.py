@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 from tierfall.core.documents import Spliced
+from tierfall.core.errors import IntegrityError
 from tierfall.core.image.dividing import Division, Shareable
 from tierfall.core.ranks.ranks import News
 from tierfall.core.records import Commit, Manifest, Mark, NamedFile
@@ -133,6 +134,15 @@ class AbortShard:
     writer: ImageWriter
 
 
+class NotWholeError(IntegrityError):
+    """Nothing was dropped, as copies that the deletion relies on are not whole. ``damaged`` says of each what is wrong,
+    and whether its commit record is there."""
+
+    def __init__(self, damaged: Mapping[CheckpointId, tuple[str, bool]]) -> None:
+        super().__init__("; ".join(why for why, _ in damaged.values()))
+        self.damaged = damaged
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropCopy:
     """Take a committed copy apart, or collect what is left of an unfinished one.
@@ -140,7 +150,9 @@ class DropCopy:
     ``tombstoned`` says that all other copies are to go too; ``next_latest`` is what ``latest`` is to name if it named
     this one. The value of its outcome is the marks that were there, or the commit record by which an unfinished copy
     was found to be committed. Of an unfinished one only what belongs to ``shard``, where that is given. ``void``: what
-    is committed there is given up by all ranks, and is no checkpoint: no mark keeps it.
+    is committed there is given up by all ranks, and is no checkpoint: no mark keeps it. ``relies_on``: other copies on
+    the tier because of which this one may go; nothing is dropped where the files of one are not there any more
+    (NotWholeError).
     """
 
     tier: str
@@ -151,16 +163,19 @@ class DropCopy:
     shard: Shard | None = None
     next_latest: CheckpointId | None = None
     void: bool = False
+    relies_on: tuple[CheckpointId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadMarks:
     """Read the marks beside the given checkpoints afresh, and of all others too where a person has changed any since
-    they were last read: the outcome's value. ``number`` tells which question of rank 0 that answers."""
+    they were last read: the outcome's value. ``number`` tells which question of rank 0 that answers. ``relies_on`` is
+    as in ``DropCopy``, before all nodes drop their parts of a copy."""
 
     tier: str
     ids: tuple[CheckpointId, ...]
     number: int = 0
+    relies_on: tuple[CheckpointId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -403,6 +403,91 @@ def test_a_damaged_copy_does_not_stand_for_a_good_one_in_retention() -> None:
     assert world.steps_on("pfs") == [1, 2, 3]
 
 
+# Removed in mid-run, and nobody said so -----------------------------------------------------------
+
+
+def remove(disk: MemoryBackend, step: int, name: str = "") -> None:
+    """Remove what is in the folder of a step, or the files with that in their names."""
+    folder = f"run/step-{step:08d}-a0001/"
+    for key in [k for k in disk._objects if k.startswith(folder) and name in k]:
+        del disk._objects[key]
+
+
+def whole_on(world: World, tier: str) -> list[int]:
+    copies = world.stores[tier].list().copies
+    return sorted(copy.id.step for copy in copies if copy.damage is None)
+
+
+def saved_here(steps: Iterable[int], *rules: object, **members: object) -> World:
+    world = World(rules, **members)  # type: ignore[arg-type]
+    for step in steps:
+        world.save(step)
+        world.settle()
+    return world
+
+
+@pytest.mark.parametrize("name", ["", "commit.json", ".safetensors", "rank-"])
+@pytest.mark.parametrize("last", [2, 3])
+def test_what_was_removed_is_no_reason_for_a_rule_to_drop_an_older_one(
+    name: str, last: int
+) -> None:
+    world = saved_here((1, 2, 3, 4), file_rules("pfs", retain_last=last))
+    remove(world.disks["pfs"], 4, name)
+    world.save(5)
+    world.settle()
+    assert len(whole_on(world, "pfs")) == last
+    assert damage(world, "pfs", CheckpointId(4, 1)) or 4 in whole_on(world, "pfs")
+    world.save(6)
+    world.settle()
+    assert whole_on(world, "pfs")[-2:] == [5, 6]
+    assert not world.coordinator.busy()
+
+
+def test_one_of_many_that_was_removed_is_noticed() -> None:
+    """It is not the newest, nor the next one that goes."""
+    world = saved_here(range(1, 31), file_rules("pfs", retain_last=25))
+    remove(world.disks["pfs"], 26)
+    world.save(31)
+    world.settle()
+    assert whole_on(world, "pfs")[0] == 6
+    assert len(whole_on(world, "pfs")) == 25
+
+
+def test_what_was_removed_is_no_reason_to_drop_the_last_one_for_room() -> None:
+    world = saved_here((1, 2), file_rules("pfs", capacity_bytes=int(2.5 * IMAGE)))
+    remove(world.disks["pfs"], 2)
+    seen: list[list[int]] = []
+    world.sees = lambda task: seen.append(whole_on(world, "pfs"))
+    world.save(3)
+    world.settle()
+    assert all(seen), "one is there at any moment"
+    assert whole_on(world, "pfs") == [1, 3], "what has gone takes no room"
+
+
+def test_a_look_that_fails_drops_nothing() -> None:
+    world = saved_here((1, 2), file_rules("pfs", retain_last=2))
+    disk = world.disks["pfs"]
+    scan = disk.scan
+
+    def fails(prefix: str) -> object:
+        if "step-" in prefix:
+            raise BackendError("no answer", retryable=True)
+        return scan(prefix)
+
+    world.save(3)
+    while not any(isinstance(task, DropCopy) for task in world.tasks):
+        world.run_one()
+        world.step()
+    disk.scan = fails  # type: ignore[method-assign, assignment]
+    for _ in range(20):
+        world.run_one()
+        world.step()
+    disk.scan = scan  # type: ignore[method-assign]
+    assert whole_on(world, "pfs") == [1, 2, 3]
+    world.settle()
+    assert whole_on(world, "pfs") == [2, 3]
+
+
 # Several ranks -----------------------------------------------------------------------------------
 
 
@@ -474,4 +559,30 @@ def test_a_repair_that_one_rank_cannot_do_is_given_up_by_all_and_takes_nothing_a
     assert all(damaged_on(run, SHARED_TIER))
     assert any("rank-00000" in key for key in images(run.disk(SHARED_TIER, 0)))
     assert FIRST in run.committed(SHARED_TIER)
+    assert not any(rank.coordinator.busy() for rank in run.ranks)
+
+
+@pytest.mark.parametrize("tier", [SHARED_TIER, NODE_TIER])
+@pytest.mark.parametrize("name", ["", "rank-00001"])
+def test_what_was_removed_on_one_node_is_no_reason_for_any_to_drop_an_older_one(
+    tier: str, name: str
+) -> None:
+    run = Many(
+        (0, 1),
+        (file_rules(NODE_TIER, retain_last=2), file_rules(SHARED_TIER, shared=True, retain_last=2)),
+        max_wait_s=10.0,
+    )
+    for step in (1, 2, 3):
+        for rank in run.ranks:
+            rank.save(step)
+        run.settle()
+    remove(run.disk(tier, 1), 3, name)
+    for rank in run.ranks:
+        rank.save(4)
+    run.settle()
+    whole = [
+        {copy.id.step for copy in rank.stores[tier].list().copies if copy.damage is None}
+        for rank in run.ranks
+    ]
+    assert len(set.intersection(*whole)) == 2
     assert not any(rank.coordinator.busy() for rank in run.ranks)
