@@ -19,7 +19,7 @@ from tierfall.core.scheduler.ledger import Entry, Ledger, entry_of
 from tierfall.core.scheduler.noting import Notes
 from tierfall.core.scheduler.tasks import DropCopy, NotWholeError, Outcome, ReadMarks, Task
 from tierfall.core.values import CheckpointId, CopyState, Shard
-from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, View
+from tierfall.core.view import CheckpointView, CopyView, Decision, TierRules, Verdict, View
 
 logger = logging.getLogger("tierfall")
 
@@ -344,11 +344,7 @@ class Dropper:
     def _plan_damaged(self, view: View, tier: str) -> Iterator[Decision]:
         """Decide on damaged copies that are not written anew: each goes where a whole one in its place would go. Good
         copies are decided on without them."""
-        left = {
-            e.id: e.bytes.get(tier, 0)
-            for e in self._ledger.repairable()
-            if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
-        }
+        left = {e.id: e.bytes.get(tier, 0) for e in self._left_damaged(tier)}
         if not left:
             return
 
@@ -360,6 +356,44 @@ class Dropper:
 
         whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
         yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
+
+    def _left_damaged(self, tier: str) -> list[Entry]:
+        """Name the damaged copies on a tier that are not written anew, and that nobody reads."""
+        return [
+            e
+            for e in self._ledger.repairable()
+            if tier in e.repairable and e.state(tier) is CopyState.ABSENT and tier not in e.owed
+            if e.leases.get(tier, 0) <= 0 and self._ledger.reading[e.id] <= 0
+        ]
+
+    def damaged_for_room(self, view: View, tier: str) -> tuple[list[Decision], list[CheckpointId]]:
+        """Return the damaged copies that go first where a tier needs room, in that order, and name those that stay.
+
+        Those go that nothing can come of any more: but for what this run was restored from, what bears a pin, and
+        what may make one whole checkpoint together with a damaged copy on another tier. None goes while no copy that
+        survives as much is known to be good."""
+        survives = view.tier(tier).survives
+        safe_on = tuple(t.name for t in view.tiers if t.survives.covers(survives))
+        good = view.safe_on(safe_on)
+        continued = any(c.started_from == view.restored_from for c in good)
+        busy = self._leaving[tier] | self.reserved | self.awaited
+        views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
+        goes, stays = [], []
+        for entry in self._left_damaged(tier):
+            began = entry.id == view.restored_from and not continued
+            together = not entry.is_whole and len(entry.damage) > 1
+            if not good or began or together or entry.pinned or entry.id in busy:
+                stays.append(entry.id)
+                continue
+            reason = "room is needed, and it is damaged and cannot be repaired"
+            size = entry.bytes.get(tier, 0)
+            goes.append(
+                Decision(
+                    checkpoint=entry.id, tier=tier, verdict=Verdict.DROP, reason=reason, bytes=size
+                )
+            )
+        goes.sort(key=lambda d: (views[d.checkpoint].live, d.checkpoint))
+        return goes, stays
 
     def _say_what_is_missing(self, view: View) -> None:
         """A rule that goes by a metric which no save gives is said once."""
@@ -481,7 +515,8 @@ class Dropper:
             if self._cancelled:
                 self._leaving[task.tier].discard(task.id)
             else:
-                self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
+                # it has looked, and may have begun: what it relied on may go meanwhile
+                self._failed[task.tier, task.id] = (replace(task, relies_on=()), now_s + RETRY_S)
             return False
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
@@ -509,6 +544,11 @@ class Dropper:
         if entry is not None and entry.state(task.tier) is CopyState.LEAVING:
             entry.note_kept(task.tier)
         self.not_whole(task.tier, error)
+        if error.damaged:
+            self.survey(task.tier)
+        else:
+            self._asks_again_s[task.tier] = self._ledger.now_s + RETRY_S
+            self._ageing.look_in(task.tier, RETRY_S)
 
     def not_whole(self, tier: str, error: NotWholeError) -> None:
         """Copies that a deletion relies on lack files: they count for nothing from now on."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Protocol
@@ -33,6 +33,7 @@ from tierfall.core.scheduler.turns import Turns
 from tierfall.core.units import format_size
 from tierfall.core.values import CheckpointId, CopyState
 from tierfall.core.view import Decision, Eviction, View
+from tierfall.core.words import few_of
 
 logger = logging.getLogger("tierfall")
 TRIES_BEFORE_REPORT = 3
@@ -170,13 +171,26 @@ class Flusher:
         if free >= need and (capacity is None or not rules.is_high(capacity - free + need)):
             return True
         held = self._dropper.reserved | self._dropper.awaited  # a person's orders see to those
+        view = self._ledger.view(held)
+        damaged = self._damaged_for_room(view, lane, need - free)
         plan = self._plan_eviction(
-            self._ledger.view(held), lane.tier, need_bytes=need, free_bytes=free
+            view, lane.tier, need_bytes=need, free_bytes=free + sum(d.bytes for d in damaged)
         )
+        plan = replace(plan, drops=(*damaged, *plan.drops))
         if lane.full and plan.drops:
             # how much a full disk lacks is not known: one copy goes, and then it is tried again
             plan = Eviction(drops=plan.drops[:1], missing_bytes=0)
         return self._go_by(plan, lane, entry, need=need, free=free, now_s=now_s)
+
+    def _damaged_for_room(self, view: View, lane: Lane, short_bytes: int) -> list[Decision]:
+        """Return the damaged copies that go first where so many bytes are short: they count for nothing."""
+        chosen: list[Decision] = []
+        for decision in self._dropper.damaged_for_room(view, lane.tier)[0]:
+            if short_bytes <= 0:
+                break
+            chosen.append(decision)
+            short_bytes -= decision.bytes
+        return chosen
 
     def _has_room_for_repair(self, lane: Lane, entry: Entry, *, need: int, free: int) -> bool:
         """Say whether a damaged copy can be written anew in the room that it takes and that is free: no good copy goes
@@ -307,13 +321,18 @@ class Flusher:
         lane.full = False
         lane.not_before_s = now_s + LONGEST_RETRY_S  # others share the disk, and leave marks there
         self._dropper.survey(lane.tier)
+        _, damaged = self._dropper.damaged_for_room(self._ledger.view(), lane.tier)
+        stay = ""
+        if damaged:
+            named = few_of([str(id) for id in damaged])
+            stay = f" Damaged, and not dropped without a person's order: {named}."
         self._is_failing(
             lane,
             entry,
             CapacityError(
                 f"flush of {entry.id} to {lane.tier}: it needs {format_size(need)}, {found}, and nothing more may be "
-                f"dropped there; {then}. Raise the capacity, keep fewer checkpoints (retain), unpin some, or free the "
-                "disk"
+                f"dropped there; {then}.{stay} Raise the capacity, keep fewer checkpoints (retain), unpin some, free "
+                "the disk, or remove one ('tierfall rm ID')"
             ),
             for_good=True,
         )
@@ -569,6 +588,8 @@ class Flusher:
         self.notes.flush_given_up(tier, entry.id, error)
         self._report(entry, tier, error)
         self.stop_copy(entry, tier, error)
+        if not any(lane.is_at(entry.id) for lane in self._lanes.values()):
+            self._ledger.forget_if_gone(entry)
 
     def stop_copy(self, entry: Entry, tier: str, error: BaseException) -> None:
         """Let a copy that is given up come to no end where it is under way."""

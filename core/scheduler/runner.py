@@ -418,11 +418,16 @@ def _own(shard: Shard) -> Shard | None:
 
 
 def _check_whole(task: DropCopy | ReadMarks, store: Store) -> None:
-    """Raise NotWholeError where a copy that a deletion relies on lacks files by now: a person removed them, or a
-    purge."""
+    """Raise NotWholeError where a copy that a deletion relies on lacks files by now, as a person or a purge removed
+    them, or could not be looked at."""
     damaged = {}
     for id in task.relies_on:
-        found = store.look(id)
+        try:
+            found = store.look(id)
+        except TierfallError as error:
+            raise NotWholeError(
+                {}, f"what that relies on could not be looked at: {error}"
+            ) from error
         if found is None:
             damaged[id] = (
                 f"{store.name}: {id} is not there any more: its commit record has gone",

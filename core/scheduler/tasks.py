@@ -136,10 +136,10 @@ class AbortShard:
 
 class NotWholeError(IntegrityError):
     """Nothing was dropped, as copies that the deletion relies on are not whole. ``damaged`` says of each what is wrong,
-    and whether its commit record is there."""
+    and whether its commit record is there; it is empty where one could not be looked at, as ``why`` says."""
 
-    def __init__(self, damaged: Mapping[CheckpointId, tuple[str, bool]]) -> None:
-        super().__init__("; ".join(why for why, _ in damaged.values()))
+    def __init__(self, damaged: Mapping[CheckpointId, tuple[str, bool]], why: str = "") -> None:
+        super().__init__(why or "; ".join(why for why, _ in damaged.values()))
         self.damaged = damaged
 
 

@@ -80,7 +80,11 @@ class Turns:
             for e in self._ledger.entries.values()
             if e.readable_on(tier)
         )
-        newer = any(d.checkpoint > entry.id and d.checkpoint not in left for d in plan.drops)
+        newer = any(
+            d.checkpoint > entry.id and d.checkpoint not in left
+            for d in plan.drops
+            if self._ledger.entries.peek(d.checkpoint).readable_on(tier)
+        )
         if not after or not (newer or (plan.missing_bytes and not fits)):
             return False
         self.give_up(entry, tier, "newer ones came first, and there is no room beside them")

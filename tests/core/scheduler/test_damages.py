@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from tierfall.core.scheduler.tasks import (
 )
 from tierfall.core.values import CheckpointId, Codec, CopyState
 
-FIRST = CheckpointId(1, 1)
+FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
 STEM = "rank-00000-of-00001"
 CODECS = [Codec.NONE, Codec.ZSTD, Codec.PLANES]
 
@@ -486,6 +487,103 @@ def test_a_look_that_fails_drops_nothing() -> None:
     assert whole_on(world, "pfs") == [1, 2, 3]
     world.settle()
     assert whole_on(world, "pfs") == [2, 3]
+
+
+# Damaged, and room is needed -----------------------------------------------------------------------
+
+
+def two_with_damage(restored: CheckpointId = FIRST, **members: Any) -> World:
+    """A start on a tier with room for two copies, of which the newer one is damaged."""
+    world = saved((1, 2), file_rules("pfs", capacity_bytes=int(2.5 * IMAGE)), **members)
+    flip(world.disks["pfs"], 2)
+    world.started_from = restored
+    world.start()
+    ledger = world.coordinator.ledger
+    ledger.go_on_from(restored, attempt=2)
+    ledger.entries[FIRST].verified.add("pfs")
+    world.coordinator.damages.found("pfs", SECOND, "does not match")
+    return world
+
+
+def test_a_damaged_copy_goes_first_where_room_is_needed() -> None:
+    world = two_with_damage()
+    world.save(3)
+    world.settle()
+    assert world.steps_on("pfs") == [1, 3]
+    for step in (4, 5):
+        world.save(step)
+        world.settle()
+    assert world.steps_on("pfs") == [4, 5]
+    assert not world.coordinator.errors
+
+
+def test_a_full_disk_gives_up_the_damaged_copy_first() -> None:
+    world = saved((1, 2), file_rules("pfs"))
+    flip(world.disks["pfs"], 2)
+    world.started_from = FIRST
+    world.start()
+    ledger = world.coordinator.ledger
+    ledger.go_on_from(FIRST, attempt=2)
+    ledger.entries[FIRST].verified.add("pfs")
+    world.coordinator.damages.found("pfs", SECOND, "does not match")
+    world.coordinator.lanes["pfs"].full = True
+    world.save(3)
+    world.settle()
+    assert world.steps_on("pfs") == [1, 3]
+
+
+def test_a_capacity_that_was_lowered_is_kept_with_damaged_copies_there() -> None:
+    world = saved((1, 2, 3, 4), file_rules("pfs"))
+    for step in (3, 4):
+        flip(world.disks["pfs"], step)
+    world.rules = (world.rules[0], file_rules("pfs", capacity_bytes=int(2.5 * IMAGE)))
+    world.started_from = SECOND
+    world.start()
+    ledger = world.coordinator.ledger
+    ledger.go_on_from(SECOND, attempt=2)
+    ledger.entries[SECOND].verified.add("pfs")
+    for step in (3, 4):
+        world.coordinator.damages.found("pfs", CheckpointId(step, 1), "does not match")
+    world.save(5)
+    world.settle()
+    assert world.steps_on("pfs") == [2, 5]
+
+
+@pytest.mark.parametrize("why", ["pinned", "restored", "nothing good", "another half"])
+def test_a_damaged_copy_that_something_may_come_of_stays_and_the_error_names_it(why: str) -> None:
+    world = two_with_damage(SECOND if why == "restored" else FIRST)
+    entries = world.coordinator.ledger.entries
+    match why:
+        case "pinned":
+            world.order(PersonsOrder.PIN, SECOND)
+        case "nothing good":
+            entries[FIRST].verified.clear()
+            flip(world.disks["pfs"], 1)
+        case "another half":
+            entries[SECOND].note_damage("other", "does not match", repairable=True)
+    if why == "restored":
+        world.order(PersonsOrder.PIN, FIRST)
+    world.save(3)
+    world.settle()
+    assert SECOND.step in world.steps_on("pfs")
+    (error,) = world.coordinator.errors
+    assert "tierfall rm ID" in str(error)
+    assert "not dropped without a person's order: " in str(error)
+    assert "2@1" in str(error)
+
+
+def test_a_copy_that_is_being_written_anew_does_not_go_for_room() -> None:
+    world = saved((1, 2), file_rules("nvme", capacity_bytes=int(2.5 * IMAGE)), file_rules("pfs"))
+    flip(world.disks["nvme"], 2)
+    world.start()
+    world.coordinator.ledger.go_on_from(SECOND, attempt=2)
+    asked = drops(world)
+    world.coordinator.damages.found("nvme", SECOND, "does not match")
+    world.save(3)
+    world.settle()
+    assert SECOND not in [task.id for task in asked]
+    assert world.steps_on("nvme") == [2, 3]
+    world.check("nvme")
 
 
 # Several ranks -----------------------------------------------------------------------------------
