@@ -364,6 +364,10 @@ def _below(prefix: str, entries: Iterable[Entry]) -> list[Stored | str]:
     return [found[name] for name in sorted(found)]
 
 
+class NoFolderError(UnreachableError):
+    """A tier's folder is not there, and is to be read only: it was never made, or its file system is not mounted."""
+
+
 def _folder_of(key: str) -> str:
     return key.rpartition("/")[0]
 
@@ -375,5 +379,5 @@ def _open_root(path: Path, *, read_only: bool) -> Folders:
         if not read_only:
             make_root(path)
         elif not path.exists():
-            raise UnreachableError(f"{path} is not there; mount or restore it")
+            raise NoFolderError(f"{path} is not there; mount or restore it")
         return Folders(path, read_only=read_only)

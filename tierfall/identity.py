@@ -97,6 +97,10 @@ class Identities:
             return replace(known, device=here.device)
         return known
 
+    def is_remembered(self, name: str) -> bool:
+        """Say whether another tier, or this machine, knows of a tier."""
+        return self._remembers(name) is not None
+
     # What is missing -------------------------------------------------------------------------------
 
     def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix import NoFolderError, PosixBackend
 from tierfall.config import Config
 from tierfall.core import names
 from tierfall.core.catalog import Listing
@@ -81,6 +81,17 @@ class Reader:
         if self._host_error is None:
             return listings
         return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
+
+    def list_as_at_open(self) -> tuple[Listing, ...]:
+        """The same, but a folder that is not there, of a tier that nothing remembers, is empty: ``open`` makes it."""
+        listings = self.list()
+        identities = Identities(self.config, self.stores, self._folder, listings)
+        return tuple(
+            Listing(tier=x.tier)
+            if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
+            else x
+            for x in listings
+        )
 
     def missing(self) -> dict[str, UnreachableError]:
         """Name the tiers in which nothing lies, and something must, with why they count as not mounted."""

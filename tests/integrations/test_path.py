@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import pickle
 import shutil
@@ -766,3 +767,21 @@ def test_every_record_damaged(ckpt: tierfall.Checkpointer, tmp_path: Path, files
 
 def _config_of(ckpt: tierfall.Checkpointer) -> dict[str, Any]:
     return ckpt._config.model_dump(mode="json", exclude_none=True)
+
+
+def test_before_the_first_start_a_run_is_not_there_by_path(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script asks whether there is anything to go on from; nobody has made the tiers' folders yet."""
+    path = tmp_path / "tiers.json"
+    config = make_config(nvme={}, pfs={"shared": True})
+    path.write_text(json.dumps(config))
+    monkeypatch.setenv("TIERFALL_CONFIG", str(path))
+    fs = fsspec.filesystem("tiers", skip_instance_cache=True)
+    assert not fs.exists("tiers://run")
+    assert fs.ls("tiers://run") == []
+    with tierfall.open(config) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(4)}, block=True)
+    shutil.rmtree(tmp_path / "pfs")  # now the other tier remembers it
+    with pytest.raises(OSError, match="pfs could not be read"):
+        fs.ls("tiers://run")

@@ -87,7 +87,8 @@ def tiers_of(where: Where, saves: PathSaves | None, config: str) -> Iterator[Tie
         return
     with Reader(load_config(config, run=where.run)) as reader:
         open_image = reader.opener()
-        yield Tiers(run=where.run, listings=reader.list(), open_image=open_image)
+        listings = reader.list() if where.step is not None else reader.list_as_at_open()
+        yield Tiers(run=where.run, listings=listings, open_image=open_image)
 
 
 def _tiers_of_session(saves: PathSaves) -> Tiers:
