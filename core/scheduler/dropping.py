@@ -26,6 +26,8 @@ logger = logging.getLogger("tierfall")
 RETRY_S = 30.0
 RELIED_ON_MAX = 16
 """So many copies at most, the newest, are looked at before another one is dropped because of them."""
+ASKED_OF_MAX = 500
+"""Of more copies than these the policy is not asked which a drop relies on: each time it looks at all of them."""
 SAVES_WITHOUT_METRICS = 3
 """So many saves in a row without any are no accident."""
 PlanDrops = Callable[[View, str], tuple[Decision, ...]]
@@ -324,6 +326,8 @@ class Dropper:
             plan = self._plan_drops(replace(view, checkpoints=left), tier)
             return going <= {d.checkpoint for d in plan}
 
+        if len(kept) > ASKED_OF_MAX:
+            return tuple(kept[:RELIED_ON_MAX])
         found, groups = kept[:1], [kept[1:]]
         while groups and len(found) < RELIED_ON_MAX:
             group = groups.pop()
