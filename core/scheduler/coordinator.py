@@ -541,12 +541,19 @@ class Coordinator:
         active = lane.active
         done = lane.take(outcome)
         if done is not None and active is not None:
+            if isinstance(task, OpenShard):
+                self._mark_what_was_there(lane.tier, active.entry)
             self._copied(lane, active.entry, done)
         elif lane.stalled is not None:
             self._flusher.stalled(lane, task.id, lane.stalled, now_s)
         elif isinstance(task, CopyRun) and outcome.error is None and lane.goes_on():
             logger.info("flush of %s to %s goes on where it was", task.id, lane.tier)
             self._flusher.recovered(lane.tier)
+
+    def _mark_what_was_there(self, tier: str, entry: Entry) -> None:
+        """A copy turns out to be committed already: what a person has marked it with since goes there now."""
+        for mark in self._flusher.marks_of(entry) if self._flusher.others.decides else ():
+            self._dispatch(ChangeMark(tier=tier, mark=mark))
 
     def _copied(self, lane: Lane, entry: Entry, done: Commit | Landed) -> None:
         """All of a copy has arrived; alone, it is committed with that."""

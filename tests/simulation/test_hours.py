@@ -37,6 +37,7 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(347, id="two tiers that write each other's copies anew, and are full"),
         pytest.param(10482, id="a drop that had failed, and what it relied on has gone"),
         pytest.param(20543, id="a copy whose source does not answer is not set aside"),
+        pytest.param(50250, id="a pin of what a tier had already, as turned out later"),
     ],
 )
 def test_an_hour_that_broke_a_promise_once(seed: int) -> None:
