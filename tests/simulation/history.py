@@ -154,6 +154,7 @@ class History:
         self.purged: set[tuple[str, CheckpointId]] = set()
         self.rot = random.Random(f"rot {seed}")
         self.rotten: dict[tuple[str, CheckpointId], tuple[object, Commit]] = {}
+        self.left_by_zombies: set[tuple[str, str]] = set()
         self.skews = random.Random(f"clock {seed}")
         self._starts: set[tuple[int, int]] = set()
         self._lives: dict[int, set[str]] = {}
@@ -738,7 +739,7 @@ class History:
                 folder, _, _rest = key.removeprefix("run/").partition("/")
                 id = names.parse_step_folder(folder)
                 known = id is None or id in now[tier].commits or tier in unread
-                known |= (tier, id) in self._bad()
+                known |= (tier, id) in self._bad() or (tier, key) in self.left_by_zombies
                 assert known, f"{tier}: {key} is a leftover"
             for id, marks in now[tier].marks.items():
                 if names.TOMBSTONE_MARK in marks:

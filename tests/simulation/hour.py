@@ -131,6 +131,8 @@ class Hour(History):
                 after = self._objects()
                 gone = [key for key, data in before.items() if after.get(key) is not data]
                 assert not gone, f"a zombie took away {gone}"
+                # an image that it had begun: the next start collects that
+                self.left_by_zombies |= after.keys() - before.keys()
                 self.check()
 
     def _objects(self) -> dict[tuple[str, str], object]:
@@ -393,6 +395,7 @@ class Hour(History):
 
     def begin_anew(self, *, calm: bool) -> None:
         self._events_seen = 0
+        self.left_by_zombies.clear()
         self._train_anew()
         super().begin_anew(calm=calm)
         self._be_calm()
