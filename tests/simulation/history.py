@@ -749,6 +749,7 @@ class History:
                     # it waits for a start that can read every tier
                     postponed = bool(unread) and id in coordinator.dropper.awaited
                     kept = unseen or postponed or id in pinned | set(self.pinned)
+                    kept |= coordinator.fenced is not None  # another start has its number
                     assert kept, f"{id} should be deleted on {tier}"
             for id in set(now[tier].commits) & self.buried - pinned - set(self.pinned):
                 entry = coordinator.ledger.entries.get(id)
