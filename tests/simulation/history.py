@@ -760,6 +760,7 @@ class History:
                     names.TOMBSTONE_MARK in held.marks.get(id, ()) and entry.readable_on(other)
                     for other, held in now.items()
                 )
+                postponed |= coordinator.fenced is not None
                 assert unseen or postponed, f"{id} was deleted from outside, and is still on {tier}"
             latest = self._clean(tier).read_latest()
             there = latest in now[tier].commits or (tier, latest) in self._bad()
@@ -771,6 +772,7 @@ class History:
         kept = set(now["host"].commits) & self.buried - pinned - set(self.pinned)
         kept &= self._marked_deleted({tier: now[tier] for tier in now.keys() - unread})
         kept -= coordinator.dropper.awaited if unread else set()
+        kept -= kept if coordinator.fenced is not None else set()
         assert not kept, f"{kept} was deleted from outside, and is still in memory"
         assert all(region.sealed for region in world.memory.regions), "memory is leaked"
         # a commit whose answer was lost before the copy was given up is found by the next start
