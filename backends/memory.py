@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from tierfall.backends.coverage import Coverage, Extent
-from tierfall.backends.frame import AbortsOnLeave
-from tierfall.backends.keys import check_key, check_prefix
-from tierfall.backends.views import copy_bytes, flat
-from tierfall.core.contracts import Publish, Stored, Traits
-from tierfall.core.errors import BackendError, KeyExistsError, KeyNotFoundError
+from tierfall.backends.toolkit.coverage import Coverage, Extent
+from tierfall.backends.toolkit.frame import AbortsOnLeave
+from tierfall.backends.toolkit.keys import check_key, check_prefix
+from tierfall.backends.toolkit.views import copy_bytes, flat
+from tierfall.core.types.backend import Publish, Stored, Traits
+from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 
 _TRAITS = Traits(durable=False, atomic_replace=True, conditional_create=True)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar
 
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import BackendError, ConfigError, TierfallError
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import BackendError, ConfigError, TierfallError
 
 GROUP = "tierfall.backends"
 BUILT_IN = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")

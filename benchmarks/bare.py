@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tierfall.backends import linux
-from tierfall.core.device import PageLock, lock_pages, synchronize
+from tierfall.backends.posix import linux
+from tierfall.core.runtime.pinned import PageLock, lock_pages, synchronize
 
 PIECE_BYTES = 16 << 20
 BLOCK_BYTES = 4096

@@ -29,18 +29,18 @@ from unittest.mock import patch
 import torch
 
 import tierfall
-from tierfall import stores
 from tierfall.backends import registry
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.posix_folders import Entry
-from tierfall.backends.posix_writer import PosixWriter
-from tierfall.backends.wrapper import Wrapper
-from tierfall.core import names
-from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
-from tierfall.core.records import read_commit
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.folders import Entry
+from tierfall.backends.posix.writer import PosixWriter
+from tierfall.backends.wrappers.base import Wrapper
+from tierfall.core.format.records import read_commit
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.values import CheckpointId
+from tierfall.core.types import keys as names
+from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.types.values import CheckpointId
+from tierfall.setup import tiers
 
 RUN = "many"
 ROWS = 1000
@@ -265,7 +265,7 @@ def _run(
     """Give the configuration of a run with so many checkpoints, of which these are ``saved``, and its requests."""
     folder, requests = Path(tempfile.mkdtemp(prefix="tierfall-many-")), Requests()
     try:
-        with patch.object(stores, "PosixBackend", SlowFiles):
+        with patch.object(tiers, "PosixBackend", SlowFiles):
             tier, backend, put = _tier(medium, folder, requests)
             host_folder = str(folder / "host")
             host = {"name": "host", "kind": "host", "folder": host_folder, "capacity": "4MiB"}

@@ -23,11 +23,11 @@ from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
 from tierfall.config import load_config
-from tierfall.core.device import synchronize
-from tierfall.core.restore.verify import Verifier
-from tierfall.core.values import CheckpointId
+from tierfall.core.copies.verify import Verifier
+from tierfall.core.runtime.pinned import synchronize
+from tierfall.core.types.values import CheckpointId
 from tierfall.demo.s3_server import running
-from tierfall.reading import Reader
+from tierfall.ops.reader import Reader
 
 BUCKET = "bench"
 STORE = "store"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.figures import Finding, over_rounds
-from tierfall.core.device import synchronize
+from tierfall.core.runtime.pinned import synchronize
 
 Figures = Mapping[str, float]
 Measured = Mapping[tuple[str, str], float]

@@ -22,7 +22,7 @@ from benchmarks.figures import Results, ratio
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Shape, Workload, bytes_of, shape_for
-from tierfall.core.device import synchronize
+from tierfall.core.runtime.pinned import synchronize
 
 DURABLE_TARGET = 1.0
 BLOCKED_TARGET = 0.02

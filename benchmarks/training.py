@@ -22,7 +22,7 @@ from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, run_rounds
 from benchmarks.stalls import measure_stalls
 from benchmarks.workload import Workload, bytes_of, shape_for
-from tierfall.core.device import synchronize
+from tierfall.core.runtime.pinned import synchronize
 
 SIZE_BYTES = int(0.33 * 2**30)
 STEPS = 10

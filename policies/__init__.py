@@ -3,9 +3,9 @@
 ``register`` adds one of a user's own (docs/write-a-policy.md).
 """
 
-from tierfall.core.policy import Policy, PolicyKind
-from tierfall.core.view import CheckpointView, TierRules, TierView, View
-from tierfall.policies import evict_orders, flush_orders, retain_rules
+from tierfall.core.types.policy import Policy, PolicyKind
+from tierfall.core.types.view import CheckpointView, TierRules, TierView, View
+from tierfall.policies import eviction, flush, retention
 from tierfall.policies.cadence import Measured
 from tierfall.policies.registry import register
 
@@ -17,8 +17,8 @@ __all__ = [
     "TierRules",
     "TierView",
     "View",
-    "evict_orders",
-    "flush_orders",
+    "eviction",
+    "flush",
     "register",
-    "retain_rules",
+    "retention",
 ]

@@ -7,19 +7,14 @@ of them decided. A measured interval is in training steps: every rank counts the
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tierfall.core.policy import Rule
-from tierfall.core.values import LOSS_CLASSES, LossClass, TierKind
-from tierfall.core.view import TierRules
-from tierfall.policies.cadence_formulas import (
-    checkfreq_steps,
-    daly_s,
-    overhead_steps,
-    pccheck_steps,
-)
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import LOSS_CLASSES, LossClass, TierKind
+from tierfall.core.types.view import TierRules
 
 PROFILE_STEPS = 10
 """So many steps are measured before the first save, and so many lie at least between it and the second."""
@@ -252,3 +247,112 @@ def mean_within(samples: Sequence[float], *, cut: float = 0.1) -> float:
     few = int(len(samples) * cut)
     usual = sorted(samples)[few : len(samples) - few]
     return math.fsum(usual) / len(usual)
+
+
+_SLACK = 1e-9
+"""What rounding of a quotient may add: 3.0000000000000004 steps are 3."""
+
+
+def young_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the best interval to first order, sqrt(2 C M) (Young 1974)."""
+    return math.sqrt(2 * cost_s * mtbf_s)
+
+
+def daly_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the best interval to higher order: sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)) - C where C < 2 M,
+    else M (Daly 2006)."""
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    part = cost_s / (2 * mtbf_s)
+    return young_s(cost_s, mtbf_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+
+
+def availability_s(cost_s: float, mtbf_s: float, restore_s: float) -> float:
+    """Return the time from checkpoint to checkpoint, its own included, with which most of the time is training:
+    T_s + sqrt(2 (T_f + T_r) T_s + T_s^2) (arXiv 2410.18124)."""
+    return cost_s + math.sqrt(2 * (mtbf_s + restore_s) * cost_s + cost_s**2)
+
+
+def checkfreq_steps(full_s: float, foreground_s: float, step_s: float) -> int:
+    """Return the steps from one checkpoint to the next with which one is through before the next begins:
+    max(ceil((T_full - o) / T_iter), 1) (CheckFreq, FAST'21)."""
+    return max(_ceil((full_s - foreground_s) / step_s), 1)
+
+
+def overhead_steps(cost_s: float, step_s: float, overhead: float) -> int:
+    """Return the fewest steps over which what a save adds is within ``overhead``, a share of the time without it: what
+    CheckFreq's growing of its interval by 2 arrives at, at once, and on the way down too."""
+    return max(_ceil(cost_s / (overhead * step_s)), 1)
+
+
+def pccheck_steps(write_s: float, images: int, slowdown: float, step_s: float) -> int:
+    """Return the fewest steps between checkpoints with which ``images`` of them in flight keep up:
+    f >= T_w / (N q t), q the slow-down of training that is tolerated, 1 for none (PCcheck, ASPLOS'25)."""
+    return max(_ceil(write_s / (images * slowdown * step_s)), 1)
+
+
+def expected_ettr(
+    nodes: int, failures_per_node_day: float, *, restart_s: float, interval_s: float, write_s: float
+) -> float:
+    """Return the share of its time in which a run is expected to make progress that is kept:
+    (1 - N r_f (u0 + dt/2)) / (1 + w/dt) ("Revisiting Reliability", HPCA'25). ``write_s`` blocks; nodes have 8 GPUs
+    there."""
+    failures_per_s = nodes * failures_per_node_day / 86400
+    return (1 - failures_per_s * (restart_s + interval_s / 2)) / (1 + write_s / interval_s)
+
+
+def best_ettr_interval_s(nodes: int, failures_per_node_day: float, write_s: float) -> float:
+    """Return the interval with which that share is highest: sqrt(2 w / (N r_f)) (as above)."""
+    return math.sqrt(2 * write_s * 86400 / (nodes * failures_per_node_day))
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - _SLACK * max(1.0, abs(value)))
+
+
+TRIALS = 3
+
+
+REMEMBERED = 9
+
+
+AGAIN_AFTER = 100
+"""After so many saves in a row of one kind the other is tried again: machines change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One save, and the seconds and training steps from it to the next."""
+
+    lazy: bool
+    steps: int
+    seconds: float
+
+
+def choose_lazy(trials: Sequence[Trial]) -> tuple[bool, str]:
+    """Say whether the next save is to be captured lazily, and why.
+
+    ``trials`` are in the order of the saves. Those over another number of steps than the last do not count.
+    """
+    if not trials:
+        return True, "lazy: nothing is known yet"
+    alike = [trial for trial in trials if trial.steps == trials[-1].steps]
+    lazy, blocking = (
+        [trial.seconds for trial in alike if trial.lazy is kind][-REMEMBERED:]
+        for kind in (True, False)
+    )
+    if min(len(lazy), len(blocking)) < TRIALS:
+        is_lazy = len(lazy) <= len(blocking)
+        return is_lazy, f"{_word(is_lazy)}: {TRIALS} of each are tried"
+    gain_s = statistics.median(blocking) - statistics.median(lazy)
+    is_lazy = gain_s >= 0
+    if all(trial.lazy is is_lazy for trial in alike[-AGAIN_AFTER:]) and len(alike) >= AGAIN_AFTER:
+        return not is_lazy, f"{_word(not is_lazy)}: it is tried again"
+    return (
+        is_lazy,
+        f"{_word(is_lazy)}: from save to save the run takes {abs(gain_s):.3g} s less than {_word(not is_lazy)}",
+    )
+
+
+def _word(is_lazy: bool) -> str:
+    return "lazy" if is_lazy else "blocking"

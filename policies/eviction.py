@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierfall.core.values import CheckpointId, CopyState, TierKind
-from tierfall.core.view import (
+from tierfall.core.types.units import format_rate
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
+from tierfall.core.types.view import (
     CheckpointView,
     Decision,
     Eviction,
     TierRules,
+    TierView,
     Verdict,
     View,
 )
-from tierfall.policies.asking import ask_order
-from tierfall.policies.evict_orders import cheapest_first
-from tierfall.policies.guard import only_source_for, reason_to_keep
+from tierfall.policies.protection import only_source_for, reason_to_keep
+from tierfall.policies.registry import Order, ask_order, register
 from tierfall.policies.retention import wanted_of
 
 
@@ -131,3 +132,62 @@ def _is_the_only_pinned_copy(view: View, checkpoint: CheckpointView, tier: TierR
     return checkpoint.pinned and not any(
         checkpoint.readable_on(other.name) for other in view.tiers if other.name != tier.name
     )
+
+
+@register("evict", "cheapest", words=lambda rules: "the cheapest to lose first")
+def cheapest_first(tier: TierView, rules: None, now_s: float) -> Order:
+    """Give up first what was left behind, then what another tier holds that survives as much, what is quicker to read
+    back from there before what is dearer; then what such a tier holds that nobody has verified; then what lies nowhere
+    else so safe; the older first in each."""
+    places = {rules.name: place for place, rules in enumerate(_quickest_first(tier.view))}
+
+    def score(checkpoint: CheckpointView) -> tuple[bool, int, CheckpointId]:
+        elsewhere = _elsewhere(checkpoint, tier)
+        dear = places[elsewhere.name] if elsewhere else 2 * len(places)
+        if elsewhere and not tier.view.is_safe(checkpoint, elsewhere.name):
+            dear += len(places)
+        return (checkpoint.live, dear, checkpoint.id)
+
+    ordered = sorted(tier.checkpoints, key=score)
+    return [(c.id, _said(c, _elsewhere(c, tier), tier.view)) for c in ordered]
+
+
+@register("evict", "oldest", words=lambda rules: "the oldest first")
+def oldest_first(tier: TierView, rules: None, now_s: float) -> Order:
+    """Give up first what was left behind, then the oldest."""
+    ordered = sorted(tier.checkpoints, key=lambda c: (c.live, c.id))
+    return [(c.id, _said(c, None, tier.view)) for c in ordered]
+
+
+def _quickest_first(view: View) -> list[TierRules]:
+    """Sort the tiers by how fast they were seen to be read. Those that were not keep their places in the chain, and the
+    others share out theirs: so each two that were measured stand right, and without any it is the chain."""
+    rates = view.read_bytes_per_s
+    measured = (tier for tier in view.tiers if tier.name in rates)
+    in_turn = iter(sorted(measured, key=lambda tier: rates[tier.name], reverse=True))
+    return [next(in_turn) if tier.name in rates else tier for tier in view.tiers]
+
+
+def _elsewhere(checkpoint: CheckpointView, tier: TierView) -> TierRules | None:
+    """Return the other tier that a restore would take it from, of those that hold it as safely as this one."""
+    return min(
+        (
+            other
+            for other in tier.view.tiers
+            if other.name != tier.tier.name
+            and checkpoint.state(other.name) is CopyState.COMMITTED
+            and other.survives.covers(tier.tier.survives)
+        ),
+        key=lambda other: not tier.view.is_safe(checkpoint, other.name),
+        default=None,
+    )
+
+
+def _said(checkpoint: CheckpointView, elsewhere: TierRules | None, view: View) -> str:
+    if not checkpoint.live:
+        return "it is of an abandoned line" if checkpoint.abandoned else "deleted by a person"
+    if elsewhere is not None:
+        rate = view.read_bytes_per_s.get(elsewhere.name)
+        read = "" if rate is None else f", read at {format_rate(rate)}"
+        return f"{elsewhere.name} holds it as safely{read}"
+    return "it is the oldest that may go"

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from tierfall.core.values import CheckpointId, CopyState, TierKind
-from tierfall.core.view import (
+from tierfall.core.types.units import format_duration
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind
+from tierfall.core.types.view import (
     CheckpointView,
     CopyView,
     Decision,
     TierRules,
+    TierView,
     Verdict,
     View,
 )
-from tierfall.policies.asking import ask_order
-from tierfall.policies.flush_orders import in_order
-from tierfall.policies.guard import beginning_of_the_line, newest_of
+from tierfall.policies.protection import beginning_of_the_line, newest_of
+from tierfall.policies.registry import Order, ask_order, register
 from tierfall.policies.retention import decide_on_one, wanted_of
 
 _IN_MEMORY = (TierKind.DEVICE, TierKind.HOST)
@@ -191,3 +192,46 @@ def _is_to_come(checkpoint: CheckpointView, tier: TierRules, newest: CheckpointI
 def _as_if_there(checkpoint: CheckpointView, tier: TierRules) -> CheckpointView:
     copy = CopyView(state=CopyState.COMMITTED, bytes=0)
     return replace(checkpoint, copies={**checkpoint.copies, tier.name: copy})
+
+
+IN_ORDER = "in_order"
+"""The default, and the only order under which a newer copy on a tier says that older ones were dealt with."""
+
+
+@register("flush", IN_ORDER)
+def in_order(tier: TierView, rules: None, now_s: float) -> Order:
+    """Bring them as they were saved."""
+    return _each(tier.checkpoints, first="the oldest that waits", before="older")
+
+
+@register("flush", "newest_first")
+def newest_first(tier: TierView, rules: None, now_s: float) -> Order:
+    """Bring the newest, and older ones after it."""
+    return _each(tier.checkpoints[::-1], first="the newest that waits", before="newer")
+
+
+def _each(checkpoints: Sequence[CheckpointView], *, first: str, before: str) -> Order:
+    reasons = (
+        f"after {place} {before} {'one' if place == 1 else 'ones'}" if place else first
+        for place in range(len(checkpoints))
+    )
+    return [(c.id, reason) for c, reason in zip(checkpoints, reasons, strict=True)]
+
+
+def owed_in_time(view: View, checkpoint: CheckpointView) -> str | None:
+    """Say which tier is owed this checkpoint under a bound on its staleness; None where none is."""
+    for tier in view.tiers:
+        if tier.within_s is not None and tier.name in checkpoint.owed:
+            return f"{tier.name} is owed it within {format_duration(tier.within_s)}"
+    return None
+
+
+def lateness(tier: TierRules, behind_s: float) -> str | None:
+    """Say that a tier is further behind than it may be; ``behind_s`` is how long ago the oldest checkpoint was saved
+    that is newer than all that the tier has. None where it is not, or there is no bound."""
+    if tier.within_s is None or behind_s <= tier.within_s:
+        return None
+    return (
+        f"{tier.name} is {format_duration(behind_s)} behind, and was to be no further than "
+        f"{format_duration(tier.within_s)} (flush.within)"
+    )

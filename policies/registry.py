@@ -1,17 +1,19 @@
 """The policies that there are, by kind and name: the built-in ones and a user's own are registered in the same way.
 
 A registration is the one thing here that is remembered; nothing is looked up while a policy decides. What packages
-bring along as entry points is loaded by ``tierfall.plugins``.
+bring along as entry points is loaded by ``tierfall.config.plugins``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tierfall.core.errors import ConfigError
-from tierfall.core.names import check_name
-from tierfall.core.policy import Policy, PolicyKind
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.keys import check_name
+from tierfall.core.types.policy import Policy, PolicyKind, Rule
+from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import CheckpointView, TierRules, TierView, View
 
 Decide = TypeVar("Decide", bound=Callable[..., Any])
 
@@ -80,3 +82,21 @@ def _home(function: Callable[..., Any]) -> str:
     """Say where a function is from: a module that is loaded anew may register again."""
     module = getattr(function, "__module__", "?")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+
+
+Order = Sequence[tuple[CheckpointId, str]]
+
+
+def ask_order(
+    rule: Rule | None,
+    default: Callable[[TierView, None, float], Order],
+    *,
+    view: View,
+    tier: TierRules,
+    about: Sequence[CheckpointView],
+) -> dict[CheckpointId, str]:
+    """Return the reason of each checkpoint that the order speaks of, in its order; they are given oldest first."""
+    asked = TierView(checkpoints=tuple(about), tier=tier, view=view)
+    if rule is None:
+        return dict(default(asked, None, view.wall_time_s))
+    return dict(rule.policy.decide(asked, rule.rules, view.wall_time_s))

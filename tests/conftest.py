@@ -18,7 +18,7 @@ from tests.core.ranks.threads import network
 from tests.media import Medium
 from tests.object_store import SeaweedFS
 from tests.steps import state_of
-from tierfall.backends import wrap
+from tierfall.backends.wrappers import compose
 from tierfall.core.ranks.ranks import Ranks
 
 SHARED = Path("/dev/shm")
@@ -93,18 +93,20 @@ def state(make_state: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once: what is waited for here is never the passing of time."""
-    monkeypatch.setattr("tierfall.core.scheduler.lane.FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr("tierfall.core.scheduler.flushing.LONGEST_RETRY_S", 0.05)
-    real = wrap.wrap
+    monkeypatch.setattr("tierfall.core.scheduler.flush.lane.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("tierfall.core.scheduler.flush.flusher.LONGEST_RETRY_S", 0.05)
+    real = compose.wrap
     monkeypatch.setattr(
-        "tierfall.stores.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
+        "tierfall.setup.tiers.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
     )
 
 
 @pytest.fixture(autouse=True)
 def impatient_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that are threads see each other's files at once, or never."""
-    monkeypatch.setattr("tierfall.probing.PATIENCE_S", dict.fromkeys((True, None, False), 0.1))
+    monkeypatch.setattr(
+        "tierfall.session.shared_folders.PATIENCE_S", dict.fromkeys((True, None, False), 0.1)
+    )
 
 
 @pytest.fixture

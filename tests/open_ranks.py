@@ -11,11 +11,11 @@ import torch
 
 from tests.core.ranks.threads import on_all
 from tests.steps import wait_until
-from tierfall.backends.posix import PosixBackend
-from tierfall.checkpointer import Checkpointer, _open
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
-from tierfall.core.errors import UnreachableError
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types.errors import UnreachableError
+from tierfall.run.checkpointer import Checkpointer, _open
 
 SOON_S = 8.0
 """Less than ``max_wait``, and much more than what these calls take."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.core.ranks.threads import network, on_all
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
-from tierfall.core.catalog import merge
-from tierfall.core.handle import SaveHandle
-from tierfall.exporting import Exported, Format, Wish, export
-from tierfall.reading import Reader
-from tierfall.reports import RestoreReport
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.format.catalog import merge
+from tierfall.export.export import Exported, Format, Wish, export
+from tierfall.ops.reader import Reader
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.telemetry.reports import RestoreReport
 
 SOON_S = 20.0
 State = Callable[[int, int], dict[str, Any]]

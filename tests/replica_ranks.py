@@ -13,9 +13,9 @@ from torch import nn
 import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import close_all, restore_all
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.run.checkpointer import Checkpointer
 
 MAX_WAIT_S = 6.0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierfall.core.policy import Policy, PolicyKind, Rule
-from tierfall.core.values import CheckpointId, Direction
-from tierfall.core.view import TierView
+from tierfall.core.types.policy import Policy, PolicyKind, Rule
+from tierfall.core.types.values import CheckpointId, Direction
+from tierfall.core.types.view import TierView
 from tierfall.policies.registry import find
-from tierfall.policies.retain_rules import Best, Every, Tags
+from tierfall.policies.retention import Best, Every, Tags
 
 
 def rule(name: str, rules: Any = None, *, kind: PolicyKind = PolicyKind.RETAIN) -> Rule:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import tierfall
-from tierfall import checkpointer
+from tierfall.run import checkpointer
 
 ELEMENTS = 20_000
 

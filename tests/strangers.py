@@ -13,8 +13,8 @@ import xxhash
 
 import tierfall
 from tests.steps import blank, files_below, step_in
-from tierfall.core import documents
-from tierfall.core.errors import RestoreError
+from tierfall.core.format import documents
+from tierfall.core.types.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
 IMAGE = "rank-00000-of-00001.safetensors"

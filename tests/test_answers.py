@@ -15,10 +15,12 @@ import torch
 
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.capture.filling import Filling
-from tierfall.core.errors import (
+from tierfall.core.capture.copier import Filling
+from tierfall.core.copies import shard_reader as restoring
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.types.errors import (
     AccessDeniedError,
     ConfigError,
     FlushError,
@@ -26,10 +28,8 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.restore import job as restoring
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.values import CheckpointId
-from tierfall.session import Session
+from tierfall.core.types.values import CheckpointId
+from tierfall.session.session import Session
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]

@@ -11,8 +11,8 @@ import pytest
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on
 from tierfall.config import load_config
-from tierfall.core.errors import ConfigError, IntegrityError, TierfallError
-from tierfall.draining import drain
+from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError
+from tierfall.ops.drain.drain import drain
 
 MakeConfig = Callable[..., dict[str, Any]]
 DAMAGE = pytest.mark.parametrize("how", ["empty", "gone"])

@@ -16,8 +16,7 @@ import torch
 
 import tierfall
 from tests.steps import blank, files_below, state_of, step_in, steps_on
-from tierfall import ordering
-from tierfall.core.errors import (
+from tierfall.core.types.errors import (
     CaptureError,
     ConfigError,
     LockError,
@@ -25,7 +24,8 @@ from tierfall.core.errors import (
     StepError,
     TierfallError,
 )
-from tierfall.core.names import STEP_MAX
+from tierfall.core.types.keys import STEP_MAX
+from tierfall.run import group_commands
 
 MakeConfig = Callable[..., dict[str, Any]]
 MakeState = Callable[..., dict[str, Any]]
@@ -393,7 +393,7 @@ def test_a_failing_close_is_noted_on_the_exception_on_its_way(
             raise LoopFailed("loss is nan")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(ordering, "drain_here", refuse)
+        patch.setattr(group_commands, "drain_here", refuse)
         with pytest.raises(LoopFailed) as caught:
             loop()
     assert any("closing failed too: the disk is on fire" in n for n in caught.value.__notes__)

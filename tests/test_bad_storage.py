@@ -14,14 +14,14 @@ import pytest
 import tierfall
 from tests.media import Medium
 from tests.steps import blank, files_below, state_of, step_in, steps_on, wait_until
-from tierfall.core.errors import (
+from tierfall.core.types.errors import (
     BackendError,
     FlushError,
     RestoreError,
     StepError,
     TierfallError,
 )
-from tierfall.core.values import SaveOutcome
+from tierfall.core.types.values import SaveOutcome
 
 MakeConfig = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.usefixtures("impatient")

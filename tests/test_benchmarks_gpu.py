@@ -19,11 +19,11 @@ from benchmarks.figures import Results
 from benchmarks.plan import Plan
 from tests.core.fake_device import FakePlaces, FakeStream
 from tests.tiny_plan import tiny_plan
-from tierfall import saving
 from tierfall.config import Config
-from tierfall.core.capture.flights import Slab
-from tierfall.core.capture.samples import ImageCheck
-from tierfall.core.errors import CapacityError
+from tierfall.core.capture.device_copies import Slab
+from tierfall.core.sampling.samples import ImageCheck
+from tierfall.core.types.errors import CapacityError
+from tierfall.run import saver
 from tierfall.tiers.device import DeviceSlab
 
 PARAMETERS = 1_100_000
@@ -107,8 +107,8 @@ def rehearsal(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
             config.device.capacity_bytes, torch.device("cpu"), name=config.device.name
         )
 
-    monkeypatch.setattr(saving, "Places", SlabPlaces(stream))
-    monkeypatch.setattr(saving, "_open_slab", open_slab)
+    monkeypatch.setattr(saver, "Places", SlabPlaces(stream))
+    monkeypatch.setattr(saver, "_open_slab", open_slab)
     return made
 
 
@@ -177,7 +177,7 @@ def test_without_room_for_a_slab_its_figures_are_left_out_and_that_is_said(
 def test_slab_that_was_not_taken_is_not_measured(
     tmp_path: Path, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_open_slab", lambda config: None)
+    monkeypatch.setattr(saver, "_open_slab", lambda config: None)
     with pytest.raises(AssertionError, match="the device tier was not taken"):
         rehearse(tmp_path, rehearsal)
 

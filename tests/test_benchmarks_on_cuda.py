@@ -18,7 +18,7 @@ from benchmarks.peers import measure
 from benchmarks.peers import memory as peer_memory
 from benchmarks.plan import Plan
 from tests.tiny_plan import tiny_plan
-from tierfall.core.device import PageLock
+from tierfall.core.runtime.pinned import PageLock
 
 
 class Made(Exception):

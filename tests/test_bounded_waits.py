@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import tierfall
-from tierfall import stores
 from tierfall.config import load_config
-from tierfall.core.errors import RestoreError, UnreachableError
+from tierfall.core.types.errors import RestoreError, UnreachableError
+from tierfall.setup import tiers as stores
 
 LONG_S = 60.0
 

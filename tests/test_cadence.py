@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.training_loop import HOST, STORE, Loop, gaps
-from tierfall.core.errors import CapacityError
-from tierfall.core.values import LossClass, SaveOutcome
-from tierfall.metering import STALE_STEPS
-from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules
-from tierfall.policies.cadence_formulas import daly_s
+from tierfall.core.types.errors import CapacityError
+from tierfall.core.types.values import LossClass, SaveOutcome
+from tierfall.policies.cadence import PROFILE_STEPS, CadenceRules, daly_s
+from tierfall.telemetry.meter import STALE_STEPS
 
 TIERS = (HOST, STORE)
 OVERHEAD = CadenceRules(overhead=0.035, tiers=TIERS)

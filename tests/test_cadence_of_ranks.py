@@ -12,14 +12,14 @@ import pytest
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all
 from tests.steps import state_of, wait_until
-from tierfall import announcing
-from tierfall.announcing import AnnouncedSteps
-from tierfall.checkpointer import Checkpointer
-from tierfall.core.errors import ConfigError, RanksError
-from tierfall.core.handle import SaveHandle
+from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import CopyState, SaveOutcome
-from tierfall.signals import SignalWatch
+from tierfall.core.types.errors import ConfigError, RanksError
+from tierfall.core.types.values import CopyState, SaveOutcome
+from tierfall.run import announced_steps
+from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.setup.signal_hub import SignalWatch
 
 STEP_S = 0.004
 
@@ -32,7 +32,7 @@ def opener(tmp_path: Path, ranks: list[Ranks]) -> Opener:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages between threads take no second."""
-    monkeypatch.setattr(announcing, "AHEAD_S", 0.2)
+    monkeypatch.setattr(announced_steps, "AHEAD_S", 0.2)
 
 
 class Training:
@@ -116,7 +116,7 @@ def test_a_rank_that_hears_too_late_gives_the_step_up_for_all_at_once_and_hears_
     opener: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is always 30 steps ahead of rank 0: what rank 0 announces it has passed, the first time."""
-    monkeypatch.setattr(announcing, "AHEAD_S", 0.0)
+    monkeypatch.setattr(announced_steps, "AHEAD_S", 0.0)
     both = opener.all_open(interval={"every": 10**6})
     heard = both[1]._cadence._others
     assert heard is not None
@@ -280,7 +280,7 @@ def test_a_rank_that_ended_by_an_exception_keeps_the_last_step_of_all_from_being
 def test_steps_are_announced_a_second_ahead_and_one_step_at_least(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(announcing, "AHEAD_S", 1.0)
+    monkeypatch.setattr(announced_steps, "AHEAD_S", 1.0)
     with network(["a"]) as (alone,):
         steps = AnnouncedSteps(alone.council, tell=lambda f: f(), leave_out=lambda s, e: None)
         assert [steps.ahead_steps(pace_s) for pace_s in (0.0, 0.01, 0.4, 30.0)] == [1, 100, 3, 1]

@@ -10,8 +10,8 @@ import pytest
 
 import tierfall
 from tests.steps import state_of
-from tierfall.checkpointer import Checkpointer
-from tierfall.saving import Saver
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.saver import Saver
 
 MakeConfig = Callable[..., dict[str, Any]]
 STEP_S = 0.03

@@ -15,9 +15,9 @@ import torch
 
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.core.errors import FlushError, StepError, UnreachableError
-from tierfall.core.values import CheckpointId, CopyState, LossClass, SaveOutcome
-from tierfall.core.view import Verdict
+from tierfall.core.types.errors import FlushError, StepError, UnreachableError
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, SaveOutcome
+from tierfall.core.types.view import Verdict
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -316,8 +316,8 @@ def test_a_dry_run_says_what_a_prune_does_and_does_nothing(
 def test_prune_sees_marks_that_were_left_from_outside(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    from tierfall.backends.posix import PosixBackend
-    from tierfall.core.records import Mark
+    from tierfall.backends.posix.backend import PosixBackend
+    from tierfall.core.format.records import Mark
 
     with tierfall.open(make_config()) as ckpt:
         for step in (1, 2):

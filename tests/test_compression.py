@@ -16,8 +16,8 @@ import zstandard
 
 import tierfall
 from tests.cli.cli_kit import run
-from tierfall.core.errors import RestoreError
-from tierfall.core.values import CopyState
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.values import CopyState
 from tierfall.tiers.image_writer import PackedImageWriter
 
 Make = Callable[..., Any]

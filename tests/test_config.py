@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfall.config import Config, FileTier, HostTier, load_config
-from tierfall.core.errors import ConfigError, NotSupportedError
-from tierfall.core.values import CaptureMode, OnError, TierKind, Verify, WhenFull
+from tierfall.core.types.errors import ConfigError, NotSupportedError
+from tierfall.core.types.values import CaptureMode, OnError, TierKind, Verify, WhenFull
 
 Load = Callable[..., Config]
 DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

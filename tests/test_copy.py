@@ -15,14 +15,14 @@ import pytest
 import tierfall
 from tests.object_store import SeaweedFS
 from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on
-from tierfall import copying, transfer
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
-from tierfall.copying import Copied, copy
-from tierfall.core import documents
-from tierfall.core.errors import (
+from tierfall.core.copies.verify import Verifier
+from tierfall.core.format import documents
+from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
     FencedError,
@@ -32,9 +32,10 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.records import Attempt, Mark
-from tierfall.core.restore.verify import Verifier
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops import copy as copying
+from tierfall.ops import write_copy
+from tierfall.ops.copy import Copied, copy
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -314,7 +315,7 @@ def test_a_living_trainer_of_this_machine_keeps_it_from_copying(
 def test_the_lock_is_held_while_it_copies_and_given_back(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = transfer.write_files, []
+    real, refused = write_copy.write_files, []
 
     def look(*words: Any) -> Any:
         try:
@@ -332,7 +333,7 @@ def test_the_lock_is_held_while_it_copies_and_given_back(
 def test_a_start_that_comes_meanwhile_on_another_node_fences_the_copy(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = transfer.write_files
+    real = write_copy.write_files
 
     def start_elsewhere(*words: Any) -> Any:
         written = real(*words)

@@ -29,8 +29,8 @@ from tests.strangers import (
     reseal,
     vouch_for,
 )
-from tierfall.core import documents
-from tierfall.core.errors import RestoreError
+from tierfall.core.format import documents
+from tierfall.core.types.errors import RestoreError
 
 # Commit records and manifests ----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tests.cli.cli_kit import Cli
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all, restore_all
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.core.errors import RestoreError
+from tierfall.core.types.errors import RestoreError
 
 MakeConfig = Callable[..., dict[str, Any]]
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import tierfall
-from tierfall.core.image import random_state
+from tierfall.core.tensors import rng
 from tierfall.demo.data import ShuffledLoader, english_text
 from tierfall.demo.model import Shape
 from tierfall.demo.training import Plan, Trained, Training, make_deterministic, train
@@ -90,7 +90,7 @@ def test_interrupted_training_goes_on_with_the_same_losses_to_the_last_bit(tmp_p
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (random_state, "apply"),
+        (rng, "apply"),
         (ShuffledLoader, "load_state_dict"),
         (torch.optim.lr_scheduler.OneCycleLR, "load_state_dict"),
     ],

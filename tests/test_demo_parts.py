@@ -17,8 +17,8 @@ import pytest
 
 import tierfall
 from tests.steps import state_of, step_in
-from tierfall.core.errors import ConfigError
-from tierfall.core.handle import SaveHandle
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.errors import ConfigError
 from tierfall.demo import chain as chains
 from tierfall.demo import damage, ending, trainer
 from tierfall.demo.events import (

@@ -27,10 +27,10 @@ from tests.replica_ranks import (
     save_all,
     save_whole,
 )
-from tierfall.core.errors import CaptureError
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.scheduler.commits import Commits
-from tierfall.core.scheduler.dividing import Divider
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.dedup import Divider
+from tierfall.core.types.errors import CaptureError
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from tierfall.config import Retain, load_config
-from tierfall.core.policy import PolicyKind
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
-from tierfall.core.view import CheckpointView, CopyView, TierRules, TierView, View
+from tierfall.core.types.policy import PolicyKind
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, View
 from tierfall.policies import registry
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "policies.md"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import tierfall
-from tierfall.core import errors
-from tierfall.core.image import codec
-from tierfall.core.values import CopyState, SaveOutcome
+from tierfall.core.tensors import value_codec
+from tierfall.core.types import errors
+from tierfall.core.types.values import CopyState, SaveOutcome
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python-api.md"
 TEXT = PAGE.read_text()
@@ -122,7 +122,7 @@ def test_the_examples_run_and_print_what_the_page_shows(
     (tmp_path / "tiers.yaml").write_text(block[1].replace("/dev/shm/checkpoints", str(memory)))
     monkeypatch.chdir(tmp_path)
     for registry in ("_BY_TYPE", "_BY_NAME"):
-        monkeypatch.setattr(codec, registry, dict(getattr(codec, registry)))
+        monkeypatch.setattr(value_codec, registry, dict(getattr(value_codec, registry)))
     program: dict[str, Any] = {"__name__": "page"}
     try:
         for before, code in examples():

@@ -14,12 +14,12 @@ import yaml
 
 import tierfall
 from tierfall.backends import register, registry
-from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.opening import is_remote, open_backend
+from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.open import is_remote, open_backend
 from tierfall.config import load_config
-from tierfall.core.errors import BackendError, ConfigError, KeyNotFoundError, UnreachableError
-from tierfall.core.values import Driver, LossClass
-from tierfall.stores import tier_rules
+from tierfall.core.types.errors import BackendError, ConfigError, KeyNotFoundError, UnreachableError
+from tierfall.core.types.values import Driver, LossClass
+from tierfall.setup.tiers import tier_rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-backend.md"
 TEXT = PAGE.read_text()

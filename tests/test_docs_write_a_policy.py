@@ -14,19 +14,19 @@ from typer.testing import CliRunner
 
 import tierfall
 from tests.policies.pictures import Picture
-from tierfall.cadence import rules_of
 from tierfall.cli import app
 from tierfall.config import load_config
-from tierfall.core import names
-from tierfall.core.errors import ConfigError
-from tierfall.core.policy import PolicyKind
-from tierfall.core.values import CheckpointId, CopyState, TierKind, survives
-from tierfall.core.view import CheckpointView, CopyView, TierRules
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.policy import PolicyKind
+from tierfall.core.types.values import CheckpointId, CopyState, TierKind, survives
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules
 from tierfall.policies import Measured, registry
 from tierfall.policies.cadence import Bound, choose_interval
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
-from tierfall.stores import tier_rules
+from tierfall.run.cadence import rules_of
+from tierfall.setup.tiers import tier_rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-policy.md"
 TEXT = PAGE.read_text()
@@ -51,7 +51,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def left(folder: Path) -> list[int]:
-    found = (names.parse_step_folder(path.name) for path in (folder / "gpt-small").iterdir())
+    found = (keys.parse_step_folder(path.name) for path in (folder / "gpt-small").iterdir())
     return sorted(id.step for id in found if id is not None)
 
 

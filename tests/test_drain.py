@@ -22,11 +22,11 @@ import tierfall
 from tests.core.ranks.threads import on_all
 from tests.open_ranks import Opener, close_all, wait_sealed
 from tests.steps import state_of, steps_on, wait_until
-from tierfall import ordering
-from tierfall.core.errors import ConfigError
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import LossClass, SaveOutcome
-from tierfall.signalled import DrainOnSignal
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import LossClass, SaveOutcome
+from tierfall.run import group_commands
+from tierfall.run.drain_on_signal import DrainOnSignal
 
 MakeConfig = Callable[..., dict[str, Any]]
 SOON_S = 20.0
@@ -398,7 +398,7 @@ def test_a_rank_that_knows_what_cannot_arrive_has_patience_with_one_that_waits_f
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointers = slow_ranks(tmp_path, ranks, waiting=(1, 6))
-    monkeypatch.setattr(ordering, "_patience_s", lambda session: 0.5)
+    monkeypatch.setattr(group_commands, "_patience_s", lambda session: 0.5)
     reports = on_all([lambda c=c: c.drain(4.0) for c in checkpointers])  # type: ignore[misc]
     monkeypatch.undo()
     assert [report.left for report in reports] == [((3, 1, "nvme"),)] * 2, reports

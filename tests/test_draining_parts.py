@@ -21,15 +21,15 @@ from tests.open_ranks import (
     stop_before_any_flush,
     wait_sealed,
 )
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
-from tierfall.core.errors import FencedError, LockError
+from tierfall.core.format.records import Attempt, Mark
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.records import Attempt, Mark
-from tierfall.core.values import CheckpointId
-from tierfall.draining import drain
-from tierfall.slots import LocalMemory
+from tierfall.core.types.errors import FencedError, LockError
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.drain.drain import drain
+from tierfall.ops.local_memory import LocalMemory
 from tierfall.tiers.stored import StoredTier
 
 FIRST = CheckpointId(1, 1)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.steps import wait_until
-from tierfall import event_log
-from tierfall.core import events
-from tierfall.core.events import Event
-from tierfall.core.values import CheckpointId
-from tierfall.event_log import EventLog, LogFile, part_before
-from tierfall.event_reading import Tail, last_events
+from tierfall.core.types import events
+from tierfall.core.types.events import Event
+from tierfall.core.types.values import CheckpointId
+from tierfall.telemetry import event_log
+from tierfall.telemetry.event_log import EventLog, LogFile, part_before
+from tierfall.telemetry.event_reader import Tail, last_events
 
 MAX_BYTES = 64 << 10
 

@@ -15,10 +15,10 @@ import tierfall
 from tests.open_ranks import Opener, close_all
 from tests.simulation.world import IMAGE, World, file_rules
 from tests.steps import blank, state_of
-from tierfall.core import events
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types import events
 from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
-from tierfall.event_reading import last_events
+from tierfall.telemetry.event_reader import last_events
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "event-log.md"
 MakeConfig = Callable[..., dict[str, Any]]

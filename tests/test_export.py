@@ -17,11 +17,14 @@ import torch
 
 import tierfall
 from tests.steps import state_of
-from tierfall import new_file, torch_file
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
-from tierfall.core.catalog import merge
-from tierfall.core.errors import (
+from tierfall.core.copies import chunk_reader
+from tierfall.core.format.catalog import merge
+from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.tree import MapNode, ModuleNode, TensorNode
+from tierfall.core.tensors import value_codec
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     CapacityError,
@@ -30,13 +33,11 @@ from tierfall.core.errors import (
     RestoreError,
     StorageFullError,
 )
-from tierfall.core.image import ImageHeader, StoredTensor, codec
-from tierfall.core.image.nodes import MapNode, ModuleNode, TensorNode
-from tierfall.core.restore import reader
-from tierfall.core.values import CheckpointId
-from tierfall.exporting import Exported, Format, Wish, export
-from tierfall.reading import Reader
-from tierfall.selecting import select, tensors_of
+from tierfall.core.types.values import CheckpointId
+from tierfall.export import output, torch_file
+from tierfall.export.export import Exported, Format, Wish, export
+from tierfall.export.select import select, tensors_of
+from tierfall.ops.reader import Reader
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -309,7 +310,7 @@ def test_a_full_disk_leaves_nothing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(new_file.os, "pwrite", full)
+    monkeypatch.setattr(output.os, "pwrite", full)
     with pytest.raises(StorageFullError, match="No space left"):
         export_from(config, "raw", to=out, only=only, format=format)
     assert not out.parent.exists()
@@ -366,7 +367,7 @@ def test_what_stops_torch_while_it_writes_is_what_is_raised(
 
 
 @pytest.mark.parametrize(
-    ("module", "call"), [(new_file.os.path, "lexists"), (new_file.shutil, "disk_usage")]
+    ("module", "call"), [(output.os.path, "lexists"), (output.shutil, "disk_usage")]
 )
 def test_a_place_that_may_not_be_looked_at_is_said(
     config: dict[str, Any], out: Path, module: Any, call: str, monkeypatch: pytest.MonkeyPatch
@@ -410,7 +411,7 @@ def test_too_little_room_is_told_before_anything_is_written(
     config: dict[str, Any], out: Path, format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(new_file.shutil, "disk_usage", lambda path: usage(10, 0, 10))
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage(10, 0, 10))
     with pytest.raises(CapacityError, match=r"it needs .* free are 10 B"):
         export_from(config, "raw", to=out, format=format)
     assert not out.parent.exists()
@@ -465,14 +466,14 @@ def test_a_registered_type_that_is_not_registered_here_is_refused(
     make_config: MakeConfig, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for registry in ("_BY_TYPE", "_BY_NAME"):
-        monkeypatch.setattr(codec, registry, {})
+        monkeypatch.setattr(value_codec, registry, {})
     tierfall.register_codec(Angle, "angle", lambda angle: angle.degrees, Angle)
     config = make_config()
     with tierfall.open(config) as ckpt:
         ckpt.save(1, {"angle": Angle(30.0), "w": torch.ones(3)}, block=True)
     done = export_from(config, "disk", to=out, format=Format.TORCH, only=("angle",))
     assert done.notes, "an object of a class is more than plain values"
-    monkeypatch.setattr(codec, "_BY_NAME", {})
+    monkeypatch.setattr(value_codec, "_BY_NAME", {})
     with pytest.raises(RestoreError, match="registered type 'angle'"):
         export_from(config, "disk", to=out / "again", format=Format.TORCH)
     assert not (out / "again").exists()
@@ -533,7 +534,7 @@ def test_memory_that_its_trainer_uses_again_meanwhile_does_not_end_up_in_the_fil
     """The image in memory is written over right after each chunk of it was checked."""
     good = export_from(config, "raw", to=out / "good", only=only).path.read_bytes()
     (arena,) = memory.rglob("*.arena")
-    real = reader.chunk_digest
+    real = chunk_reader.chunk_digest
 
     def use_again(view: Any) -> str:
         digest, start = real(view), arena.read_bytes().find(view)
@@ -543,7 +544,7 @@ def test_memory_that_its_trainer_uses_again_meanwhile_does_not_end_up_in_the_fil
                 file.write(bytes(len(view)))
         return digest
 
-    monkeypatch.setattr(reader, "chunk_digest", use_again)
+    monkeypatch.setattr(chunk_reader, "chunk_digest", use_again)
     done = export_from(config, "host", "raw", to=out, only=only)
     assert done.path.read_bytes() == good
     assert "host" in done.sources

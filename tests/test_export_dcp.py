@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tierfall
 from tests.rank_kit import config_of, export_from
-from tierfall import dcp_folder
 from tierfall.config import Config
-from tierfall.core.errors import BackendError, CapacityError, IntegrityError, StorageFullError
-from tierfall.exporting import Format
+from tierfall.core.types.errors import BackendError, CapacityError, IntegrityError, StorageFullError
+from tierfall.export import dcp_folder
+from tierfall.export.export import Format
 
 ALONE = "ignore:torch.distributed is disabled"
 MakeState = Callable[..., dict[str, Any]]
@@ -186,7 +186,7 @@ def test_no_room_is_said_before_anything_is_written(
     class Usage:
         free = 10
 
-    monkeypatch.setattr("tierfall.new_file.shutil.disk_usage", lambda path: Usage)
+    monkeypatch.setattr("tierfall.export.output.shutil.disk_usage", lambda path: Usage)
     with pytest.raises(CapacityError, match="free are 10 B"):
         export_from(config, "shared", to=out, format=Format.DCP)
     assert not out.parent.exists()

@@ -33,9 +33,9 @@ import torch
 import tierfall
 from tests.memory_watch import rise_bytes
 from tierfall.config import load_config
-from tierfall.core.catalog import merge
-from tierfall.exporting import Format, Wish, export
-from tierfall.reading import Reader
+from tierfall.core.format.catalog import merge
+from tierfall.export.export import Format, Wish, export
+from tierfall.ops.reader import Reader
 
 
 def work(what, config, tier, to, small):

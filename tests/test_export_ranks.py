@@ -16,15 +16,10 @@ import torch
 
 import tierfall
 from tests.rank_kit import config_of, export_from, save_on_ranks
-from tierfall import gathering
 from tierfall.config import Config
-from tierfall.core.errors import (
-    BackendError,
-    ConfigError,
-    IntegrityError,
-    StorageFullError,
-)
-from tierfall.exporting import Format
+from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, StorageFullError
+from tierfall.export import gather
+from tierfall.export.export import Format
 
 TIERS = {"raw": {}, "zstd": {"compress": {"codec": "zstd"}}}
 STEP = "run/step-00000001-a0001"
@@ -173,7 +168,7 @@ def test_where_ranks_have_values_of_another_kind_both_are_kept(tmp_path: Path, o
 def test_what_is_compared_in_slices_is_compared_whole(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gathering, "COMPARED_BYTES", 4096)
+    monkeypatch.setattr(gather, "COMPARED_BYTES", 4096)
     config = config_of(tmp_path)
 
     def state(rank: int, step: int) -> dict[str, Any]:
@@ -221,7 +216,7 @@ def test_a_full_disk_leaves_nothing(
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(gathering.os, "posix_fallocate", full)
+    monkeypatch.setattr(gather.os, "posix_fallocate", full)
     with pytest.raises(StorageFullError, match="No space left"):
         export_from(config, "raw", to=out, format=format)
     assert not out.parent.exists()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.rank_kit import config_of, save_on_ranks
-from tierfall.exporting import Format
+from tierfall.export.export import Format
 
 MIB = 1 << 20
 IMAGE_BYTES = 96 * MIB
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.memory_watch import rise_bytes
 from tests.rank_kit import config_of, export_from
-from tierfall.exporting import Format
+from tierfall.export.export import Format
 
 
 def work(size):

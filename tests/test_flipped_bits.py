@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.core.errors import RestoreError
-from tierfall.core.restore.verify import Verifier
-from tierfall.core.values import CheckpointId
-from tierfall.reading import open_place, resolve_path
+from tierfall.core.copies.verify import Verifier
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.reader import open_place, resolve_path
 
 TRIALS = 1000
 SEED = 20261121

@@ -16,10 +16,10 @@ import pytest
 import tierfall
 from tests.media import Medium
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.posix_writer import PosixWriter
-from tierfall.core.errors import CapacityError, StorageFullError
-from tierfall.session import Session
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.writer import PosixWriter
+from tierfall.core.types.errors import CapacityError, StorageFullError
+from tierfall.session.session import Session
 
 MakeConfig = Callable[..., dict[str, Any]]
 BIG = 80_000  # 320 KB of tensors

@@ -13,9 +13,9 @@ import pytest
 
 import tierfall
 from tests.steps import blank, files_below, open_elsewhere, state_of, step_in, steps_on, wait_until
-from tierfall import stores
-from tierfall.core.errors import FencedError, RestoreError, StepError, UnreachableError
-from tierfall.session import Session
+from tierfall.core.types.errors import FencedError, RestoreError, StepError, UnreachableError
+from tierfall.session.session import Session
+from tierfall.setup import tiers
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -342,14 +342,14 @@ def test_a_start_that_saved_nothing_leaves_nothing_behind(make_config: MakeConfi
 
 
 def away(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = stores._open_backend
+    real = tiers._open_backend
 
     def opening(section: Any, *, read_only: bool) -> Any:
         if section.name == tier:
             raise UnreachableError(f"{tier}: no answer")
         return real(section, read_only=read_only)
 
-    monkeypatch.setattr(stores, "_open_backend", opening)
+    monkeypatch.setattr(tiers, "_open_backend", opening)
 
 
 def test_what_begins_anew_while_a_tier_is_away_comes_after_all_that_lies_there(

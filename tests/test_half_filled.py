@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.copier import Filling
 from tierfall.errors import CaptureError, ConfigError, RestoreError, StepError
 
 MakeConfig = Callable[..., dict[str, Any]]

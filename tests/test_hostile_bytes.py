@@ -32,7 +32,7 @@ from tests.strangers import (
     must_be_refused,
     reseal,
 )
-from tierfall.core.errors import RestoreError
+from tierfall.core.types.errors import RestoreError
 
 # Files that are cut, emptied, exchanged or gone --------------------------------------------------
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import tierfall
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
-from tierfall.core.errors import BackendError, ConfigError, RestoreError, UnreachableError
-from tierfall.core.records import read_tier
+from tierfall.core.format.records import read_tier
+from tierfall.core.types.errors import BackendError, ConfigError, RestoreError, UnreachableError
 from tierfall.tiers.stored import StoredTier
 
 
@@ -64,7 +64,7 @@ def test_an_empty_mount_point_is_not_a_run_without_checkpoints(tmp_path: Path) -
     away = unmount(tmp_path / "pfs")
     with pytest.raises(RestoreError, match="is a file system not mounted there"):
         restored(config)
-    with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.errors.StepError):
+    with tierfall.open(config) as ckpt, pytest.raises(tierfall.core.types.errors.StepError):
         ckpt.save(1, state_of(1))
     assert steps_on(tmp_path / "pfs") == []
     mount_again(tmp_path / "pfs", away)
@@ -102,7 +102,7 @@ def test_a_disk_that_lay_on_another_device_is_not_mounted(
     save(config, 3)
     unmount(tmp_path / "disk")
     parents = os.stat(tmp_path / "disk").st_dev + 1
-    monkeypatch.setattr("tierfall.identity._device", lambda tier: parents)
+    monkeypatch.setattr("tierfall.setup.tier_identity._device", lambda tier: parents)
     with pytest.raises(RestoreError, match="is a file system not mounted there"):
         restored(config)
 
@@ -116,7 +116,7 @@ def test_this_machine_remembers_the_device_of_a_disk_beside_other_tiers(
     save(config, 1, 2, 3)
     away = unmount(tmp_path / "disk")
     parents = os.stat(tmp_path / "disk").st_dev + 1
-    monkeypatch.setattr("tierfall.identity._device", lambda tier: parents)
+    monkeypatch.setattr("tierfall.setup.tier_identity._device", lambda tier: parents)
     for _ in range(2):  # a start without the disk does not make the next one forget it
         with pytest.raises(RestoreError, match="tier disk could not be read"):
             restored(config)
@@ -229,7 +229,7 @@ def test_another_file_system_in_a_tiers_place_is_not_that_tier(
     if shared is None:
         right_device = os.stat(tmp_path).st_dev
         monkeypatch.setattr(
-            "tierfall.identity._device",
+            "tierfall.setup.tier_identity._device",
             lambda tier: right_device + (tmp_path / "right").exists(),
         )
     pfs = tier(tmp_path, "pfs", **({} if shared is None else {"shared": shared}))

@@ -14,20 +14,20 @@ from typer.testing import CliRunner
 
 import tierfall
 from tests.rank_kit import config_of, save_on_ranks
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
-from tierfall.core import names
-from tierfall.core.documents import sha256
-from tierfall.core.errors import BackendError, UnreachableError
-from tierfall.core.index import reading
-from tierfall.core.index.index import read_index
-from tierfall.core.index.reading import open_index
-from tierfall.core.packing.files import without_index
-from tierfall.core.records import Commit
-from tierfall.core.scheduler import indexing
-from tierfall.core.values import CheckpointId, Shard
-from tierfall.reading import Reader
+from tierfall.core.format.commit_files import without_index
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit
+from tierfall.core.scheduler import index_writer
+from tierfall.core.tensor_index import store as reading
+from tierfall.core.tensor_index.index import read_index
+from tierfall.core.tensor_index.store import open_index
+from tierfall.core.types import keys
+from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.ops.reader import Reader
 from tierfall.tiers.stored import StoredTier
 
 ONE = CheckpointId(1, 1)
@@ -74,13 +74,13 @@ def cli(tmp_path: Path) -> Callable[..., str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CheckpointId]:
     """Which checkpoints an index was made for, of manifests."""
     found: list[CheckpointId] = []
-    real = indexing.make_index
+    real = index_writer.make_index
 
     def note(store: Any, commit: Commit) -> bytes:
         found.append(commit.line.checkpoint)
         return real(store, commit)
 
-    monkeypatch.setattr(indexing, "make_index", note)
+    monkeypatch.setattr(index_writer, "make_index", note)
     return found
 
 
@@ -161,7 +161,7 @@ def test_a_tier_that_refuses_the_index_takes_the_checkpoint(
 def test_a_tier_that_does_not_answer_is_asked_again(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
-    monkeypatch.setattr("tierfall.core.scheduler.committing.AGAIN_S", 0.01)
+    monkeypatch.setattr("tierfall.core.scheduler.group.commit_state.AGAIN_S", 0.01)
     tries: list[str] = []
     real = PosixBackend.create
 
@@ -201,7 +201,7 @@ def test_rank_0_takes_it_away_with_its_own_files(config: Config, tmp_path: Path)
     """A copy that was given up is collected rank by rank."""
     save_on_ranks(config, 2, [1], state)
     (folder(tmp_path, 1) / "commit.json").unlink()
-    assert [names.belongs_to("index.zst", Shard(r, 2)) for r in (0, 1)] == [True, False]
+    assert [keys.belongs_to("index.zst", Shard(r, 2)) for r in (0, 1)] == [True, False]
     store = StoredTier(name="shared", run="run", backend=PosixBackend(tmp_path / "shared"))
     store.discard(ONE, Shard(1, 2), attempt=None)
     assert (folder(tmp_path, 1) / "index.zst").exists()
@@ -253,7 +253,7 @@ def test_an_index_that_comes_out_otherwise_is_named_anew(
     damage(folder(tmp_path, 1) / "index.zst", "flipped")
     real = zstandard.ZstdCompressor
     monkeypatch.setattr(
-        "tierfall.core.index.making.zstandard.ZstdCompressor",
+        "tierfall.core.tensor_index.builder.zstandard.ZstdCompressor",
         lambda **options: real(**{**options, "write_checksum": True}),
     )
     cli(config, "verify", "--repair")

@@ -18,7 +18,7 @@ import torch
 import tierfall
 from tests.core.ranks.threads import on_all
 from tests.steps import blank, state_of, step_in, steps_on
-from tierfall.core.errors import CaptureError, ConfigError, UnreachableError
+from tierfall.core.types.errors import CaptureError, ConfigError, UnreachableError
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]

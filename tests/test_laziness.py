@@ -13,7 +13,7 @@ from torch import nn
 
 import tierfall
 from tests.steps import wait_until
-from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.copier import Filling
 from tierfall.errors import CaptureError, StateChangedError
 
 MakeConfig = Callable[..., dict[str, Any]]

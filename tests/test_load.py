@@ -14,7 +14,7 @@ import yaml
 
 import tierfall
 from tests.steps import files_below, state_of, step_in
-from tierfall.core.errors import ConfigError, RestoreError, StepError, TierfallError
+from tierfall.core.types.errors import ConfigError, RestoreError, StepError, TierfallError
 
 MakeConfig = Callable[..., dict[str, Any]]
 SHARD = "rank-00000-of-00001.safetensors"

@@ -17,8 +17,8 @@ import tierfall
 from tests.core.ranks.threads import on_all
 from tests.open_ranks import Opener, close_all, restore_all, wait_sealed
 from tests.steps import blank, state_of
-from tierfall.core.errors import TierfallError
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types.errors import TierfallError
 
 MakeConfig = Callable[..., dict[str, Any]]
 
@@ -117,7 +117,7 @@ def test_after_its_file_was_made_anew(make_config: MakeConfig, memory: Path) -> 
 def test_after_its_file_was_removed(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 1000.0)
+    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 1000.0)
     ckpt = tierfall.open(make_config())
     kept = ckpt.save(1, state_of(1))
     kept.captured()

@@ -18,12 +18,12 @@ import tierfall
 from tests.core.ranks.threads import network
 from tests.open_ranks import Opener, close_all, kill_all, wait_sealed
 from tests.steps import blank, state_of, step_in, steps_on, wait_until
-from tierfall.core.errors import FlushError
-from tierfall.core.events import TierFailing, TierRecovered
-from tierfall.core.values import LossClass
-from tierfall.identity import MEMORY_NAME
-from tierfall.slots import left_in_memory
-from tierfall.tiers.arena import Arena
+from tierfall.core.types.errors import FlushError
+from tierfall.core.types.events import TierFailing, TierRecovered
+from tierfall.core.types.values import LossClass
+from tierfall.ops.local_memory import left_in_memory
+from tierfall.setup.tier_identity import MEMORY_NAME
+from tierfall.tiers.arena.arena import Arena
 
 MakeConfig = Callable[..., dict[str, Any]]
 HOLD = """
@@ -54,7 +54,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
 @pytest.fixture
 def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks after the files but whoever asks."""
-    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 1000.0)
+    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 1000.0)
 
 
 def remove(folder: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_folder_that_is_removed_before_the_first_save(
 def test_growth_waits_for_a_file_that_is_half_made(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 1000.0)
+    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 1000.0)
     config = make_config(disk={"flush": {"every": 10}}, host={"capacity": None})
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1)).captured()
@@ -289,8 +289,8 @@ def test_saves_in_a_row_go_on_while_files_are_removed(
     make_config: MakeConfig, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cleaner that comes again and again, into a run that saves at every step: each image is whole."""
-    monkeypatch.setattr("tierfall.memory_files.EVERY_S", 0.001)
-    monkeypatch.setattr("tierfall.tiers.arena_renewal._STEP_BYTES", 256 << 10)
+    monkeypatch.setattr("tierfall.session.memory_files.EVERY_S", 0.001)
+    monkeypatch.setattr("tierfall.tiers.arena.renewal._STEP_BYTES", 256 << 10)
     config = make_config(host={"capacity": "6MiB"})
     with tierfall.open(config) as ckpt:
         for step in range(1, 21):

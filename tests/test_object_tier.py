@@ -24,14 +24,9 @@ from tests.cli.cli_kit import run
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tests.steps import blank, open_elsewhere, state_of, step_in, wait_until
 from tests.throttling_proxy import ThrottlingProxy
-from tierfall.backends import opening
-from tierfall.core.errors import (
-    AccessDeniedError,
-    BackendError,
-    FencedError,
-    RestoreError,
-)
-from tierfall.core.values import CopyState
+from tierfall.backends import open
+from tierfall.core.types.errors import AccessDeniedError, BackendError, FencedError, RestoreError
+from tierfall.core.types.values import CopyState
 
 Make = Callable[..., dict[str, Any]]
 DRIVERS = ["obstore", "fsspec"]
@@ -90,7 +85,7 @@ def only_store(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
     """Unfinished uploads, as another client lists them."""
-    backend = opening.open_backend(
+    backend = open.open_backend(
         f"s3://{bucket}", options=server.options(), driver=None, read_only=True
     )
     try:

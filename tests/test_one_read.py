@@ -14,11 +14,11 @@ import pytest
 
 import tierfall
 from tests.steps import state_of, steps_on, wait_until
-from tierfall.backends.wrapper import Wrapper, WriterWrapper
-from tierfall.core.contracts import Backend, Traits, Writer
-from tierfall.core.errors import AccessDeniedError
-from tierfall.core.scheduler.lane import LaneLimits
-from tierfall.stores import lane_pools
+from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.types.backend import Backend, Traits, Writer
+from tierfall.core.types.errors import AccessDeniedError
+from tierfall.setup.tiers import lane_pools
 
 MakeConfig = Callable[..., dict[str, Any]]
 PATIENCE_S = 30.0
@@ -88,9 +88,9 @@ class Storage:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
     found = Storage()
-    real = tierfall.stores.wrap
+    real = tierfall.setup.tiers.wrap
     monkeypatch.setattr(
-        "tierfall.stores.wrap", lambda inner, **more: found.watch(real(inner, **more))
+        "tierfall.setup.tiers.wrap", lambda inner, **more: found.watch(real(inner, **more))
     )
     return found
 

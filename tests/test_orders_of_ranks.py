@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all
-from tierfall.backends.posix import PosixBackend
-from tierfall.checkpointer import Checkpointer, _open
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.config import Config
-from tierfall.core.errors import AccessDeniedError, BackendError, RanksError, StepError
+from tierfall.core.format.records import Mark
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.records import Mark
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.errors import AccessDeniedError, BackendError, RanksError, StepError
+from tierfall.core.types.values import CheckpointId
+from tierfall.run.checkpointer import Checkpointer, _open
 from tierfall.tiers.stored import StoredTier
 
 STEP = "run/step-00000001-a0001"

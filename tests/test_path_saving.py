@@ -10,9 +10,9 @@ import pytest
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all
 from tests.steps import wait_until
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
-from tierfall.core.errors import (
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types.errors import (
     CaptureError,
     ConfigError,
     RanksError,
@@ -20,10 +20,10 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.ranks.ranks import Ranks
 from tierfall.integrations.path_names import parse
 from tierfall.integrations.path_reading import Files, tiers_of
-from tierfall.path_saving import PathSaves
+from tierfall.run.by_path import PathSaves
+from tierfall.run.checkpointer import Checkpointer
 
 
 class SharedOpener(Opener):
@@ -48,7 +48,7 @@ class SharedOpener(Opener):
 @pytest.fixture
 def opener(tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch) -> SharedOpener:
     # Here the ranks of a job are in one process, which else has one Checkpointer of a run.
-    monkeypatch.setattr("tierfall.checkpointer._check_first", lambda config, run: None)
+    monkeypatch.setattr("tierfall.run.checkpointer._check_first", lambda config, run: None)
     return SharedOpener(tmp_path, ranks)
 
 
@@ -215,7 +215,7 @@ def test_a_rank_0_that_says_nothing_is_not_waited_for_without_end(
 ) -> None:
     both = opener.all_open()
     zero, one = saves_of(both)
-    monkeypatch.setattr("tierfall.path_saving._SLOWER", 0.05)
+    monkeypatch.setattr("tierfall.run.by_path._SLOWER", 0.05)
     with monkeypatch.context() as deaf:
         deaf.setitem(both[0]._session.listeners, "path", lambda news: None)
         with pytest.raises(RanksError, match=r"rank 0 announced nothing within 0\.5 s"):

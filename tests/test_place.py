@@ -13,9 +13,9 @@ import pytest
 import torch.distributed
 
 from tests.core.ranks.processes import PATIENCE_S, serve
-from tierfall import place
 from tierfall.config import Config
-from tierfall.core.errors import ConfigError, RanksError
+from tierfall.core.types.errors import ConfigError, RanksError
+from tierfall.setup import launcher
 
 LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,7 +60,7 @@ def test_rank_and_size_are_what_the_launcher_says(
     env: Any, values: dict[str, int], expected: tuple[int, int]
 ) -> None:
     env(**values)
-    assert place._rank_and_size(None) == expected
+    assert launcher._rank_and_size(None) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_an_environment_that_makes_no_sense_is_a_config_error(
 ) -> None:
     env(**values)
     with pytest.raises(ConfigError, match=message):
-        place.find_ranks(config(), run="run")
+        launcher.find_ranks(config(), run="run")
 
 
 def test_a_process_without_others_is_alone(env: Any) -> None:
     env(WORLD_SIZE=1, RANK=0)
-    ranks = place.find_ranks(config(), run="run")
+    ranks = launcher.find_ranks(config(), run="run")
     assert (ranks.topology.world_size, ranks.many) == (1, False)
 
 
 def test_a_process_group_without_init_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised"):
-        place.find_ranks(config(), run="run", process_group=object())
+        launcher.find_ranks(config(), run="run", process_group=object())
 
 
 def test_nobody_at_master_port(env: Any) -> None:
@@ -103,7 +103,7 @@ def test_nobody_at_master_port(env: Any) -> None:
         port = gone.getsockname()[1]
     env(WORLD_SIZE=2, RANK=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     with pytest.raises(RanksError, match=f"no store answers at 127.0.0.1:{port}") as caught:
-        place.find_ranks(config(), run="run")
+        launcher.find_ranks(config(), run="run")
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -114,7 +114,7 @@ def test_the_others_are_waited_for_as_long_as_max_wait(env: Any, rank: int, mess
     store = serve()
     env(WORLD_SIZE=2, RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
     with pytest.raises(RanksError, match=f"{message} within 1 s"):
-        place.find_ranks(config(), run="run")
+        launcher.find_ranks(config(), run="run")
 
 
 def test_a_group_of_torch_distributed_says_who_takes_part(env: Any, tmp_path: Path) -> None:
@@ -123,32 +123,32 @@ def test_a_group_of_torch_distributed_says_who_takes_part(env: Any, tmp_path: Pa
     distributed = torch.distributed
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1)
     try:
-        assert place._rank_and_size(None) == (0, 1)
+        assert launcher._rank_and_size(None) == (0, 1)
         outside = distributed.GroupMember.NON_GROUP_MEMBER
         with pytest.raises(ConfigError, match="not in the process_group"):
-            place._rank_and_size(outside)
+            launcher._rank_and_size(outside)
     finally:
         distributed.destroy_process_group()
 
 
 def test_the_node_is_what_tells_nodes_apart(env: Any) -> None:
-    assert place._node() == socket.gethostname()
+    assert launcher._node() == socket.gethostname()
     env(SLURM_NODEID=3)
-    assert place._node() == "3"
+    assert launcher._node() == "3"
     env(GROUP_RANK=5)
-    assert place._node() == "5"
+    assert launcher._node() == "5"
 
 
 def test_only_the_first_rank_of_the_job_is_at_master_addr(
     env: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of a process group may be another."""
-    assert place._address(0) == socket.gethostname()
+    assert launcher._address(0) == socket.gethostname()
     env(MASTER_ADDR="head")
-    assert place._address(0) == "head"
+    assert launcher._address(0) == "head"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 8)
-    assert place._address(0) == socket.gethostname()
+    assert launcher._address(0) == socket.gethostname()
 
 
 def test_settings_tell_what_must_be_alike_and_nothing_else() -> None:
@@ -158,16 +158,16 @@ def test_settings_tell_what_must_be_alike_and_nothing_else() -> None:
             {"name": "disk", "kind": "file", "path": path, **more},
         ]
 
-    here = place._settings(config(tiers("/a")))
-    assert here == place._settings(config(tiers("/b")))
-    assert here != place._settings(config(tiers("/a", flush={"every": 2})))
-    assert here != place._settings(config(tiers("/a"), chunk="1MiB"))
+    here = launcher._settings(config(tiers("/a")))
+    assert here == launcher._settings(config(tiers("/b")))
+    assert here != launcher._settings(config(tiers("/a", flush={"every": 2})))
+    assert here != launcher._settings(config(tiers("/a"), chunk="1MiB"))
 
 
 LIVES = """
 import os, sys
 from tierfall.config import Config
-from tierfall.place import _bootstrap, find_ranks
+from tierfall.setup.launcher import _bootstrap, find_ranks
 stale = os.environ["RANK"] == "0" and _bootstrap().check(["tierfall/run/door"])
 config = Config.model_validate({"run": "run", "max_wait": "30s", "tiers": "./checkpoints"})
 ranks = find_ranks(config, run="run")
@@ -207,6 +207,6 @@ def test_a_torch_without_queues_in_its_stores_is_named(
     env: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    monkeypatch.setattr("tierfall.place.TCPStore", object)
+    monkeypatch.setattr("tierfall.setup.launcher.TCPStore", object)
     with pytest.raises(ConfigError, match="have no queues"):
-        place.find_ranks(config(), run="r")
+        launcher.find_ranks(config(), run="r")

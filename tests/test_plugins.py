@@ -16,18 +16,17 @@ from pydantic import BaseModel
 
 import tierfall
 from tests.policies.pictures import Picture, _checkpoint, _tier
-from tierfall import plugins
-from tierfall.cadence import rules_of
-from tierfall.config import Config, load_config
-from tierfall.core.errors import ConfigError
-from tierfall.core.policy import PolicyKind
-from tierfall.core.view import TierView, Verdict, View
+from tierfall.config import Config, load_config, plugins
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.policy import PolicyKind
+from tierfall.core.types.view import TierView, Verdict, View
 from tierfall.policies import Measured, register, registry
 from tierfall.policies.cadence import Bound, choose_interval
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import plan_flush
 from tierfall.policies.retention import next_due_s, plan_retention
-from tierfall.stores import tier_rules
+from tierfall.run.cadence import rules_of
+from tierfall.setup.tiers import tier_rules
 
 HOST = {"name": "host", "kind": "host"}
 

@@ -13,13 +13,13 @@ import torch
 
 from tests.core.ranks.threads import network
 from tests.open_ranks import SOON_S, Opener, close_all
-from tierfall import probing
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
-from tierfall.core import names
-from tierfall.core.errors import ConfigError, StorageFullError, UnreachableError
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import LossClass
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError, StorageFullError, UnreachableError
+from tierfall.core.types.values import LossClass
+from tierfall.session import shared_folders
 
 
 class Two(Opener):
@@ -48,7 +48,7 @@ def own_folders(rank: int) -> str:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if names.PROBE_FOLDER in path.parts]
+    return [path for path in folder.rglob("*") if keys.PROBE_FOLDER in path.parts]
 
 
 @pytest.mark.parametrize(("where", "expected"), [(one_folder, True), (own_folders, False)])
@@ -117,18 +117,18 @@ def test_with_one_node_there_is_nothing_to_find_out(
         ckpts = Two(tmp_path, both, one_folder).all_open(shared=False)
         close_all(ckpts)
     assert written
-    assert not [key for key in written if names.PROBE_FOLDER in key]
+    assert not [key for key in written if keys.PROBE_FOLDER in key]
 
 
 def test_what_a_network_file_system_shows_late_is_waited_for(
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(probing.PATIENCE_S, None, SOON_S)
+    monkeypatch.setitem(shared_folders.PATIENCE_S, None, SOON_S)
     looks = itertools.count()
     real = PosixBackend.stat
 
     def stat(self: PosixBackend, key: str) -> Any:
-        late = names.PROBE_FOLDER in key and next(looks) < 4
+        late = keys.PROBE_FOLDER in key and next(looks) < 4
         return real(self, f"{key}-not-yet" if late else key)
 
     monkeypatch.setattr(PosixBackend, "stat", stat)
@@ -145,7 +145,7 @@ def test_a_tier_that_does_not_answer_the_probe_is_left_out_by_all(
     real = getattr(PosixBackend, method)
 
     def stand_in(self: PosixBackend, key: str, **options: Any) -> Any:
-        if names.PROBE_FOLDER in key:
+        if keys.PROBE_FOLDER in key:
             raise UnreachableError(f"{key}: nobody answers")
         return real(self, key, **options)
 
@@ -164,7 +164,7 @@ def test_a_full_tier_is_taken_for_what_is_set(
     real = PosixBackend.create
 
     def create(self: PosixBackend, key: str, **options: Any) -> Any:
-        if names.PROBE_FOLDER in key:
+        if keys.PROBE_FOLDER in key:
             raise StorageFullError(f"{key}: no space")
         return real(self, key, **options)
 
@@ -177,8 +177,8 @@ def test_a_full_tier_is_taken_for_what_is_set(
 def test_a_file_that_a_killed_start_has_left_goes_with_a_later_one(
     tmp_path: Path, ranks: list[Ranks]
 ) -> None:
-    old = tmp_path / "far/run" / names.PROBE_FOLDER / "1000-abc"
-    fresh = tmp_path / "far/run" / names.PROBE_FOLDER / f"{int(time.time())}-abc"
+    old = tmp_path / "far/run" / keys.PROBE_FOLDER / "1000-abc"
+    fresh = tmp_path / "far/run" / keys.PROBE_FOLDER / f"{int(time.time())}-abc"
     old.parent.mkdir(parents=True)
     for path in (old, fresh):
         path.write_bytes(b"\n")

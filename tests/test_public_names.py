@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tierfall
-from tierfall.core import errors
+from tierfall.core.types import errors
 
 FUNCTIONS = {
     "open": "config, *, run=None, process_group=None, fresh=False",

@@ -15,17 +15,18 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import Opener, close_all, restore_all
 from tests.steps import blank, files_below, state_of, step_in, steps_on
-from tierfall import orders, stores
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli import app
 from tierfall.config import Config, load_config
-from tierfall.copying import copy
-from tierfall.core.catalog import merge
-from tierfall.core.errors import AccessDeniedError, ConfigError
+from tierfall.core.format.catalog import merge
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import CheckpointId
-from tierfall.measuring import measure
-from tierfall.reading import Reader
+from tierfall.core.types.errors import AccessDeniedError, ConfigError
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops import commands
+from tierfall.ops.copy import copy
+from tierfall.ops.measure import measure
+from tierfall.ops.reader import Reader
+from tierfall.setup import tiers as stores
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]
@@ -164,12 +165,12 @@ def test_commands_leave_a_read_only_tier_alone_and_say_so(
     with Reader(config) as reader:
         listings = reader.list()
     known = merge(listings)
-    assert all(not seen.owed for seen in orders.view_of(config, known).checkpoints)
-    assert {d.tier for d in orders.plan_prune(config, listings)} == {"disk"}
-    carried = orders.carry_out(config, orders.PersonsOrder.DELETE, CheckpointId(1, 1))
+    assert all(not seen.owed for seen in commands.view_of(config, known).checkpoints)
+    assert {d.tier for d in commands.plan_prune(config, listings)} == {"disk"}
+    carried = commands.carry_out(config, commands.PersonsOrder.DELETE, CheckpointId(1, 1))
     assert carried.done == ("disk",)
     assert "archive is read-only: 1@1 stays" in str(carried.failed["archive"])
-    marked = orders.leave_mark(config, orders.PersonsOrder.PIN, known[1])
+    marked = commands.leave_mark(config, commands.PersonsOrder.PIN, known[1])
     assert marked.done == ("disk",)
     assert "archive is read-only" in str(marked.failed["archive"])
     with pytest.raises(ConfigError, match="tier archive is read_only"):

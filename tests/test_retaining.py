@@ -14,12 +14,12 @@ from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, kill_all, restore_all, wait_sealed
 from tests.rank_kit import config_of
 from tests.steps import blank, state_of, wait_until
-from tierfall.backends.posix import PosixBackend
-from tierfall.checkpointer import Checkpointer
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import Config
-from tierfall.core import names
-from tierfall.core.errors import UnreachableError
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types import keys
+from tierfall.core.types.errors import UnreachableError
+from tierfall.run.checkpointer import Checkpointer
 
 MakeConfig = Callable[..., dict[str, Any]]
 LOSSES = {1: 0.9, 2: 0.2, 3: 0.5, 4: 0.2, 5: 0.8, 6: 0.7}
@@ -27,7 +27,7 @@ RULES = {"last": 1, "best": {"metric": "loss", "count": 2}, "tags": ["release"]}
 
 
 def steps_on(folder: Path) -> list[int]:
-    found = (names.parse_step_folder(path.name) for path in (folder / "run").iterdir())
+    found = (keys.parse_step_folder(path.name) for path in (folder / "run").iterdir())
     return sorted(id.step for id in found if id is not None)
 
 

@@ -19,12 +19,11 @@ import tierfall
 from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import SOON_S, Opener, close_all, restore_all, stop_before_any_flush
 from tests.steps import wait_until
-from tierfall import ordering, stores
-from tierfall.checkpointer import Checkpointer
 from tierfall.cli.app import app
 from tierfall.config import Config, FileTier, ObjectTier
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import (
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
     CaptureError,
@@ -34,10 +33,12 @@ from tierfall.core.errors import (
     RestoreError,
     UnreachableError,
 )
-from tierfall.core.ranks.ranks import Ranks
-from tierfall.draining import drain
-from tierfall.saving import Saver
-from tierfall.session import Session
+from tierfall.ops.drain.drain import drain
+from tierfall.run import group_commands
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.run.saver import Saver
+from tierfall.session.session import Session
+from tierfall.setup import tiers as stores
 from tierfall.tiers.host import HostTier
 
 
@@ -424,7 +425,7 @@ def test_ranks_whose_time_is_up_still_end_together(
 
     def end(rank: int) -> bool:
         time.sleep(0.3 * rank)  # as one may be slower to give up a drain
-        return ordering.settle(ckpts[rank]._session, lambda: 0.0)
+        return group_commands.settle(ckpts[rank]._session, lambda: 0.0)
 
     assert on_all([lambda: end(0), lambda: end(1)]) == [True, True]
     assert on_all([one.close for one in ckpts]) == [None, None]

@@ -18,17 +18,18 @@ from tests.core.ranks.threads import network, on_all
 from tests.open_ranks import kill_all, wait_sealed
 from tests.rank_kit import config_of
 from tests.steps import state_of, wait_until
-from tierfall import status, status_writing
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import load_config
-from tierfall.watching import Watcher
+from tierfall.ops.watch import Watcher
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.session import status_writer
+from tierfall.telemetry import status
 
 MakeConfig = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_writing, "EVERY_S", 0.02)
+    monkeypatch.setattr(status_writer, "EVERY_S", 0.02)
 
 
 def read(memory: Path) -> status.Status:
@@ -47,13 +48,13 @@ def test_an_idle_trainer_writes_only_to_say_that_all_is_well(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[float] = []
-    real = status_writing.write_status
+    real = status_writer.write_status
 
     def write(folder: Path, said: status.Status) -> None:
         written.append(said.wall_time_s)
         real(folder, said)
 
-    monkeypatch.setattr(status_writing, "write_status", write)
+    monkeypatch.setattr(status_writer, "write_status", write)
     with tierfall.open(make_config()) as ckpt:
         ckpt.save(1, state_of(1), block=True)
         wait_until(lambda: read(memory).checkpoints_known == 1, "the save is seen")
@@ -62,14 +63,14 @@ def test_an_idle_trainer_writes_only_to_say_that_all_is_well(
         before = len(written)
         threading.Event().wait(0.3)
         assert len(written) == before, "nothing happened in 15 turns"
-        monkeypatch.setattr(status_writing, "AT_LEAST_EVERY_S", 0.05)
+        monkeypatch.setattr(status_writer, "AT_LEAST_EVERY_S", 0.05)
         wait_until(lambda: len(written) > before + 2, "it says that it lives")
 
 
 def test_of_many_checkpoints_the_newest_are_told(
     make_config: MakeConfig, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_writing, "CHECKPOINTS_MAX", 3)
+    monkeypatch.setattr(status_writer, "CHECKPOINTS_MAX", 3)
     with tierfall.open(make_config()) as ckpt:
         for step in range(1, 6):
             ckpt.save(step, state_of(step), block=True)

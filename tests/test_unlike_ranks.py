@@ -23,11 +23,12 @@ from tests.replica_ranks import (
     save_all,
     save_whole,
 )
-from tierfall.core.capture import capturer, replicas
+from tierfall.core.capture import capturer
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.errors import CaptureError, TierfallError
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.values import SaveOutcome
+from tierfall.core.sampling import replicas
+from tierfall.core.types.errors import CaptureError, TierfallError
+from tierfall.core.types.values import SaveOutcome
 
 State = dict[str, Any]
 UNLIKE = "not replicas of one"
@@ -326,7 +327,7 @@ def test_what_was_found_unlike_and_not_named_yet_is_no_checkpoint_of_the_next_st
     tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are killed before the tensor is named: the images were never sealed."""
-    from tierfall.core.scheduler.dividing import Divider
+    from tierfall.core.scheduler.group.dedup import Divider
 
     opened = open_all(tmp_path, ranks)
     states = [replica(rank) for rank in range(3)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
 
 MakeConfig = Callable[..., dict[str, Any]]
 ELEMENTS = 600_000  # 2.4 MB, in chunks of 512 KiB

@@ -6,12 +6,12 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-from tierfall.announcing import AnnouncedSteps
-from tierfall.cadence import Cadence
-from tierfall.core.handle import SaveHandle
-from tierfall.core.values import CheckpointId, TierKind, survives
-from tierfall.core.view import TierRules
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.values import CheckpointId, TierKind, survives
+from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import CadenceRules
+from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.run.cadence import Cadence
 
 HOST = TierRules(name="host", kind=TierKind.HOST, survives=survives(TierKind.HOST, shared=False))
 STORE = TierRules(

@@ -9,11 +9,12 @@ with tierfall.open("tiers.yaml") as ckpt:
 
 from tierfall import errors
 from tierfall.api import load, open
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
-from tierfall.core.handle import SaveHandle, SaveStats
-from tierfall.core.image import item, register_codec
-from tierfall.reports import (
+from tierfall.core.capture.handle import SaveHandle, SaveStats
+from tierfall.core.state.item import item
+from tierfall.core.tensors.value_codec import register_codec
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.telemetry.reports import (
     CadenceReport,
     CheckpointInfo,
     Compression,

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from tierfall.checkpointer import Checkpointer, damage_noted
 from tierfall.config import Config, load_config
-from tierfall.core.catalog import Listing
-from tierfall.core.errors import ConfigError, RestoreError
-from tierfall.core.image import plan_load
-from tierfall.core.restore.images import Image, StoredImage
-from tierfall.core.restore.job import OpenImage
-from tierfall.core.restore.reader import Tally
-from tierfall.core.restore.resharding import Resize
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.images import Image, StoredImage
+from tierfall.core.copies.shard_reader import OpenImage
+from tierfall.core.format.catalog import Listing
+from tierfall.core.load.load import plan_load
+from tierfall.core.restore.reshard import Resize
 from tierfall.core.restore.restore import Request, restore
-from tierfall.core.values import CheckpointId, Shard
-from tierfall.line import as_step
-from tierfall.place import find_ranks, find_wire
-from tierfall.reading import Reader, moved, open_place, resolve_path
-from tierfall.stores import SHARD
+from tierfall.core.types.errors import ConfigError, RestoreError
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.ops.reader import Reader, moved, open_place, resolve_path
+from tierfall.run.checkpointer import Checkpointer, damage_noted
+from tierfall.setup.launcher import find_ranks, find_wire
+from tierfall.setup.lineage import as_step
+from tierfall.setup.tiers import SHARD
 
 _YAML = (".yaml", ".yml")
 LOAD_CHUNKS = 2

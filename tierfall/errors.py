@@ -1,6 +1,6 @@
-"""Every error that tierfall raises; see the tree in ``tierfall.core.errors``."""
+"""Every error that tierfall raises; see the tree in ``tierfall.core.types.errors``."""
 
-from tierfall.core.errors import (
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     CapacityError,

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tierfall.core.contracts import Stored
-from tierfall.core.errors import BackendError, IntegrityError, KeyNotFoundError, NotSupportedError
-from tierfall.core.records import Commit
-from tierfall.core.values import CheckpointId
-from tierfall.core.waiting import side_by_side
+from tierfall.core.format.records import Commit
+from tierfall.core.runtime.bounded_calls import side_by_side
+from tierfall.core.types.backend import Stored
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+)
+from tierfall.core.types.values import CheckpointId
 
 Read = Callable[[CheckpointId, int | None], Commit]
 Found = Commit | IntegrityError | NotSupportedError | None

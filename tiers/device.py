@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from tierfall.core.capture.flights import ALIGNMENT_BYTES
-from tierfall.core.units import format_size
+from tierfall.core.capture.device_copies import ALIGNMENT_BYTES
+from tierfall.core.types.units import format_size
 
 logger = logging.getLogger("tierfall")
 

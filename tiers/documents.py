@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from tierfall.core.contracts import Backend, Publish, SyncedBackend
-from tierfall.core.documents import MAX_DOCUMENT_BYTES
-from tierfall.core.errors import (
+from tierfall.core.format.documents import MAX_DOCUMENT_BYTES
+from tierfall.core.types.backend import Backend, Publish, SyncedBackend
+from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     KeyExistsError,

@@ -14,21 +14,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.errors import (
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.records import Commit, read_commit, read_mark
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
     CapacityError,
     ConfigError,
     IntegrityError,
     KeyNotFoundError,
     TierfallError,
 )
-from tierfall.core.records import Commit, read_commit, read_mark
-from tierfall.core.units import format_size
-from tierfall.core.values import CheckpointId, CopyState, Shard
-from tierfall.tiers.arena import Arena, arena_name, extent_bytes
-from tierfall.tiers.arena_folder import prepare_folder, room_for_arena
-from tierfall.tiers.arena_region import Region
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
+from tierfall.tiers.arena.folder import prepare_folder, room_for_arena
+from tierfall.tiers.arena.region import Region
 
 logger = logging.getLogger("tierfall")
 _ARENA = re.compile(r"slot-(0|[1-9][0-9]{0,8})\.arena")
@@ -160,7 +160,7 @@ class HostTier:
         for data in region.marks():
             mark = read_mark(data, what=f"{self.name}: mark in {self.path}").name
             if mark == UNPIN_MARK:
-                marks.discard(names.PIN_MARK)
+                marks.discard(keys.PIN_MARK)
             else:
                 marks.add(mark)
         return HeldImage(region=region, commit=commit, marks=frozenset(marks))

@@ -16,17 +16,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierfall.core.buffers import BufferPool, allocate
-from tierfall.core.contracts import Writer, part_bytes
-from tierfall.core.documents import Spliced
-from tierfall.core.packing.files import packed_files
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.packing.packed import Packed, chunk_widths, describe
-from tierfall.core.packing.packer import Packer
-from tierfall.core.packing.seek_table import table_bytes
-from tierfall.core.records import Manifest, NamedFile
-from tierfall.core.snapshot import Geometry
-from tierfall.core.values import Codec, Shard
+from tierfall.core.compression.codec import Packer
+from tierfall.core.compression.frame_table import Packed, chunk_widths, describe
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.seek_table import table_bytes
+from tierfall.core.format.commit_files import packed_files
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Geometry, Manifest, NamedFile
+from tierfall.core.runtime.buffers import BufferPool, allocate
+from tierfall.core.types.backend import Writer, part_bytes
+from tierfall.core.types.values import Codec, Shard
 
 # Small, so that sending begins early and goes on evenly, and large enough for disks and stores.
 PART_BYTES = 8 << 20
@@ -232,7 +231,14 @@ class PackedImageWriter:
             self._writer.publish()
             self._published = True
         self._write_record(record)
-        return packed_files(self._shard, self._packed, record)
+        packed = self._packed
+        return packed_files(
+            self._shard,
+            packed.codec,
+            stored_bytes=packed.stored_bytes,
+            raw_bytes=packed.raw_bytes,
+            record=record,
+        )
 
     def abort(self) -> None:
         self._writer.abort()

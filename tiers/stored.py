@@ -14,11 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, Listing, StepFolderError, start_of
-from tierfall.core.contracts import Backend, Stored, delete_all
-from tierfall.core.documents import Spliced
-from tierfall.core.errors import (
+from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError, start_of
+from tierfall.core.format.commit_files import without_index, wrong_files
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import (
+    Attempt,
+    Commit,
+    Geometry,
+    Mark,
+    TierRecord,
+    encode_start,
+    read_attempt,
+    read_commit,
+    read_mark,
+    read_tier,
+    stops_drop,
+)
+from tierfall.core.runtime.bounded_calls import side_by_side
+from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Backend, Stored, delete_all
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     FencedError,
@@ -29,24 +45,8 @@ from tierfall.core.errors import (
     StorageFullError,
     TierfallError,
 )
-from tierfall.core.lines import AttemptStart, Key
-from tierfall.core.pace import Pace
-from tierfall.core.packing.files import without_index, wrong_files
-from tierfall.core.records import (
-    Attempt,
-    Commit,
-    Mark,
-    TierRecord,
-    encode_start,
-    read_attempt,
-    read_commit,
-    read_mark,
-    read_tier,
-    stops_drop,
-)
-from tierfall.core.snapshot import Geometry
-from tierfall.core.values import CheckpointId, Codec, CopyState, Shard
-from tierfall.core.waiting import side_by_side
+from tierfall.core.types.lineage import AttemptStart, Key
+from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.tiers.commit_records import CommitRecords, Found
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
@@ -135,9 +135,9 @@ class StoredTier:
         folders, attempts, starts = self._scan()
         records = self._commits.find(
             {
-                checkpoint: files[names.COMMIT_NAME]
+                checkpoint: files[keys.COMMIT_NAME]
                 for checkpoint, files in folders.items()
-                if names.COMMIT_NAME in files
+                if keys.COMMIT_NAME in files
             }
         )
         copies = [
@@ -155,7 +155,7 @@ class StoredTier:
             unfinished={
                 checkpoint: _bytes(files.values())
                 for checkpoint, files in folders.items()
-                if names.COMMIT_NAME not in files
+                if keys.COMMIT_NAME not in files
             },
             attempts=attempts,
             starts=starts,
@@ -167,13 +167,13 @@ class StoredTier:
         and nobody follows."""
         advice = dict.fromkeys(files, "is a file where the folder of a step is to be: move it away")
         for name in self._links(self._run):
-            if checkpoint := names.parse_step_folder(name):
+            if checkpoint := keys.parse_step_folder(name):
                 advice[checkpoint] = (
                     "is a symbolic link where the folder of a step is to be, and none is followed below the tier's "
                     "folder, so that the step is not read: put the folder itself there, or remove the link"
                 )
         for checkpoint, problem in sorted(advice.items()):
-            where = f"{self._run}/{names.step_folder(checkpoint)}"
+            where = f"{self._run}/{keys.step_folder(checkpoint)}"
             yield StepFolderError(f"{self.name}: {where} {problem}", checkpoint)
 
     def _scan(
@@ -186,12 +186,12 @@ class StoredTier:
         starts: list[AttemptStart] = []
         for stored in self.backend.scan(f"{self._run}/"):
             folder, _, rest = stored.key.removeprefix(f"{self._run}/").partition("/")
-            if folder == names.ATTEMPTS_FOLDER and (number := names.parse_attempt(rest)):
+            if folder == keys.ATTEMPTS_FOLDER and (number := keys.parse_attempt(rest)):
                 attempts.append(number)
-            elif folder == names.LINEAGE_FOLDER and (start := _start(rest)):
+            elif folder == keys.LINEAGE_FOLDER and (start := _start(rest)):
                 starts.append(start)
                 self._note_recorded(start.key)
-            elif checkpoint := names.parse_step_folder(folder):
+            elif checkpoint := keys.parse_step_folder(folder):
                 folders.setdefault(checkpoint, {})[rest] = stored
         return folders, tuple(sorted(attempts)), tuple(starts)
 
@@ -213,7 +213,7 @@ class StoredTier:
         return self._read_commit(checkpoint, None)
 
     def _read_commit(self, checkpoint: CheckpointId, bytes_known: int | None) -> Commit:
-        key = self._key(checkpoint, names.COMMIT_NAME)
+        key = self._key(checkpoint, keys.COMMIT_NAME)
         data = self._documents.read(key, bytes_known=bytes_known)
         commit = read_commit(data, what=self._documents.what(key))
         if commit.line.checkpoint != checkpoint or commit.line.run != self._run:
@@ -225,7 +225,7 @@ class StoredTier:
 
     def holds(self, checkpoint: CheckpointId) -> bool:
         """Say whether a checkpoint is committed here."""
-        return self._is_there(self._key(checkpoint, names.COMMIT_NAME))
+        return self._is_there(self._key(checkpoint, keys.COMMIT_NAME))
 
     def _is_there(self, key: str) -> bool:
         try:
@@ -242,9 +242,9 @@ class StoredTier:
         return copy
 
     def _look(self, checkpoint: CheckpointId) -> FoundCopy | None:
-        prefix = names.step_prefix(self._run, checkpoint)
+        prefix = keys.step_prefix(self._run, checkpoint)
         files = {s.key.removeprefix(prefix): s for s in self.backend.scan(prefix)}
-        listed = files.get(names.COMMIT_NAME)
+        listed = files.get(keys.COMMIT_NAME)
         record = None if listed is None else self._commits.find_one(checkpoint, listed)
         if record is None:
             return None
@@ -257,19 +257,19 @@ class StoredTier:
         Raises BackendError where it may not survive a power cut: then nothing may rely on this copy.
         """
         if checkpoint not in self._settled:
-            self._documents.settle(self._key(checkpoint, names.COMMIT_NAME))
+            self._documents.settle(self._key(checkpoint, keys.COMMIT_NAME))
             self._settled.add(checkpoint)
 
     def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
-        return self._documents.read(self._key(checkpoint, names.manifest_name(shard)))
+        return self._documents.read(self._key(checkpoint, keys.manifest_name(shard)))
 
     def read_index(self, checkpoint: CheckpointId) -> bytes:
         """Read the merged index of several ranks."""
-        return self._documents.read(self._key(checkpoint, names.INDEX_NAME))
+        return self._documents.read(self._key(checkpoint, keys.INDEX_NAME))
 
     def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes:
         """Read the record of how a packed image lies in its file."""
-        return self._documents.read(self._key(checkpoint, names.stored_name(shard)))
+        return self._documents.read(self._key(checkpoint, keys.stored_name(shard)))
 
     def read_into(
         self,
@@ -281,7 +281,7 @@ class StoredTier:
         codec: Codec = Codec.NONE,
     ) -> None:
         """Fill ``view`` with bytes of the file of a shard's image, as ``codec`` has packed it, from ``offset``."""
-        self.backend.read_into(self._key(checkpoint, names.shard_name(shard, codec)), offset, view)
+        self.backend.read_into(self._key(checkpoint, keys.shard_name(shard, codec)), offset, view)
 
     def read_cached(
         self,
@@ -295,12 +295,12 @@ class StoredTier:
     ) -> bool:
         """As ``read_into``, into one view after the other, of what is in the page cache; False, with nothing read,
         where it is not."""
-        key = self._key(checkpoint, names.shard_name(shard, codec))
+        key = self._key(checkpoint, keys.shard_name(shard, codec))
         return self.backend.read_cached(key, offset, end, views)
 
     def files(self, checkpoint: CheckpointId) -> tuple[Stored, ...]:
         """Everything in the step's folder, names relative to it."""
-        prefix = names.step_prefix(self._run, checkpoint)
+        prefix = keys.step_prefix(self._run, checkpoint)
         return tuple(
             Stored(key=stored.key.removeprefix(prefix), bytes=stored.bytes)
             for stored in self.backend.scan(prefix)
@@ -323,10 +323,10 @@ class StoredTier:
         """Begin a shard's image, cut and filled as ``cut`` and ``pieces`` say."""
         packing = self._packing
         if packing is None:
-            key = self._key(checkpoint, names.shard_name(shard))
+            key = self._key(checkpoint, keys.shard_name(shard))
             return RawImageWriter(self.backend.create(key, length=cut.image_bytes))
-        key = self._key(checkpoint, names.shard_name(shard, packing.codec))
-        record = self._key(checkpoint, names.stored_name(shard))
+        key = self._key(checkpoint, keys.shard_name(shard, packing.codec))
+        record = self._key(checkpoint, keys.stored_name(shard))
         return PackedImageWriter(
             lambda bound: self.backend.create(key, length_max=bound),
             packing,
@@ -338,10 +338,10 @@ class StoredTier:
         )
 
     def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None:
-        self._documents.replace(self._key(checkpoint, names.manifest_name(shard)), data)
+        self._documents.replace(self._key(checkpoint, keys.manifest_name(shard)), data)
 
     def write_index(self, checkpoint: CheckpointId, data: bytes) -> None:
-        self._documents.replace(self._key(checkpoint, names.INDEX_NAME), data)
+        self._documents.replace(self._key(checkpoint, keys.INDEX_NAME), data)
 
     def commit(
         self,
@@ -362,12 +362,12 @@ class StoredTier:
         for mark in marks:
             self._create_mark(mark)
         if repairs:
-            self._documents.replace(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
+            self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._settled.add(checkpoint)
             self.remove_other_forms(commit, attempt=attempt)
             return
         try:
-            self._documents.create(self._key(checkpoint, names.COMMIT_NAME), commit.encode())
+            self._documents.create(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
         except KeyExistsError:
             there = self.read_commit(checkpoint)
             # an index says nothing of its own: it may have been left out by one of two tries
@@ -397,33 +397,33 @@ class StoredTier:
         def check() -> None:
             self.check_newest(attempt, doing=f"deletion of older files of {commit.line.checkpoint}")
 
-        prefix = names.step_prefix(self._run, commit.line.checkpoint)
+        prefix = keys.step_prefix(self._run, commit.line.checkpoint)
         kept = {file.name for file in commit.files}
-        shards = {names.parse_shard(name) for name in kept} - {None}
+        shards = {keys.parse_shard(name) for name in kept} - {None}
         there = [stored.key for stored in self.files(commit.line.checkpoint)]
-        others = [n for n in there if n not in kept and names.parse_shard(n) in shards]
+        others = [n for n in there if n not in kept and keys.parse_shard(n) in shards]
         delete_all(self.backend, [prefix + name for name in others], before=check)
 
     def name_latest(self, checkpoint: CheckpointId) -> None:
         """Leave the hint for people; the truth is the commit records."""
-        text = f"{names.step_folder(checkpoint)}\n".encode()
-        self._documents.replace(f"{self._run}/{names.LATEST_NAME}", text)
+        text = f"{keys.step_folder(checkpoint)}\n".encode()
+        self._documents.replace(f"{self._run}/{keys.LATEST_NAME}", text)
 
     def read_latest(self) -> CheckpointId | None:
         try:
-            text = self._documents.read(f"{self._run}/{names.LATEST_NAME}")
+            text = self._documents.read(f"{self._run}/{keys.LATEST_NAME}")
         except KeyNotFoundError:
             return None
-        return names.parse_step_folder(text.decode("ascii", "replace").strip())
+        return keys.parse_step_folder(text.decode("ascii", "replace").strip())
 
     def forget_latest(self) -> None:
-        self.backend.delete(f"{self._run}/{names.LATEST_NAME}")
+        self.backend.delete(f"{self._run}/{keys.LATEST_NAME}")
 
     # Which tier it is ----------------------------------------------------------------------------
 
     def read_tier(self) -> TierRecord | None:
         """Read which tier this is; None where nothing says so yet."""
-        key = f"{self._run}/{names.TIER_NAME}"
+        key = f"{self._run}/{keys.TIER_NAME}"
         try:
             return read_tier(self._documents.read(key), what=self._documents.what(key))
         except KeyNotFoundError:
@@ -431,7 +431,7 @@ class StoredTier:
 
     def write_tier(self, record: TierRecord, *, again: bool = False) -> TierRecord:
         """Say which tier this is, or read what it says already; ``again``: in the place of that."""
-        key = f"{self._run}/{names.TIER_NAME}"
+        key = f"{self._run}/{keys.TIER_NAME}"
         try:
             (self._documents.replace if again else self._documents.create)(key, record.encode())
         except KeyExistsError as error:
@@ -447,7 +447,7 @@ class StoredTier:
 
     def is_known_by(self, id: str) -> None:
         """Go on with a folder that is mounted anew where it says that it is this tier."""
-        key = f"{self._run}/{names.TIER_NAME}"
+        key = f"{self._run}/{keys.TIER_NAME}"
         if self._recognise is not None:
             self._recognise(
                 key, lambda data: read_tier(data, what=self._documents.what(key)).id == id
@@ -455,7 +455,7 @@ class StoredTier:
 
     def is_seen_by(self, other: StoredTier) -> bool:
         """Say whether what is written here lies there, too: two that say the same of themselves may be copies."""
-        key = f"{self._run}/{names.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
+        key = f"{self._run}/{keys.PROBE_FOLDER}/{int(time.time())}-{secrets.token_hex(8)}"
         self._documents.replace(key, b"\n")
         try:
             other.backend.stat(key)
@@ -483,12 +483,12 @@ class StoredTier:
             began_s = writer.wall_time_s
         began_ms = max(0, int(began_s * 1000))
         start = replace(start_of(commit), began_s=began_ms / 1000)
-        name = names.start_name(
+        name = keys.start_name(
             number, line.attempt_id, began_ms=began_ms, started_from=line.started_from
         )
         if _start(name) == start:  # else it is of no attempt that tierfall makes
             with suppress(KeyExistsError):
-                key = f"{self._run}/{names.LINEAGE_FOLDER}/{name}"
+                key = f"{self._run}/{keys.LINEAGE_FOLDER}/{name}"
                 self._documents.create(key, encode_start(self._run, start))
         self._note_recorded((number, line.attempt_id))
 
@@ -497,9 +497,9 @@ class StoredTier:
         self._recorded_numbers.add(key[0])
 
     def attempts(self) -> tuple[int, ...]:
-        prefix = f"{self._run}/{names.ATTEMPTS_FOLDER}/"
+        prefix = f"{self._run}/{keys.ATTEMPTS_FOLDER}/"
         numbers = (
-            names.parse_attempt(stored.key.removeprefix(prefix))
+            keys.parse_attempt(stored.key.removeprefix(prefix))
             for stored in self.backend.scan(prefix)
         )
         return tuple(sorted(number for number in numbers if number is not None))
@@ -507,7 +507,7 @@ class StoredTier:
     def read_attempt(self, number: int) -> Attempt:
         """Read an attempt's record. Raises IntegrityError where it is damaged; StrayAttemptError where it is whole, and
         another attempt's."""
-        key = names.attempt_key(self._run, number)
+        key = keys.attempt_key(self._run, number)
         what = self._documents.what(key)
         attempt = read_attempt(self._documents.read(key), what=what)
         if (attempt.run, attempt.number) != (self._run, number):
@@ -519,7 +519,7 @@ class StoredTier:
 
     def take_attempt(self, attempt: Attempt) -> None:
         """Create the attempt's record; raises KeyExistsError where another process took the number."""
-        key = names.attempt_key(self._run, attempt.number)
+        key = keys.attempt_key(self._run, attempt.number)
         self._own_attempts.add(attempt.id)  # first: a commit under way may see the record at once
         try:
             self._documents.create(key, attempt.encode())
@@ -590,9 +590,9 @@ class StoredTier:
         Where none of them is here and nobody has the next number, the attempts are not listed: the commit does that.
         """
         codec = Codec.NONE if self._packing is None else self._packing.codec
-        files = [names.shard_name(shard, codec), names.manifest_name(shard)]
+        files = [keys.shard_name(shard, codec), keys.manifest_name(shard)]
         if self._packing is not None:
-            files.append(names.stored_name(shard))
+            files.append(keys.stored_name(shard))
         replaces = any(self._is_there(self._key(checkpoint, name)) for name in files)
         if replaces or self._is_followed(attempt):
             self.check_newest(attempt, doing=f"flush of {checkpoint}")
@@ -600,7 +600,7 @@ class StoredTier:
     def _is_followed(self, attempt: Attempt) -> bool:
         """Say whether somebody has the number after an attempt's: a start that sees this tier takes that one. One that
         has come since is found by less than a listing; that nobody has it proves nothing."""
-        return self._is_there(names.attempt_key(self._run, attempt.number + 1))
+        return self._is_there(keys.attempt_key(self._run, attempt.number + 1))
 
     def _is_registered(self, attempt: Attempt, *, doing: str) -> bool:
         """Say whether an attempt, or a newer one of this process, has its record here. Raises FencedError where another
@@ -649,7 +649,7 @@ class StoredTier:
     ) -> None:
         if isinstance(holder, IntegrityError):
             if attempt.id in self._recorded:
-                key = names.attempt_key(self._run, attempt.number)
+                key = keys.attempt_key(self._run, attempt.number)
                 self._documents.replace(key, attempt.encode())
                 logger.warning("%s; it was written anew", holder)
                 return
@@ -674,7 +674,7 @@ class StoredTier:
         self._say_marks_changed()
 
     def _create_mark(self, mark: Mark) -> None:
-        key = self._key(mark.checkpoint, f"{names.MARKS_FOLDER}/{mark.name}")
+        key = self._key(mark.checkpoint, f"{keys.MARKS_FOLDER}/{mark.name}")
         try:
             self._documents.create(key, mark.encode())
         except KeyExistsError:
@@ -684,28 +684,28 @@ class StoredTier:
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
         """Take a mark away, as ``add_mark`` leaves it."""
-        self.backend.delete(self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}"))
+        self.backend.delete(self._key(checkpoint, f"{keys.MARKS_FOLDER}/{name}"))
         self._say_marks_changed()
 
     def _say_marks_changed(self) -> None:
         """Last, so that who reads this reads the mark too. It stays unread here as well: what somebody else said a
         moment ago may just be written over."""
         text = f"{secrets.token_hex(16)}\n".encode()
-        self._documents.replace(f"{self._run}/{names.MARKS_CHANGED_NAME}", text)
+        self._documents.replace(f"{self._run}/{keys.MARKS_CHANGED_NAME}", text)
 
     def _marks_changed(self) -> bytes:
         try:
-            return self._documents.read(f"{self._run}/{names.MARKS_CHANGED_NAME}")
+            return self._documents.read(f"{self._run}/{keys.MARKS_CHANGED_NAME}")
         except KeyNotFoundError:
             return b""
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
-        key = self._key(checkpoint, f"{names.MARKS_FOLDER}/{name}")
+        key = self._key(checkpoint, f"{keys.MARKS_FOLDER}/{name}")
         return read_mark(self._documents.read(key), what=self._documents.what(key))
 
     def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Names of the marks beside a checkpoint, read afresh."""
-        prefix = self._key(checkpoint, f"{names.MARKS_FOLDER}/")
+        prefix = self._key(checkpoint, f"{keys.MARKS_FOLDER}/")
         return frozenset(s.key.removeprefix(prefix) for s in self.backend.scan(prefix))
 
     def read_marks(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
@@ -719,10 +719,10 @@ class StoredTier:
         marks: dict[CheckpointId, set[str]] = {checkpoint: set() for checkpoint in checkpoints}
         for stored in self.backend.scan(f"{self._run}/"):
             folder, _, name = stored.key.removeprefix(f"{self._run}/").partition("/")
-            if checkpoint := names.parse_step_folder(folder):
+            if checkpoint := keys.parse_step_folder(folder):
                 of_one = marks.setdefault(checkpoint, set())
-                if name.startswith(f"{names.MARKS_FOLDER}/"):
-                    of_one.add(name.removeprefix(f"{names.MARKS_FOLDER}/"))
+                if name.startswith(f"{keys.MARKS_FOLDER}/"):
+                    of_one.add(name.removeprefix(f"{keys.MARKS_FOLDER}/"))
         self._marks_seen = changed
         return {checkpoint: frozenset(of_one) for checkpoint, of_one in marks.items()}
 
@@ -765,7 +765,7 @@ class StoredTier:
         self.check_newest(attempt, doing=doing)
         self._settled.discard(checkpoint)
         self._commits.forget(checkpoint)
-        self.backend.delete(self._key(checkpoint, names.COMMIT_NAME))
+        self.backend.delete(self._key(checkpoint, keys.COMMIT_NAME))
         self.discard(checkpoint, attempt=attempt)
         if unnamed is not None:
             self._name_latest_again(unnamed)
@@ -818,12 +818,12 @@ class StoredTier:
         def check() -> None:
             self.check_newest(attempt, doing=f"deletion of what is left of {checkpoint}")
 
-        prefix = names.step_prefix(self._run, checkpoint)
+        prefix = keys.step_prefix(self._run, checkpoint)
         found = [stored.key.removeprefix(prefix) for stored in self.backend.scan(prefix)]
-        found = [name for name in found if names.is_ours(name)]
-        going = [name for name in found if shard is None or names.belongs_to(name, shard)]
+        found = [name for name in found if keys.is_ours(name)]
+        going = [name for name in found if shard is None or keys.belongs_to(name, shard)]
         others = set(found) - set(going)
-        if all(name.startswith(f"{names.MARKS_FOLDER}/") for name in others):
+        if all(name.startswith(f"{keys.MARKS_FOLDER}/") for name in others):
             going += others
         delete_all(self.backend, [prefix + name for name in going], before=check)
         if shard is None:
@@ -842,12 +842,12 @@ class StoredTier:
     # Keys ----------------------------------------------------------------------------------------
 
     def _key(self, checkpoint: CheckpointId, name: str) -> str:
-        return names.step_prefix(self._run, checkpoint) + name
+        return keys.step_prefix(self._run, checkpoint) + name
 
 
 def _start(name: str) -> AttemptStart | None:
     """Read how an attempt began from the name of its record."""
-    parsed = names.parse_start(name)
+    parsed = keys.parse_start(name)
     if parsed is None:
         return None
     number, attempt_id, began_ms, started_from = parsed
@@ -860,7 +860,7 @@ def _start(name: str) -> AttemptStart | None:
 
 
 def _found(checkpoint: CheckpointId, files: dict[str, Stored], record: Found) -> FoundCopy:
-    prefix = f"{names.MARKS_FOLDER}/"
+    prefix = f"{keys.MARKS_FOLDER}/"
     return FoundCopy(
         id=checkpoint,
         state=CopyState.COMMITTED,

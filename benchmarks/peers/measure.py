@@ -13,7 +13,7 @@ from benchmarks.peers.system import Place, System
 from benchmarks.plan import Plan
 from benchmarks.rounds import Contender, Figures, run_rounds
 from benchmarks.workload import Workload, bytes_of, shape_for
-from tierfall.core.device import synchronize
+from tierfall.core.runtime.pinned import synchronize
 
 PREFIX = "peers"
 TRAINING_STEPS = 2

@@ -19,8 +19,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierfall.core.capture.gradients import GradientWatch
-from tierfall.core.image.sharded import is_sharded
-from tierfall.core.streams import is_recording
+from tierfall.core.runtime.streams import is_recording
+from tierfall.core.tensors.dtensor import is_sharded
 
 logger = logging.getLogger("tierfall")
 

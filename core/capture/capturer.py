@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tierfall.core import names
 from tierfall.core.capture.barrier import Barrier
-from tierfall.core.capture.evidence import Evidence
+from tierfall.core.capture.events import CaptureFailed, CaptureSealed
+from tierfall.core.capture.lazy_evidence import Evidence
+from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.capture.storage_watch import StorageWatch
-from tierfall.core.documents import sha256
-from tierfall.core.errors import CaptureError, StateChangedError
-from tierfall.core.records import Commit, Manifest, NamedFile
-from tierfall.core.scheduler.tasks import CaptureFailed, CaptureSealed, Event
-from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import CheckpointId
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit, Manifest, NamedFile
+from tierfall.core.types import keys
+from tierfall.core.types.errors import CaptureError, StateChangedError
+from tierfall.core.types.values import CheckpointId
 
 logger = logging.getLogger("tierfall")
 
@@ -40,7 +40,7 @@ class Capturer:
     def __init__(
         self,
         *,
-        post: Callable[[Event], None],
+        post: Callable[[CaptureFailed | CaptureSealed], None],
         max_wait_s: float,
         name: str,
         checked: bool = True,
@@ -388,9 +388,9 @@ def describe(snapshot: Snapshot) -> tuple[bytes, bytes]:
         line=snapshot.line,
         world_size=snapshot.shard.world_size,
         files=(
-            NamedFile(name=names.shard_name(snapshot.shard), bytes=cut.image_bytes, digest=None),
+            NamedFile(name=keys.shard_name(snapshot.shard), bytes=cut.image_bytes, digest=None),
             NamedFile(
-                name=names.manifest_name(snapshot.shard), bytes=len(data), digest=sha256(data)
+                name=keys.manifest_name(snapshot.shard), bytes=len(data), digest=sha256(data)
             ),
         ),
         nodes=(snapshot.node,),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tierfall.core.image.sharded import local_tensor
+from tierfall.core.tensors.dtensor import local_tensor
 
 logger = logging.getLogger("tierfall")
 

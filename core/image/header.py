@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from tierfall.core.documents import FORMAT
-from tierfall.core.errors import IntegrityError, NotSupportedError
-from tierfall.core.image import arrays, codec, dtypes
-from tierfall.core.image.codec import Coded
+from tierfall.core.format.documents import FORMAT
+from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import ELSEWHERE, LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
-from tierfall.core.image.nodes import (
+from tierfall.core.image.tree import (
     CodecNode,
     MapNode,
     Node,
@@ -33,9 +31,11 @@ from tierfall.core.image.nodes import (
     ValueNode,
     leaves,
 )
-from tierfall.core.image.sharded import Piece
-from tierfall.core.image.tensors import are_dense
-from tierfall.core.records import HEADER_BYTES_MAX
+from tierfall.core.tensors import dtypes, numpy_values, value_codec
+from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.tensors import are_dense
+from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 # The header may be as large as it may grow in place: the limit, and what rounding up adds.
 _LENGTH_MAX = HEADER_BYTES_MAX + (1 << 20)
@@ -335,7 +335,7 @@ class _Check:
                 raise ValueError("an optimizer's group is not a mapping")
 
     def _decode(self, node: ValueNode) -> Any:
-        return codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
+        return value_codec.decode(self._values[node.number], _BlobCheck(node, self._tensors))
 
     def _pieces(self, node: PiecesNode) -> None:
         blocks = [self._tensors[slot] for slot in node.slots]
@@ -384,11 +384,11 @@ class _BlobCheck:
             case "array":
                 if not isinstance(dtype, str) or not dtypes.is_shape(shape):
                     raise ValueError("an array lacks its dtype or its shape")
-                arrays.check_bytes(dtype, shape or [], tensor.length)
+                numpy_values.check_bytes(dtype, shape or [], tensor.length)
             case "generator":
                 if not isinstance(dtype, str) or tensor.dtype is not torch.uint8:
                     raise ValueError("a generator lacks its device or its state")
-                codec.decode({codec.TAG: "device", "v": dtype}, self)
+                value_codec.decode({value_codec.TAG: "device", "v": dtype}, self)
             case "str" | "bytes":
                 if tensor.dtype is not torch.uint8:
                     raise ValueError("bytes are stored as a tensor of another dtype")

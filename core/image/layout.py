@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierfall.core.documents import FORMAT, Spliced, sha256
-from tierfall.core.errors import CaptureError
-from tierfall.core.image import dtypes
-from tierfall.core.image.codec import Coded
-from tierfall.core.image.sharded import Piece
-from tierfall.core.image.view import Node, StateView
-from tierfall.core.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
+from tierfall.core.format.documents import FORMAT, Spliced, sha256
+from tierfall.core.format.records import HEADER_BYTES_MAX, IMAGE_BYTES_MAX
+from tierfall.core.state.view import Node, StateView
+from tierfall.core.tensors import dtypes
+from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.types.errors import CaptureError
 
 DATA_ALIGNMENT_BYTES = 64 << 10
 SLACK_BYTES = 4 << 10

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tierfall.core.errors import RanksError
-from tierfall.core.ranks.council import Bodies, Council, Topic
-from tierfall.core.ranks.joining import Place, join
-from tierfall.core.ranks.post import StorePost
-from tierfall.core.ranks.together import AGREE, Together
+from tierfall.core.ranks.agreement import AGREE, Together
+from tierfall.core.ranks.message_tree import Bodies, Council, Topic
+from tierfall.core.ranks.rendezvous import Place, join
 from tierfall.core.ranks.topology import ALONE, Topology
-from tierfall.core.values import Shard
+from tierfall.core.ranks.transport import StorePost
+from tierfall.core.types.errors import RanksError
+from tierfall.core.types.values import Shard
 
 logger = logging.getLogger("tierfall")
 

@@ -10,24 +10,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierfall.core.catalog import KnownCheckpoint, Listing
-from tierfall.core.errors import (
-    RanksError,
-    RestoreError,
-    TierfallError,
-)
-from tierfall.core.image.memory import LiveMemory
-from tierfall.core.packing.files import image_file
-from tierfall.core.restore.choosing import Request, choose
-from tierfall.core.restore.exchange import Exchange
-from tierfall.core.restore.job import NOWHERE, PASSABLE, OpenImage
-from tierfall.core.restore.parts import Parts
-from tierfall.core.restore.reader import Tally
-from tierfall.core.restore.resharding import MakePlan, Plan, Resize, plan_parts
-from tierfall.core.restore.ring import Ring
-from tierfall.core.restore.wire import LostError
-from tierfall.core.values import CheckpointId, Shard
-from tierfall.core.words import few_of
+from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.shard_reader import NOWHERE, PASSABLE, OpenImage
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.commit_files import image_file
+from tierfall.core.restore.candidates import Request, choose
+from tierfall.core.restore.exchange.exchange import Exchange
+from tierfall.core.restore.exchange.gloo import LostError
+from tierfall.core.restore.reshard import MakePlan, Plan, Resize, plan_parts
+from tierfall.core.tensors.written_memory import LiveMemory
+from tierfall.core.types.errors import RanksError, RestoreError, TierfallError
+from tierfall.core.types.text import few_of
+from tierfall.core.types.values import CheckpointId, Shard
 
 __all__ = [
     "HALF_FILLED",

@@ -13,45 +13,43 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tierfall.core.bell import Bell
-from tierfall.core.errors import (
-    BackendError,
-    FencedError,
-    StepError,
-)
-from tierfall.core.events import Notify, ignore
-from tierfall.core.packing.files import files_of
-from tierfall.core.prospects import DrainDecision
-from tierfall.core.ranks.council import Council
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.records import Commit, stops_drop
-from tierfall.core.scheduler.admission import Admissions
-from tierfall.core.scheduler.commits import Commits
-from tierfall.core.scheduler.damages import Damages
-from tierfall.core.scheduler.draining import Draining
-from tierfall.core.scheduler.dropping import Dropper
-from tierfall.core.scheduler.finding import Finder
-from tierfall.core.scheduler.flushing import Flusher
-from tierfall.core.scheduler.lane import Lane, LaneLimits
-from tierfall.core.scheduler.ledger import Entry, Ledger
-from tierfall.core.scheduler.noting import Notes
-from tierfall.core.scheduler.ordering import NodesMarks, OrdersTogether
-from tierfall.core.scheduler.orders import Orders
-from tierfall.core.scheduler.pacing import Pacing
-from tierfall.core.scheduler.policies import Policies
-from tierfall.core.scheduler.pressure import Pressure
-from tierfall.core.scheduler.rates import Rates
-from tierfall.core.scheduler.saves import Saves
-from tierfall.core.scheduler.starts import Starts
-from tierfall.core.scheduler.superseding import Superseder
-from tierfall.core.scheduler.tasks import (
-    AbortShard,
-    Admission,
-    Ask,
+from tierfall.core.capture.events import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
     CaptureSealed,
+    SaveGivenUp,
+)
+from tierfall.core.capture.snapshot import HostMemory
+from tierfall.core.format.commit_files import files_of
+from tierfall.core.format.records import Commit, stops_drop
+from tierfall.core.ranks.message_tree import Council
+from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
+from tierfall.core.runtime.wait import Bell
+from tierfall.core.scheduler.deletion.deleter import Dropper
+from tierfall.core.scheduler.deletion.verifier import Verifier
+from tierfall.core.scheduler.flush.admission import Admissions
+from tierfall.core.scheduler.flush.backlog import Pressure
+from tierfall.core.scheduler.flush.deadline import Draining
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.flush.lane import Lane, LaneLimits
+from tierfall.core.scheduler.flush.queue import Turns
+from tierfall.core.scheduler.flush.saves import Saves
+from tierfall.core.scheduler.flush.superseding import Superseder
+from tierfall.core.scheduler.flush.throttle import Pacing
+from tierfall.core.scheduler.flush.throughput import Rates
+from tierfall.core.scheduler.group.commands import Orders
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.group.damage import Damages
+from tierfall.core.scheduler.group.external_commits import Finder
+from tierfall.core.scheduler.group.group_commands import NodesMarks, OrdersTogether
+from tierfall.core.scheduler.ledger.attempt_starts import Starts
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger.notes import Notes
+from tierfall.core.scheduler.ledger.tasks import (
+    AbortShard,
+    Admission,
+    Ask,
     ChangeMark,
     CheckChunk,
     CommitCopy,
@@ -69,13 +67,13 @@ from tierfall.core.scheduler.tasks import (
     ReadCommit,
     ReadMarks,
     RecordStart,
-    SaveGivenUp,
     Task,
 )
-from tierfall.core.scheduler.turns import Turns
-from tierfall.core.scheduler.verifying import Verifier
-from tierfall.core.snapshot import HostMemory
-from tierfall.core.values import CheckpointId, SaveOutcome, WhenFull
+from tierfall.core.scheduler.policies import Policies
+from tierfall.core.types.drain_outlook import DrainDecision
+from tierfall.core.types.errors import BackendError, FencedError, StepError
+from tierfall.core.types.events import Notify, ignore
+from tierfall.core.types.values import CheckpointId, SaveOutcome, WhenFull
 
 logger = logging.getLogger("tierfall")
 

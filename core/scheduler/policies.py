@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Protocol
 
-from tierfall.core.prospects import DrainDecision
-from tierfall.core.scheduler.pacing import LeastShare, PlanYield
-from tierfall.core.scheduler.pressure import Foresee
-from tierfall.core.values import CheckpointId
-from tierfall.core.view import CheckpointView, Decision, Eviction, TierRules, View
+from tierfall.core.scheduler.flush.backlog import Foresee
+from tierfall.core.scheduler.flush.throttle import LeastShare, PlanYield
+from tierfall.core.types.drain_outlook import DrainDecision
+from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import CheckpointView, Decision, Eviction, TierRules, View
 
 
 class Policies(Protocol):

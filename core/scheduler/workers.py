@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from tierfall.core.errors import TierfallError
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.runner import TaskRunner
-from tierfall.core.scheduler.tasks import Task
+from tierfall.core.scheduler.executor import TaskRunner
+from tierfall.core.scheduler.ledger.tasks import Task
+from tierfall.core.types.errors import TierfallError
 
 logger = logging.getLogger("tierfall")
 

@@ -13,13 +13,13 @@ from random import Random
 
 import pytest
 
-from tierfall.backends.limit import Limited
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.retry import Retrying
-from tierfall.backends.views import aligned_block
-from tierfall.backends.wrap import wrap
-from tierfall.core.contracts import Backend
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.toolkit.views import aligned_block
+from tierfall.backends.wrappers.compose import wrap
+from tierfall.backends.wrappers.limit import Limited
+from tierfall.backends.wrappers.retry import Retrying
+from tierfall.core.types.backend import Backend
 
 CHUNK_BYTES = 1024 * 1024
 

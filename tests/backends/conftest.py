@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from s3_stub import Stub
 
-from tierfall.backends import posix_listings
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.errors import BackendError
-from tierfall.core.values import Driver
+from tierfall.backends.posix import listings
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.errors import BackendError
+from tierfall.core.types.values import Driver
 
 
 @pytest.fixture(params=Driver)
@@ -42,7 +42,7 @@ def direct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def grouped_listings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are listed as on a medium that is slow to answer: several at a time."""
-    monkeypatch.setattr(posix_listings, "SLOW_IN_A_ROW", 0)
+    monkeypatch.setattr(listings, "SLOW_IN_A_ROW", 0)
 
 
 @pytest.fixture(params=["buffered", "direct"])

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.views import aligned_block
-from tierfall.core.contracts import Publish
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.toolkit.views import aligned_block
+from tierfall.core.types.backend import Publish
 
 CALLS = ("open", "pwrite", "fsync", "close", "replace", "link", "unlink", "mkdir", "dup")
 PIECE_BYTES = 512 * 1024

@@ -12,10 +12,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.core.errors import BackendError
-from tierfall.core.values import Driver
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.core.types.errors import BackendError
+from tierfall.core.types.values import Driver
 
 PART_BYTES = 5 * 1024 * 1024
 SECRET = "tierfall-test-secret-5f1d"

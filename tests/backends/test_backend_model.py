@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Backend, Publish, Writer, delete_all
-from tierfall.core.errors import BackendError, KeyExistsError, KeyNotFoundError
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Backend, Publish, Writer, delete_all
+from tierfall.core.types.errors import BackendError, KeyExistsError, KeyNotFoundError
 
 KEYS = ("a", "a-b", "b/c", "b/c-d", "b/d/e", "b/d/f", "b-c/d", "é/🔥", "z/.x")
 PREFIXES = ("", "b/", "b/d/", "b-c/", "é/", "nothing/", "a/")

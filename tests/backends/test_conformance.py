@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from backend_places import GROUPED, KINDS
 
-from tierfall.backends import conformance_length, conformance_read, conformance_write
-from tierfall.backends.conformance import CHECKS, check_backend, check_promise
+from tierfall.backends.conformance import lengths, reads, writes
+from tierfall.backends.conformance.suite import CHECKS, check_backend, check_promise
 from tierfall.backends.memory import MemoryBackend, MemoryWriter
-from tierfall.backends.wrapper import Wrapper, WriterWrapper
-from tierfall.core.contracts import Backend, Publish, Stored, Writer
-from tierfall.core.errors import BackendError, KeyNotFoundError
+from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.core.types.backend import Backend, Publish, Stored, Writer
+from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,7 +32,7 @@ def test_promise(kind: str, name: str, tmp_path: Path, request: pytest.FixtureRe
 def test_every_check_is_registered() -> None:
     found = {
         name
-        for module in (conformance_length, conformance_read, conformance_write)
+        for module in (lengths, reads, writes)
         for name, value in vars(module).items()
         if callable(value)
         and not name.startswith("_")
@@ -47,12 +47,12 @@ def test_the_whole_suite_in_one_call(tmp_path: Path) -> None:
 
 
 def test_the_suite_needs_no_test_framework() -> None:
-    for name in ("", "_kit", "_length", "_read", "_write"):
-        spec = importlib.util.find_spec(f"tierfall.backends.conformance{name}")
+    for name in ("suite", "kit", "lengths", "reads", "writes"):
+        spec = importlib.util.find_spec(f"tierfall.backends.conformance.{name}")
         assert spec is not None
         assert spec.origin is not None
         assert "pytest" not in Path(spec.origin).read_text().replace("@pytest.mark", "")
-    assert "tierfall.backends.conformance" in sys.modules
+    assert "tierfall.backends.conformance.suite" in sys.modules
 
 
 class _Changed(Wrapper):

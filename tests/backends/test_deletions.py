@@ -12,20 +12,20 @@ from backend_places import put
 from s3_stub import Reply, Stub, error_body, opened, refused
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.conformance_read import ODD_KEYS
-from tierfall.backends.object_client import ObjectClient
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.backends.retry import Retrying
-from tierfall.core.contracts import delete_all
-from tierfall.core.errors import (
+from tierfall.backends.conformance.reads import ODD_KEYS
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.object.client import ObjectClient
+from tierfall.backends.open import open_backend
+from tierfall.backends.wrappers.retry import Retrying
+from tierfall.core.types.backend import delete_all
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyInvalidError,
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.values import Driver
+from tierfall.core.types.values import Driver
 
 KEYS = [f"step/rank-{number:05}.json" for number in range(2500)]
 FEW = KEYS[:4]

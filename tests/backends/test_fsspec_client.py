@@ -13,15 +13,11 @@ import pytest
 from backend_places import files_below, get, powerless, put
 from s3_stub import refused
 
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import (
-    AccessDeniedError,
-    StorageFullError,
-    UnreachableError,
-)
-from tierfall.core.values import Driver
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import AccessDeniedError, StorageFullError, UnreachableError
+from tierfall.core.types.values import Driver
 
 LONG = memoryview(bytes(9 * 1024 * 1024))
 

@@ -11,12 +11,12 @@ from fsspec.registry import _registry  # type: ignore[import-untyped]
 from fsspec_stand_in import Store
 from s3_stub import refused
 
-from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.fsspec_errors import store_error
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend, Publish
-from tierfall.core.errors import (
+from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.fsspec.errors import store_error
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyExistsError,
@@ -24,7 +24,7 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.values import Driver
+from tierfall.core.types.values import Driver
 
 OPERATIONS: dict[str, Callable[[Backend], object]] = {
     "read": lambda backend: backend.read_into("run/key", 0, memoryview(bytearray(1))),

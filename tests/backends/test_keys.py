@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tierfall.backends.keys import (
+from tierfall.backends.toolkit.keys import (
     check_key,
     check_prefix,
     is_key,
@@ -16,7 +16,7 @@ from tierfall.backends.keys import (
     is_unfinished,
     unfinished_name,
 )
-from tierfall.core.errors import BackendError, KeyInvalidError
+from tierfall.core.types.errors import BackendError, KeyInvalidError
 
 
 @pytest.mark.parametrize(

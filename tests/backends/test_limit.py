@@ -9,13 +9,13 @@ from random import Random
 import pytest
 from backend_places import get, put
 
-from tierfall.backends.limit import SLICE_BYTES_MIN, Limited
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.retry import Retrying
-from tierfall.backends.wrap import wrap
-from tierfall.backends.wrapper import Wrapper, WriterWrapper
-from tierfall.core.contracts import Backend, Publish, Stored, Traits, Writer
-from tierfall.core.errors import KeyNotFoundError, UnreachableError
+from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.backends.wrappers.compose import wrap
+from tierfall.backends.wrappers.limit import SLICE_BYTES_MIN, Limited
+from tierfall.backends.wrappers.retry import Retrying
+from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 
 
 class Clock:

@@ -9,9 +9,9 @@ import pytest
 from backend_places import put
 from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
 
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend, Publish
-from tierfall.core.errors import (
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyExistsError,
@@ -19,7 +19,7 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.values import Driver
+from tierfall.core.types.values import Driver
 
 
 @pytest.fixture

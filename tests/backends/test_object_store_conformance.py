@@ -11,12 +11,12 @@ import pytest
 from backend_places import retrying
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.obstore_options import open_client
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend
-from tierfall.core.values import Driver
+from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.obstore.options import open_client
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.values import Driver
 
 BUCKET = "conformance"
 

@@ -9,15 +9,15 @@ import pytest
 from backend_places import put
 from s3_stub import BEGUN, PART_BYTES, Reply, Stub, error_body, opened, refused, taking
 
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.core.contracts import Publish
-from tierfall.core.errors import (
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import (
     BackendError,
     KeyExistsError,
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.values import Driver
+from tierfall.core.types.values import Driver
 
 PART = memoryview(bytes(PART_BYTES))
 

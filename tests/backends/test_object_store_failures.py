@@ -12,16 +12,16 @@ import pytest
 from backend_places import get, put
 
 from tests.object_store import KEY, SECRET, SeaweedFS
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import (
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.values import Driver
+from tierfall.core.types.values import Driver
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB

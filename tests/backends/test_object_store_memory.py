@@ -11,8 +11,8 @@ import pytest
 from backend_places import retrying
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.opening import open_backend
-from tierfall.core.values import Driver
+from tierfall.backends.open import open_backend
+from tierfall.core.types.values import Driver
 
 MIB = 1024 * 1024
 

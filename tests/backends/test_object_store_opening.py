@@ -15,11 +15,11 @@ import pytest
 from backend_places import get, no_sleep, put
 from s3_stub import KEY, PART_BYTES, SECRET, Reply, Stub, error_body, opened, refused, taking
 
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Publish
-from tierfall.core.errors import BackendError, UnreachableError
-from tierfall.core.values import Driver
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.values import Driver
 
 PART = memoryview(bytes(PART_BYTES))
 

@@ -10,12 +10,12 @@ from backend_places import get, put, retrying
 from s3_stub import PART_BYTES, Reply, Stub, error_body, refused, taking
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.object_client import UploadGoneError
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend, Publish, Writer
-from tierfall.core.errors import BackendError, UnreachableError
-from tierfall.core.values import Driver
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.object.client import UploadGoneError
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend, Publish, Writer
+from tierfall.core.types.errors import BackendError, UnreachableError
+from tierfall.core.types.values import Driver
 
 DATA = bytes(range(1, 251)) * (2 * PART_BYTES // 250) + b"the last piece"
 

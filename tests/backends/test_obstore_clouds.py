@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from s3_stub import SECRET, Reply, Stub, error_body, refused
 
-from tierfall.backends.object_client import NotServedError
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.obstore_client import ObstoreClient
-from tierfall.backends.obstore_options import open_client
-from tierfall.core.contracts import Publish, delete_all
-from tierfall.core.errors import (
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.object.client import NotServedError
+from tierfall.backends.obstore.client import ObstoreClient
+from tierfall.backends.obstore.options import open_client
+from tierfall.core.types.backend import Publish, delete_all
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyExistsError,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from s3_stub import KEY, SECRET, refused
 
-from tierfall.backends.obstore_options import open_client
-from tierfall.backends.s3_signature import Keys, sign_with
+from tierfall.backends.obstore.options import open_client
+from tierfall.backends.s3.signing import Keys, sign_with
 
 
 @pytest.mark.parametrize(

@@ -14,31 +14,37 @@ from backend_places import get, put
 from fsspec.registry import _registry  # type: ignore[import-untyped]
 
 from tests.object_store import KEY, SECRET, SeaweedFS
-from tierfall.backends.fsspec_client import FsspecClient
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.obstore_client import ObstoreClient
-from tierfall.backends.opening import check_url, open_backend, place_of
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.s3fs_client import S3fsClient
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import AccessDeniedError, BackendError, ConfigError, UnreachableError
-from tierfall.core.values import Driver
+from tierfall.backends.fsspec.client import FsspecClient
+from tierfall.backends.fsspec.s3 import S3fsClient
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.obstore.client import ObstoreClient
+from tierfall.backends.open import check_url, open_backend, place_of
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    ConfigError,
+    UnreachableError,
+)
+from tierfall.core.types.values import Driver
 
 OBSTORE_MODULES = (
     "obstore",
     *(
         f"tierfall.backends.{name}"
         for name in (
-            "obstore_options",
-            "obstore_clouds",
-            "obstore_client",
-            "obstore_errors",
-            "s3_signature",
-            "s3_lines",
-            "s3_listing",
-            "s3_multipart",
-            "s3_ranges",
-            "s3_requests",
+            "obstore.options",
+            "obstore.gcs_azure",
+            "obstore.client",
+            "obstore.errors",
+            "obstore.signing",
+            "s3.signing",
+            "s3.connections",
+            "s3.listing",
+            "s3.multipart",
+            "s3.ranges",
+            "s3.requests",
         )
     ),
 )
@@ -128,7 +134,7 @@ def test_a_missing_package_is_named(
 
 
 def test_without_fsspec_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fsspec_options", "fsspec_client", "fsspec_errors"):
+    for name in ("fsspec.options", "fsspec.client", "fsspec.errors"):
         monkeypatch.delitem(sys.modules, f"tierfall.backends.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ConfigError, match=r"fsspec is not installed; pip install"):
@@ -138,7 +144,7 @@ def test_without_fsspec_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_libraries_are_loaded_only_when_they_are_used() -> None:
     code = (
         "import sys, tempfile\n"
-        "from tierfall.backends.opening import check_url, open_backend\n"
+        "from tierfall.backends.open import check_url, open_backend\n"
         "check_url('s3://bucket'); open_backend('file://' + tempfile.mkdtemp()).close()\n"
         "print(sorted({'obstore', 'fsspec', 's3fs', 'botocore'} & set(sys.modules)))"
     )

@@ -12,12 +12,12 @@ from obstore.store import S3Store
 from s3_stub import Reply, Stub, refused
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.obstore_client import ObstoreClient
-from tierfall.backends.obstore_options import open_client
-from tierfall.backends.opening import open_backend
-from tierfall.core.contracts import Backend, Publish
-from tierfall.core.errors import BackendError, UnreachableError
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.obstore.client import ObstoreClient
+from tierfall.backends.obstore.options import open_client
+from tierfall.backends.open import open_backend
+from tierfall.core.types.backend import Backend, Publish
+from tierfall.core.types.errors import BackendError, UnreachableError
 
 PIECE = memoryview(bytes(10 * 1024 * 1024))
 BEGUN = "<R><UploadId>1</UploadId><Bucket>b</Bucket><Key>k</Key><Location>l</Location><ETag>e</ETag></R>"

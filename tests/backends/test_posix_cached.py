@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from backend_places import put
 
-from tierfall.backends import linux, posix_io
-from tierfall.backends.faults import Faulty
-from tierfall.backends.limit import Limited
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.posix_io import is_cached
-from tierfall.backends.retry import Retrying
-from tierfall.backends.views import aligned_block
-from tierfall.core.errors import BackendError
+from tierfall.backends.posix import io, linux
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.io import is_cached
+from tierfall.backends.toolkit.views import aligned_block
+from tierfall.backends.wrappers.faults import Faulty
+from tierfall.backends.wrappers.limit import Limited
+from tierfall.backends.wrappers.retry import Retrying
+from tierfall.core.types.errors import BackendError
 
 KEY = "run/key"
 BYTES = 4 << 20
@@ -147,13 +147,13 @@ def test_cached_object_that_is_cut_short_while_it_is_read_is_an_error(
 ) -> None:
     """A mapping would end the process here: what is read was asked for by size, and what came is counted."""
     (stored / KEY).read_bytes()
-    real = posix_io._read
+    real = io._read
 
     def cut(descriptor: int, view: memoryview, offset: int) -> int:
         os.truncate(stored / KEY, BYTES // 2)
         return real(descriptor, view, offset)
 
-    monkeypatch.setattr(posix_io, "_read", cut)
+    monkeypatch.setattr(io, "_read", cut)
     backend = PosixBackend(stored)
     with pytest.raises(BackendError, match="it was cut short"):
         backend.read_cached(KEY, 0, BYTES, [aligned_block(BYTES, 4096)])

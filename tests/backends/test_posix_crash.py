@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from backend_places import files_below, get
 
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Publish
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Publish
 
 NEW = b"n" * (1024 * 1024 + 100)
 KILLER = Path(__file__).with_name("posix_killer.py")

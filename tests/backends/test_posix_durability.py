@@ -22,9 +22,9 @@ from backend_places import (
     root_of,
 )
 
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Publish, delete_all
-from tierfall.core.errors import (
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Publish, delete_all
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyNotFoundError,

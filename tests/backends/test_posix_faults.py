@@ -20,13 +20,13 @@ from backend_places import (
     root_of,
 )
 
-from tierfall.backends import linux
-from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.keys import is_unfinished
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.posix_errors import backend_error
-from tierfall.core.contracts import Publish
-from tierfall.core.errors import (
+from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.posix import linux
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.errors import backend_error
+from tierfall.backends.toolkit.keys import is_unfinished
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyExistsError,

@@ -18,13 +18,9 @@ from backend_places import (
     root_of,
 )
 
-from tierfall.backends import linux
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.errors import (
-    BackendError,
-    StorageFullError,
-    UnreachableError,
-)
+from tierfall.backends.posix import linux
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
 
 
 @pytest.mark.parametrize("length", [8 * CHUNK_BYTES, None])

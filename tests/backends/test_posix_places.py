@@ -21,9 +21,9 @@ from backend_places import (
     root_of,
 )
 
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Publish
-from tierfall.core.errors import (
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     KeyNotFoundError,
@@ -170,7 +170,7 @@ def test_a_link_in_place_of_an_unfinished_object_is_not_written_through(
     linked: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tierfall.backends.posix_writer.unfinished_name",
+        "tierfall.backends.posix.writer.unfinished_name",
         lambda: ".tierfall-1-0123456789abcdef.part",
     )
     outside = root_of(linked).parent / "outside"

@@ -18,14 +18,10 @@ from backend_places import (
     put,
 )
 
-from tierfall.backends import linux, posix_probe
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.views import aligned_block
-from tierfall.core.errors import (
-    AccessDeniedError,
-    BackendError,
-    UnreachableError,
-)
+from tierfall.backends.posix import linux, probe
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.toolkit.views import aligned_block
+from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 
 def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
@@ -136,7 +132,7 @@ def test_the_probe_leaves_nothing_when_it_fails(
     def broken(*args: object) -> object:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(posix_probe, "_exclusive", broken)
+    monkeypatch.setattr(probe, "_exclusive", broken)
     before = open_files()
     with pytest.raises(UnreachableError):
         PosixBackend(tmp_path)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from s3_stub import refused
 
-from tierfall.backends.s3_lines import Lines, Timeouts, checked
-from tierfall.core.errors import AccessDeniedError, BackendError, UnreachableError
+from tierfall.backends.s3.connections import Lines, Timeouts, checked
+from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 BODY = memoryview(bytes(3 * 1024 * 1024))
 REFUSAL = b"<Error><Code>ExpiredToken</Code></Error>"

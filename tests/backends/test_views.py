@@ -7,8 +7,8 @@ import ctypes
 
 import pytest
 
-from tierfall.backends.views import BouncePool, address_of, aligned_block, copy_bytes, flat
-from tierfall.core.errors import BackendError
+from tierfall.backends.toolkit.views import BouncePool, address_of, aligned_block, copy_bytes, flat
+from tierfall.core.types.errors import BackendError
 
 
 def test_address_of_writable_and_read_only_memory() -> None:

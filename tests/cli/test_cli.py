@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import tierfall
 from tierfall.cli import app, looking
-from tierfall.core.errors import BackendError, ConfigError, NotSupportedError
+from tierfall.core.types.errors import BackendError, ConfigError, NotSupportedError
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]

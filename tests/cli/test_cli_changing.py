@@ -13,14 +13,14 @@ from cli_kit import Cli, flip
 
 import tierfall
 from tests.steps import blank, files_below, state_of, steps_on
-from tierfall import orders
-from tierfall.backends.keys import unfinished_name
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.config import load_config
-from tierfall.core.catalog import merge
-from tierfall.core.errors import AccessDeniedError
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.reading import Reader
+from tierfall.core.format.catalog import merge
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.errors import AccessDeniedError
+from tierfall.ops import commands
+from tierfall.ops.reader import Reader
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]
@@ -98,9 +98,9 @@ def test_a_pin_that_comes_too_late_claims_nothing(
     saved(cli, [1, 2])
     config = load_config(cli.config)
     with Reader(config) as reader:
-        checkpoint = orders.find(merge(reader.list()), 1, None, doing="pin")
+        checkpoint = commands.find(merge(reader.list()), 1, None, doing="pin")
     shutil.rmtree(tmp_path / "disk" / "run" / "step-00000001-a0001")
-    carried = orders.leave_mark(config, PersonsOrder.PIN, checkpoint)
+    carried = commands.leave_mark(config, PersonsOrder.PIN, checkpoint)
     assert carried.done == ("far",)
     assert "was dropped from disk just now" in str(carried.failed["disk"])
     assert not (tmp_path / "disk" / "run" / "step-00000001-a0001").exists()

@@ -15,13 +15,13 @@ from cli_kit import Cli, Trainer
 import tierfall
 from tests.object_store import KEY, SECRET, SeaweedFS
 from tests.steps import files_below, state_of
-from tierfall import measuring
-from tierfall.backends.object_store import ObjectStoreBackend
-from tierfall.backends.opening import open_backend
-from tierfall.backends.posix import PosixBackend
+from tierfall.backends.object.backend import ObjectStoreBackend
+from tierfall.backends.open import open_backend
+from tierfall.backends.posix.backend import PosixBackend
 from tierfall.config import load_config
-from tierfall.core.contracts import Traits
-from tierfall.core.errors import StorageFullError, UnreachableError
+from tierfall.core.types.backend import Traits
+from tierfall.core.types.errors import StorageFullError, UnreachableError
+from tierfall.ops import measure
 from tierfall.tiers.stored import StoredTier
 
 MakeCli = Callable[..., Cli]
@@ -132,7 +132,7 @@ def test_a_folder_that_refuses_and_a_file_in_its_place_are_said(cli: Cli, tmp_pa
 def test_a_tier_that_fails_on_the_way_keeps_nothing(
     cli: Cli, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierfall.backends.posix_writer import PosixWriter
+    from tierfall.backends.posix.writer import PosixWriter
 
     def fail(*words: object, **more: object) -> None:
         raise StorageFullError("no space here")
@@ -168,7 +168,7 @@ def test_an_interrupt_keeps_nothing(
     monkeypatch.setattr(PosixBackend, "stat", interrupt)
     before = files_below(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        measuring.measure(load_config(cli.path), 1000)
+        measure.measure(load_config(cli.path), 1000)
     assert files_below(tmp_path) == before
 
 
@@ -180,9 +180,9 @@ def test_what_a_killed_check_left_goes_with_the_next_one(
     pid = os.fork()
     if not pid:
         if moment == "writing":
-            measuring.in_threads = lambda threads, do, numbers: do(0) or os._exit(0)  # type: ignore[assignment]
-        measuring._timed = lambda do: do() or os._exit(0)  # type: ignore[assignment]
-        measuring.measure(load_config(cli.path), 300 << 10)
+            measure.in_threads = lambda threads, do, numbers: do(0) or os._exit(0)  # type: ignore[assignment]
+        measure._timed = lambda do: do() or os._exit(0)  # type: ignore[assignment]
+        measure.measure(load_config(cli.path), 300 << 10)
     os.waitpid(pid, 0)
     left = set(files_below(tmp_path)) - set(before)
     assert len(left) == 1
@@ -200,7 +200,7 @@ def test_the_parts_that_a_killed_check_uploaded_go_too(
     with_store(cli, f"s3://{bucket}/checkpoints", s3_server.options())
     killed = open_backend(f"s3://{bucket}/checkpoints", options=s3_server.options())
     assert isinstance(killed, ObjectStoreBackend)
-    for key in (f"{measuring._folder()}1/probe", "run/step-00000001-a0001/x"):
+    for key in (f"{measure._folder()}1/probe", "run/step-00000001-a0001/x"):
         killed.create(key, length=20 << 20).write(0, memoryview(bytes(10 << 20)))
     cli("check", "--size", "1MiB")
     left = [key for key, _ in killed._client.pending(killed._client.prefix, "look")]
@@ -224,7 +224,7 @@ def test_storage_that_gives_back_other_bytes_is_found(
 
 
 def test_a_disk_without_room_is_not_filled(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_free_bytes", lambda folder: 400 << 10)
+    monkeypatch.setattr(measure, "_free_bytes", lambda folder: 400 << 10)
     answer = cli("check", *SMALL, code=1)
     assert answer.err.count("400 KiB are free, so 300 KiB were not written") == 2
     assert "smaller --size" in answer.err
@@ -263,7 +263,7 @@ def test_memory_whose_room_cannot_be_asked_is_said(
     def fail(folder: Path) -> None:
         raise UnreachableError("no answer")
 
-    monkeypatch.setattr(measuring, "room_for_arena", fail)
+    monkeypatch.setattr(measure, "room_for_arena", fail)
     document = cli.json("check", *SMALL, code=1)
     assert tier(document, "host")["error"] == "no answer"
 
@@ -337,6 +337,6 @@ def test_the_probe_is_noise(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compresses, or is the same everywhere, would flatter a store."""
     asked: list[int] = []
     real = os.urandom
-    monkeypatch.setattr(measuring.os, "urandom", lambda n: asked.append(n) or real(n))
+    monkeypatch.setattr(measure.os, "urandom", lambda n: asked.append(n) or real(n))
     cli("check", *SMALL)
     assert sum(asked) == 2 * (64 << 10)

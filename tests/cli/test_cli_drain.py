@@ -12,8 +12,8 @@ from cli_kit import Cli, Trainer
 
 import tierfall
 from tests.steps import blank, files_below, state_of, step_in, steps_on
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.records import Attempt
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.format.records import Attempt
 from tierfall.tiers.stored import StoredTier
 
 MakeCli = Callable[..., Cli]

@@ -12,13 +12,13 @@ from cli_kit import Cli
 
 import tierfall
 from tests.steps import state_of
-from tierfall import measuring
 from tierfall.cli.foreseeing import Learned, Wishes, learned, workload
 from tierfall.config import load_config
-from tierfall.core.catalog import FoundCopy, KnownCheckpoint
-from tierfall.core.records import Commit, Line, NamedFile
-from tierfall.core.values import CheckpointId, CopyState
-from tierfall.measuring import Measured
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint
+from tierfall.core.format.records import Commit, Line, NamedFile
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.ops import measure as measuring
+from tierfall.ops.measure import Measured
 
 MakeCli = Callable[..., Cli]
 SMALL = ("--size", "64KiB")

@@ -15,12 +15,12 @@ from cli_kit import Cli, flip
 
 import tierfall
 from tests.steps import blank, files_below, state_of, steps_on
-from tierfall import repairing
-from tierfall.backends.posix import PosixBackend
-from tierfall.core import documents
-from tierfall.core.errors import StorageFullError, UnreachableError
-from tierfall.core.records import Attempt, Mark
-from tierfall.core.values import CheckpointId
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.format import documents
+from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.types.errors import StorageFullError, UnreachableError
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops import repair as repairing
 from tierfall.tiers.stored import StoredTier
 
 MakeConfig = Callable[..., dict[str, Any]]

@@ -11,7 +11,7 @@ from cli_kit import Cli
 
 import tierfall
 from tests.steps import blank, state_of
-from tierfall.core import names
+from tierfall.core.types import keys
 
 MakeCli = Callable[..., Cli]
 RULES = {"last": 1, "every": 4, "best": {"metric": "loss", "count": 2}, "tags": True}
@@ -38,7 +38,7 @@ def cli(make_cli: MakeCli) -> Cli:
 
 
 def steps_on(folder: Path) -> list[int]:
-    found = (names.parse_step_folder(path.name) for path in (folder / "run").iterdir())
+    found = (keys.parse_step_folder(path.name) for path in (folder / "run").iterdir())
     return sorted(id.step for id in found if id is not None)
 
 

@@ -11,9 +11,9 @@ from cli_kit import Cli, Trainer, flip
 
 import tierfall
 from tests.steps import files_below, state_of
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.contracts import Stored
-from tierfall.core.errors import AccessDeniedError
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.backend import Stored
+from tierfall.core.types.errors import AccessDeniedError
 
 MakeCli = Callable[..., Cli]
 Saved = Callable[..., None]

@@ -12,11 +12,11 @@ from cli_kit import Cli, Trainer, flip
 
 import tierfall
 from tests.steps import state_of, steps_on
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.errors import UnreachableError
-from tierfall.core.restore.verify import Verifier
-from tierfall.core.values import CheckpointId
-from tierfall.tiers.arena_layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.copies.verify import Verifier
+from tierfall.core.types.errors import UnreachableError
+from tierfall.core.types.values import CheckpointId
+from tierfall.tiers.arena.layout import BLOCK_BYTES, EXTENTS_START, PAGE_BYTES
 from tierfall.tiers.stored import StoredTier
 
 MakeCli = Callable[..., Cli]

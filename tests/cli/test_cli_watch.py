@@ -15,8 +15,9 @@ import pytest
 from cli_kit import ROOT, Cli, Trainer
 
 from tests.steps import wait_until
-from tierfall import status, status_writing
-from tierfall.core import documents
+from tierfall.core.format import documents
+from tierfall.session import status_writer
+from tierfall.telemetry import status
 
 MakeCli = Callable[..., Cli]
 Train = Callable[[Cli], Trainer]
@@ -280,11 +281,11 @@ def test_a_frame_comes_not_too_often(make_cli: MakeCli, every: str) -> None:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    rates = status_writing.Rates()
+    rates = status_writer.Rates()
     for second in range(60):
         rates.add(float(second), {"disk": min(second, 50) * 10, "far": 0})
     assert rates.of("disk") == pytest.approx(10 * 1 / 10)
     assert rates.of("far") == 0
     rates.add(60.0, {"far": 5})
     assert rates.of("disk") is None
-    assert status_writing.Rates().of("disk") is None
+    assert status_writer.Rates().of("disk") is None

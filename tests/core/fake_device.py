@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tierfall.core import device as device_module
-from tierfall.core.capture.cutting import HOST
-from tierfall.core.capture.flights import Slab
-from tierfall.core.device import PageLock
+from tierfall.core.capture.device_copies import Slab
+from tierfall.core.image.segments import HOST
+from tierfall.core.runtime import pinned as device_module
+from tierfall.core.runtime.pinned import PageLock
 from tierfall.tiers.device import DeviceSlab
 
 PATIENCE_S = 20.0

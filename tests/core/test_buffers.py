@@ -12,7 +12,7 @@ import torch
 
 from tests.core.fake_device import FakeLocks, FakeMark
 from tests.steps import wait_until
-from tierfall.core.buffers import BufferPool
+from tierfall.core.runtime.buffers import BufferPool
 
 PATIENCE_S = 20.0
 DEVICE = torch.device("cuda", 0)
@@ -257,7 +257,7 @@ def test_whoever_waits_for_a_buffer_gets_the_place_of_one_that_could_not_be_allo
             failures.append(error)
 
     with monkeypatch.context() as patch:
-        patch.setattr("tierfall.core.buffers.allocate", no_memory)
+        patch.setattr("tierfall.core.runtime.buffers.allocate", no_memory)
         threads = [threading.Thread(target=take, daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()

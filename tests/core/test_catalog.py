@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tierfall.core.catalog import FoundCopy, Listing, merge, next_attempt, to_view
-from tierfall.core.errors import IntegrityError, UnreachableError
-from tierfall.core.records import Attempt, Commit, Line, NamedFile
-from tierfall.core.values import CheckpointId, CopyState, LossClass, TierKind
-from tierfall.core.view import TierRules
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt, to_view
+from tierfall.core.format.records import Attempt, Commit, Line, NamedFile
+from tierfall.core.types.errors import IntegrityError, UnreachableError
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
+from tierfall.core.types.view import TierRules
 
 RULES = (
     TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.collector import collector_paused
+from tierfall.core.runtime.gc_pause import collector_paused
 
 
 @pytest.fixture(autouse=True)

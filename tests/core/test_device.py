@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tierfall.core import device
+from tierfall.core.runtime import pinned
 
 SIZE = 1 << 20
 
@@ -40,13 +40,13 @@ class FakeRuntime:
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    monkeypatch.setattr(device, "_clear_last_error", lambda: calls.append("cleared"))
+    monkeypatch.setattr(pinned, "_clear_last_error", lambda: calls.append("cleared"))
     return calls
 
 
 def use(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    monkeypatch.setattr(device, "cuda_available", lambda: True)
-    monkeypatch.setattr(device, "_cudart", lambda: runtime)
+    monkeypatch.setattr(pinned, "cuda_available", lambda: True)
+    monkeypatch.setattr(pinned, "_cudart", lambda: runtime)
 
 
 def test_without_cuda_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def test_without_cuda_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
     monkeypatch.setattr(torch.cuda, "cudart", refuse)
-    assert not device.cuda_available()
-    device.synchronize()
-    lock = device.lock_pages(4096, SIZE)
+    assert not pinned.cuda_available()
+    pinned.synchronize()
+    lock = pinned.lock_pages(4096, SIZE)
     assert (lock.locked, lock.reason) == (False, "no CUDA device")
     lock.release()
 
@@ -68,10 +68,10 @@ def test_synchronize_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda *_: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waited.append(True))
-    device.synchronize()
+    pinned.synchronize()
     assert not waited
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda *_: True)
-    device.synchronize()
+    pinned.synchronize()
     assert waited
 
 
@@ -80,7 +80,7 @@ def test_range_is_registered_for_all_devices_and_unregistered_once(
 ) -> None:
     runtime = FakeRuntime()
     use(monkeypatch, runtime)
-    lock = device.lock_pages(8192, SIZE)
+    lock = pinned.lock_pages(8192, SIZE)
     assert lock.locked
     assert lock.length_bytes == SIZE
     lock.release()
@@ -114,7 +114,7 @@ def test_the_device_that_is_asked_is_the_current_one_meanwhile(
     runtime, here = Runtime(), torch.device("cuda", 3)
     use(monkeypatch, runtime)
     monkeypatch.setattr(torch.cuda, "device", use_device)
-    device.lock_pages(8192, SIZE, here).release()
+    pinned.lock_pages(8192, SIZE, here).release()
     assert runtime.calls == [("register", here), ("unregister", here)]
 
 
@@ -123,7 +123,7 @@ def test_refused_lock_says_why_and_leaves_no_error_behind(
 ) -> None:
     runtime = FakeRuntime(register=2)
     use(monkeypatch, runtime)
-    lock = device.lock_pages(8192, SIZE)
+    lock = pinned.lock_pages(8192, SIZE)
     assert not lock.locked
     assert "CUDA error 2 (out of memory)" in lock.reason
     assert "ulimit -l" in lock.reason
@@ -136,7 +136,7 @@ def test_refused_unlock_is_logged(
     monkeypatch: pytest.MonkeyPatch, cleared: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     use(monkeypatch, FakeRuntime(unregister=1))
-    lock = device.lock_pages(8192, SIZE)
+    lock = pinned.lock_pages(8192, SIZE)
     with caplog.at_level(logging.WARNING):
         lock.release()
     assert "CUDA error 1 (invalid argument)" in caplog.text
@@ -149,12 +149,12 @@ def test_locked_range_is_pinned_for_torch_and_takes_copies() -> None:
     mapping = mmap.mmap(-1, SIZE)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     assert not tensor.is_pinned()
-    lock = device.lock_pages(tensor.data_ptr(), SIZE)
+    lock = pinned.lock_pages(tensor.data_ptr(), SIZE)
     assert lock.locked, lock.reason
     assert tensor.is_pinned()
     source = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
     tensor.copy_(source, non_blocking=True)
-    device.synchronize()
+    pinned.synchronize()
     assert torch.equal(tensor, source.cpu())
     lock.release()
     assert not tensor.is_pinned()
@@ -165,8 +165,8 @@ def test_locked_range_is_pinned_for_torch_and_takes_copies() -> None:
 def test_refusal_by_the_real_runtime_does_not_hit_the_next_kernel() -> None:
     mapping = mmap.mmap(-1, SIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    first = device.lock_pages(address, SIZE)
-    second = device.lock_pages(address, SIZE)
+    first = pinned.lock_pages(address, SIZE)
+    second = pinned.lock_pages(address, SIZE)
     assert first.locked
     assert not second.locked
     assert "CUDA error" in second.reason

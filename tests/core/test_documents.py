@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core import documents
-from tierfall.core.documents import Spliced, open_sealed, seal
-from tierfall.core.errors import ConfigError, IntegrityError, NotSupportedError
+from tierfall.core.format import documents
+from tierfall.core.format.documents import Spliced, open_sealed, seal
+from tierfall.core.types.errors import ConfigError, IntegrityError, NotSupportedError
+from tierfall.core.types.text import float_to_json
 
 MEMBERS = {"run": "gpt", "step": 400, "nested": {"a": [1, 2.5, None, True, 'ä\n"}']}, "empty": {}}
 
@@ -157,6 +158,6 @@ def test_floats_that_json_has_not_are_not_written_as_they_are(value: float) -> N
 
 @given(st.floats())
 def test_a_float_survives_as_text_or_number(value: float) -> None:
-    text = json.dumps(documents.float_to_json(value), allow_nan=False)
+    text = json.dumps(float_to_json(value), allow_nan=False)
     read = documents.float_from_json(json.loads(text))
     assert math.isnan(read) if math.isnan(value) else read == value

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tierfall.core.errors import (
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.errors import (
     CapacityError,
     CaptureError,
     ConfigError,
@@ -17,8 +18,7 @@ from tierfall.core.errors import (
     KeyNotFoundError,
     TierfallError,
 )
-from tierfall.core.handle import SaveHandle
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 PATIENCE_S = 20.0
 

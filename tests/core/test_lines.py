@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.lines import AttemptStart, resolve
-from tierfall.core.lines import abandoned as left_behind
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.lineage import AttemptStart, resolve
+from tierfall.core.types.lineage import abandoned as left_behind
+from tierfall.core.types.values import CheckpointId
 
 Pair = tuple[CheckpointId, CheckpointId | None]
 

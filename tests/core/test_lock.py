@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tierfall.core import lock as lock_module
-from tierfall.core.errors import BackendError, ConfigError, LockError
-from tierfall.core.lock import Owner, RunLock
+from tierfall.core.runtime import run_lock as lock_module
+from tierfall.core.runtime.run_lock import Owner, RunLock
+from tierfall.core.types.errors import BackendError, ConfigError, LockError
 
 HOLD = """
 import sys
 from pathlib import Path
-from tierfall.core.lock import RunLock
+from tierfall.core.runtime.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]), run="gpt")
 print("held", flush=True)
 sys.stdin.read()
@@ -30,7 +30,7 @@ sys.stdin.read()
 HOLD_AND_FORK = """
 import os, sys
 from pathlib import Path
-from tierfall.core.lock import RunLock
+from tierfall.core.runtime.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]), run="gpt")
 child = os.fork()
 if child:
@@ -41,8 +41,8 @@ sys.stdin.read()
 TRY = """
 import sys
 from pathlib import Path
-from tierfall.core.errors import LockError
-from tierfall.core.lock import RunLock
+from tierfall.core.types.errors import LockError
+from tierfall.core.runtime.run_lock import RunLock
 try:
     RunLock.take(Path(sys.argv[1]), run="gpt")
 except LockError:
@@ -52,8 +52,8 @@ except LockError:
 FORKED_CHILD = """
 import os, sys
 from pathlib import Path
-from tierfall.core.errors import LockError
-from tierfall.core.lock import RunLock
+from tierfall.core.types.errors import LockError
+from tierfall.core.runtime.run_lock import RunLock
 path = Path(sys.argv[1])
 lock = RunLock.take(path, run="gpt")
 child = os.fork()

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core import names
-from tierfall.core.errors import ConfigError
-from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import CheckpointId, Codec, Shard
 
-steps = st.integers(0, names.STEP_MAX)
-attempts = st.integers(1, names.ATTEMPT_MAX)
+steps = st.integers(0, keys.STEP_MAX)
+attempts = st.integers(1, keys.ATTEMPT_MAX)
 shards = st.integers(1, 10**9 - 1).flatmap(
     lambda world_size: st.builds(Shard, st.integers(0, world_size - 1), st.just(world_size))
 )
@@ -19,50 +19,50 @@ shards = st.integers(1, 10**9 - 1).flatmap(
 
 def test_names_are_those_of_the_format() -> None:
     checkpoint, shard = CheckpointId(400, 7), Shard(0, 4)
-    assert names.attempt_key("gpt", 7) == "gpt/attempts/a0007.json"
-    assert names.step_prefix("gpt", checkpoint) == "gpt/step-00000400-a0007/"
-    assert names.shard_name(shard) == "rank-00000-of-00004.safetensors"
-    assert names.manifest_name(shard) == "rank-00000-of-00004.json"
-    assert names.shard_name(shard, Codec.ZSTD) == "rank-00000-of-00004.safetensors.zst"
-    assert names.shard_name(shard, Codec.PLANES) == "rank-00000-of-00004.safetensors.tfz"
-    assert names.stored_name(shard) == "rank-00000-of-00004.stored.json"
-    assert names.tag_mark("best") == "tag-best"
+    assert keys.attempt_key("gpt", 7) == "gpt/attempts/a0007.json"
+    assert keys.step_prefix("gpt", checkpoint) == "gpt/step-00000400-a0007/"
+    assert keys.shard_name(shard) == "rank-00000-of-00004.safetensors"
+    assert keys.manifest_name(shard) == "rank-00000-of-00004.json"
+    assert keys.shard_name(shard, Codec.ZSTD) == "rank-00000-of-00004.safetensors.zst"
+    assert keys.shard_name(shard, Codec.PLANES) == "rank-00000-of-00004.safetensors.tfz"
+    assert keys.stored_name(shard) == "rank-00000-of-00004.stored.json"
+    assert keys.tag_mark("best") == "tag-best"
 
 
 @given(steps, attempts)
 def test_a_step_folder_parses_back(step: int, attempt: int) -> None:
     checkpoint = CheckpointId(step, attempt)
-    assert names.parse_step_folder(names.step_folder(checkpoint)) == checkpoint
+    assert keys.parse_step_folder(keys.step_folder(checkpoint)) == checkpoint
 
 
 def test_the_largest_step_and_attempt_have_names_and_the_next_have_none() -> None:
-    largest = CheckpointId(names.STEP_MAX, names.ATTEMPT_MAX)
-    assert names.parse_step_folder(names.step_folder(largest)) == largest
+    largest = CheckpointId(keys.STEP_MAX, keys.ATTEMPT_MAX)
+    assert keys.parse_step_folder(keys.step_folder(largest)) == largest
     for more in (
-        CheckpointId(names.STEP_MAX + 1, 1),
-        CheckpointId(1, names.ATTEMPT_MAX + 1),
+        CheckpointId(keys.STEP_MAX + 1, 1),
+        CheckpointId(1, keys.ATTEMPT_MAX + 1),
     ):
-        assert names.parse_step_folder(names.step_folder(more)) is None
+        assert keys.parse_step_folder(keys.step_folder(more)) is None
 
 
 @given(attempts)
 def test_an_attempt_parses_back(number: int) -> None:
-    assert names.parse_attempt(names.attempt_key("gpt", number).rpartition("/")[2]) == number
+    assert keys.parse_attempt(keys.attempt_key("gpt", number).rpartition("/")[2]) == number
 
 
 @given(shards)
 def test_a_shard_parses_back_from_the_names_of_its_files(shard: Shard) -> None:
-    images = [names.shard_name(shard, codec) for codec in Codec]
-    assert images[0] == names.shard_name(shard)
-    for name in (*images, names.manifest_name(shard), names.stored_name(shard)):
-        assert names.parse_shard(name) == shard
-        assert names.is_ours(name)
+    images = [keys.shard_name(shard, codec) for codec in Codec]
+    assert images[0] == keys.shard_name(shard)
+    for name in (*images, keys.manifest_name(shard), keys.stored_name(shard)):
+        assert keys.parse_shard(name) == shard
+        assert keys.is_ours(name)
 
 
 def test_numbers_wider_than_the_padding_sort_as_numbers() -> None:
-    folders = [names.step_folder(CheckpointId(step, 1)) for step in (99_999_999, 100_000_000)]
+    folders = [keys.step_folder(CheckpointId(step, 1)) for step in (99_999_999, 100_000_000)]
     assert folders != sorted(folders)
-    assert [names.parse_step_folder(folder).step for folder in folders] == [99_999_999, 100_000_000]
+    assert [keys.parse_step_folder(folder).step for folder in folders] == [99_999_999, 100_000_000]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_numbers_wider_than_the_padding_sort_as_numbers() -> None:
     ],
 )
 def test_a_folder_that_is_not_ours_does_not_parse(name: str) -> None:
-    assert names.parse_step_folder(name) is None
+    assert keys.parse_step_folder(name) is None
 
 
 @pytest.mark.parametrize(
     "name", ["a7.json", "a0007.json.tmp", "a0007", "b0007.json", "a000٣.json", ".a0007.json"]
 )
 def test_an_attempt_that_is_not_ours_does_not_parse(name: str) -> None:
-    assert names.parse_attempt(name) is None
+    assert keys.parse_attempt(name) is None
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_an_attempt_that_is_not_ours_does_not_parse(name: str) -> None:
     ],
 )
 def test_a_file_that_tierfall_did_not_write_is_not_ours(name: str) -> None:
-    assert names.parse_shard(name) is None
-    assert not names.is_ours(name)
+    assert keys.parse_shard(name) is None
+    assert not keys.is_ours(name)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_file_that_tierfall_did_not_write_is_not_ours(name: str) -> None:
     ],
 )
 def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
-    assert names.is_ours(name)
+    assert keys.is_ours(name)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_what_tierfall_writes_into_a_step_folder_is_ours(name: str) -> None:
     ],
 )
 def test_what_a_user_put_there_is_not_ours(name: str) -> None:
-    assert not names.is_ours(name)
+    assert not keys.is_ours(name)
 
 
 @pytest.mark.parametrize("name", ["a", "7", "gpt-small", "A.b_c-1", "x" * 200])
 def test_usable_names_come_back(name: str) -> None:
-    assert names.check_name(name, what="run") == name
+    assert keys.check_name(name, what="run") == name
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_usable_names_come_back(name: str) -> None:
 )
 def test_a_name_that_could_leave_its_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^run: .*expected up to 200 letters"):
-        names.check_name(name, what="run")
+        keys.check_name(name, what="run")

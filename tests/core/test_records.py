@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.documents import Spliced
-from tierfall.core.errors import IntegrityError, NotSupportedError
-from tierfall.core.packing.files import plain
-from tierfall.core.records import (
+from tierfall.core.format.commit_files import plain
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import (
     Attempt,
     Commit,
     Line,
@@ -31,7 +30,8 @@ from tierfall.core.records import (
     read_manifest,
     read_mark,
 )
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.types.errors import IntegrityError, NotSupportedError
+from tierfall.core.types.values import CheckpointId, Shard
 
 LINE = Line(
     run="gpt",

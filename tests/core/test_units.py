@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierfall.core import units
-from tierfall.core.errors import ConfigError
-from tierfall.core.units import (
+from tierfall.core.types import units
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.units import (
     format_duration,
     format_rate,
     format_share,

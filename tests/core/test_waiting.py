@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tierfall.core.errors import UnreachableError
-from tierfall.core.waiting import BoundedCalls
+from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.types.errors import UnreachableError
 
 SHORT_S = 0.05
 LONG_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierfall.core.words import with_article
+from tierfall.core.types.text import with_article
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from tierfall.backends.posix import PosixBackend
-from tierfall.backends.posix_folders import Folders
-from tierfall.backends.posix_writer import PosixWriter
-from tierfall.core.capture.filling import Filling
-from tierfall.core.scheduler.admission import Admissions
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.posix.folders import Folders
+from tierfall.backends.posix.writer import PosixWriter
+from tierfall.core.capture.copier import Filling
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.superseding import Superseder
-from tierfall.session import Session
-from tierfall.tiers.arena import Arena
-from tierfall.tiers.arena_region import Region
+from tierfall.core.scheduler.flush.admission import Admissions
+from tierfall.core.scheduler.flush.superseding import Superseder
+from tierfall.session.session import Session
+from tierfall.tiers.arena.arena import Arena
+from tierfall.tiers.arena.region import Region
 from tierfall.tiers.stored import StoredTier
 
 RUN = "doomed"

@@ -14,7 +14,7 @@ import torch
 
 import tierfall
 from tests.crash.disturbed import SCENARIOS, Loop
-from tierfall.core.errors import StateChangedError
+from tierfall.core.types.errors import StateChangedError
 
 ROUNDS = 1
 TORTURE_ROUNDS = 100

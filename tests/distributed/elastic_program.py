@@ -14,9 +14,9 @@ import torch
 import tierfall
 from tests.distributed import program
 from tests.distributed.program import RANK
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.errors import UnreachableError
-from tierfall.core.ranks import joining
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.ranks import rendezvous
+from tierfall.core.types.errors import UnreachableError
 
 WORLD = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
 
@@ -216,7 +216,7 @@ def give_up_on_stall(folder: str, call: str, **changes: Any) -> Any:
 
 def meet_silence(folder: str, **changes: Any) -> Any:
     """Open, where the launcher's store falls silent."""
-    joining.STORE_S = 2.0
+    rendezvous.STORE_S = 2.0
     began = time.monotonic()
     try:
         tierfall.open(program.config(folder, **changes))

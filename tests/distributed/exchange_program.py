@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import tierfall
 from tests.distributed import killing, program
-from tierfall.core.restore.passing import _Hand
-from tierfall.core.restore.reader import ChunkReader
+from tierfall.core.copies.chunk_reader import ChunkReader
+from tierfall.core.restore.exchange.rounds import _Hand
 
 RANK, WORLD = program.RANK, int(os.environ["WORLD_SIZE"])
 

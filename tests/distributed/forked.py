@@ -24,7 +24,7 @@ SERVERS = 2
 IMPORTED = [
     "numpy.random",
     "tierfall.backends",
-    "tierfall.checkpointer",
+    "tierfall.run.checkpointer",
     "tierfall.integrations.dcp",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import tierfall
 from tests.distributed import program
-from tierfall.core.errors import TierfallError
+from tierfall.core.types.errors import TierfallError
 
 
 def blocks() -> list[nn.Module]:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.core.capture.filling import Filling
-from tierfall.core.restore.reader import ChunkReader
-from tierfall.session import Session
-from tierfall.tiers.arena_region import Region
+from tierfall.core.capture.copier import Filling
+from tierfall.core.copies.chunk_reader import ChunkReader
+from tierfall.session.session import Session
+from tierfall.tiers.arena.region import Region
 from tierfall.tiers.image_writer import RawImageWriter
 from tierfall.tiers.stored import StoredTier
 

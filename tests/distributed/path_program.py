@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tierfall
 from tests.distributed import program
-from tierfall.core.errors import StorageFullError
+from tierfall.core.types.errors import StorageFullError
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS = 5 * 4 * 3

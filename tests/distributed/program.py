@@ -16,11 +16,11 @@ import torch
 
 import tierfall
 from tests.distributed import killing
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.errors import StorageFullError
-from tierfall.core.ranks.post import StorePost
-from tierfall.core.scheduler.commits import Commits
-from tierfall.core.scheduler.flushing import Flusher
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.ranks.transport import StorePost
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.types.errors import StorageFullError
 
 RANK = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
 NODE = os.environ.get("GROUP_RANK") or os.environ["SLURM_NODEID"]

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import tierfall
 from tests.distributed.job import Job
 from tierfall.cli.app import app
-from tierfall.core.index.reading import open_index
-from tierfall.core.values import CheckpointId
-from tierfall.reading import Reader
+from tierfall.core.tensor_index.store import open_index
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.reader import Reader
 
 PROGRAM = Path(__file__).with_name("sharded_program.py")
 

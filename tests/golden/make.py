@@ -13,7 +13,7 @@ from unittest.mock import patch
 import contents
 
 import tierfall
-from tierfall.core.documents import FORMAT
+from tierfall.core.format.documents import FORMAT
 
 
 def make(target: Path) -> None:

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 import tierfall
-from tierfall.core.documents import FORMAT
-from tierfall.core.restore.verify import Verifier
-from tierfall.reading import open_place, resolve_path
+from tierfall.core.copies.verify import Verifier
+from tierfall.core.format.documents import FORMAT
+from tierfall.ops.reader import open_place, resolve_path
 
 HERE = Path(__file__).parent
 RELEASED = sorted(HERE.glob("format-*"))

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tierfall
 from tests.core.capture.lazy_help import Trainer
 from tests.integrations.dcp_help import QUIET, Bomb, Counter, bomb, copied, emptied, nested, same
-from tierfall.backends.posix import PosixBackend
-from tierfall.core.errors import (
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.errors import (
     CapacityError,
     CaptureError,
     ConfigError,

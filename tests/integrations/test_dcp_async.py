@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import tierfall
 from tests.core.capture.lazy_help import PATIENCE_S, Held, Trainer
 from tests.integrations.dcp_help import QUIET, Renaming, copied, emptied, nested, same
-from tierfall.core.capture import cutting
-from tierfall.core.errors import CaptureError, ConfigError
+from tierfall.core.image import segments
+from tierfall.core.types.errors import CaptureError, ConfigError
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -29,7 +29,7 @@ MakeConfig = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    monkeypatch.setattr(cutting, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(segments, "BATCH_BYTES", 4096)
     held = Held(monkeypatch)
     held.free.set()
     yield held

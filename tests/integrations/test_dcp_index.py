@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from tests.integrations.dcp_help import QUIET
 from tests.rank_kit import config_of, save_on_ranks
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
-from tierfall.core.image import ImageHeader
-from tierfall.core.restore.parts import Parts
-from tierfall.core.values import Shard
+from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.types.values import Shard
 from tierfall.integrations.dcp import TierReader
+from tierfall.run.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 RANKS = 3

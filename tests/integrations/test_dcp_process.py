@@ -23,18 +23,18 @@ from tests.core.capture.lazy_help import Trainer
 from tests.core.ranks.threads import network, on_all
 from tests.integrations.dcp_help import QUIET, emptied, nested, same
 from tests.rank_kit import config_of
-from tierfall.checkpointer import Checkpointer
-from tierfall.core.errors import (
+from tierfall.core.format.records import Commit
+from tierfall.core.types.errors import (
     ConfigError,
     FencedError,
     FlushError,
     StepError,
     UnreachableError,
 )
-from tierfall.core.records import Commit
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter
 from tierfall.integrations.dcp.direct import DirectWriter
+from tierfall.run.checkpointer import Checkpointer
 from tierfall.tiers.stored import StoredTier
 
 pytestmark = pytest.mark.filterwarnings(QUIET)

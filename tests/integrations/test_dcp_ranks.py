@@ -24,13 +24,13 @@ from tests.integrations.dcp_help import QUIET, Renaming, emptied, nested, same
 from tests.integrations.dcp_ranks import Group, let_threads_meet
 from tests.test_dividing_ranks import close_all, open_all
 from tests.test_path_saving import commit, write
-from tierfall.checkpointer import Checkpointer
-from tierfall.core.errors import RestoreError, UnreachableError
-from tierfall.core.image import ImageHeader
-from tierfall.core.index.index import Index
-from tierfall.core.restore.parts import Parts
-from tierfall.core.values import Shard
+from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.tensor_index.index import Index
+from tierfall.core.types.errors import RestoreError, UnreachableError
+from tierfall.core.types.values import Shard
 from tierfall.integrations.dcp import LazyStager, TierReader, TierWriter, opening
+from tierfall.run.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 

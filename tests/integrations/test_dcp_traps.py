@@ -21,7 +21,7 @@ from tests.core.capture.lazy_help import PATIENCE_S, Held, Trainer
 from tests.integrations.dcp_help import QUIET, Counter, copied, nested, same
 from tests.integrations.test_dcp_async import held, lazily, result, warmed_up
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.errors import StepError
+from tierfall.core.types.errors import StepError
 from tierfall.integrations.dcp import LazyStager, TierReader, TierSavePlanner, TierWriter
 
 __all__ = ["held"]

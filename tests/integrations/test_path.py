@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import tierfall
 from tests.cli.cli_kit import Cli
-from tierfall.backends.posix import PosixBackend
-from tierfall.checkpointer import _open
-from tierfall.core.errors import (
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.core.types.errors import (
     AccessDeniedError,
     CapacityError,
     CaptureError,
@@ -44,7 +43,8 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.staging import Stage
+from tierfall.run.checkpointer import _open
+from tierfall.run.staging import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -377,7 +377,7 @@ def test_files_beyond_the_capacity_are_refused_while_they_are_written(
 def test_without_a_capacity_half_of_the_free_memory_is_the_bound(
     make_config: Make, files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierfall.tiers.arena_folder._memory_free_bytes", lambda: 200_000)
+    monkeypatch.setattr("tierfall.tiers.arena.folder._memory_free_bytes", lambda: 200_000)
     config = make_config()
     del config["tiers"][0]["capacity"]
     with tierfall.open(config):

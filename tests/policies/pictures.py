@@ -33,10 +33,10 @@ from dataclasses import dataclass, field, replace
 
 from tests.rules import NEWEST_FIRST, SCATTERED, order, retained
 from tierfall.config import Retain
-from tierfall.core.loss import LossBound
-from tierfall.core.policy import Rule
-from tierfall.core.prospects import DrainDecision
-from tierfall.core.values import (
+from tierfall.core.types.drain_outlook import DrainDecision
+from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import (
     CheckpointId,
     CopyState,
     LossClass,
@@ -44,20 +44,16 @@ from tierfall.core.values import (
     WhenFull,
     survives,
 )
-from tierfall.core.view import CheckpointView, CopyView, TierRules, View
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, View
+from tierfall.policies.backpressure import Fits, plan_relief, plan_superseding
 from tierfall.policies.cadence import should_save
 from tierfall.policies.drain import drain_in_words, plan_drain
 from tierfall.policies.eviction import plan_eviction
-from tierfall.policies.flush import plan_flush, still_owed, tiers_owed
-from tierfall.policies.forecast import forecast
-from tierfall.policies.guard import reason_to_keep
-from tierfall.policies.loss_bound import loss_bounds
-from tierfall.policies.metric_names import missing_metrics
-from tierfall.policies.relief import plan_relief
-from tierfall.policies.retention import next_due_s, plan_retention
-from tierfall.policies.staleness import lateness, owed_in_time
-from tierfall.policies.superseding import Fits, plan_superseding
-from tierfall.policies.yielding import plan_yield
+from tierfall.policies.flush import lateness, owed_in_time, plan_flush, still_owed, tiers_owed
+from tierfall.policies.forecast import forecast, loss_bounds
+from tierfall.policies.protection import reason_to_keep
+from tierfall.policies.retention import missing_metrics, next_due_s, plan_retention
+from tierfall.policies.throttle import plan_yield
 
 COPY_BYTES = 100
 FLUSH_ORDERS = {rule.policy.name: rule for rule in (NEWEST_FIRST, SCATTERED)}

@@ -9,25 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.values import LossClass, TierKind
-from tierfall.core.view import TierRules
+from tierfall.core.types.values import LossClass, TierKind
+from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import (
     PROFILE_STEPS,
     Bound,
     CadenceRules,
     Measured,
-    choose_interval,
-    mean_within,
-    tier_cadences,
-)
-from tierfall.policies.cadence_formulas import (
     availability_s,
     best_ettr_interval_s,
     checkfreq_steps,
+    choose_interval,
     daly_s,
     expected_ettr,
+    mean_within,
     overhead_steps,
     pccheck_steps,
+    tier_cadences,
     young_s,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tierfall.policies.capture_mode import AGAIN_AFTER, TRIALS, Trial, choose_lazy
+from tierfall.policies.cadence import AGAIN_AFTER, TRIALS, Trial, choose_lazy
 
 
 def run_of(saves: int, *, lazy_s: float, blocking_s: float, steps: int = 10) -> list[Trial]:

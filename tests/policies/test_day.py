@@ -12,10 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rules import NEWEST_FIRST, retained
-from tierfall.core.values import LossClass, TierKind, WhenFull
-from tierfall.core.view import TierRules
-from tierfall.policies.day import DayForecast, forecast_day
-from tierfall.policies.playing import Chain, Workload
+from tierfall.core.types.values import LossClass, TierKind, WhenFull
+from tierfall.core.types.view import TierRules
+from tierfall.plan.day import DayForecast, forecast_day
+from tierfall.plan.simulate import Chain, Workload
 
 GOLDEN = Path(__file__).with_name("forecast.txt")
 GB, MB = 10**9, 10**6

@@ -13,13 +13,13 @@ from tests.policies.test_policies import views
 from tests.policies.test_retaining import count_looks, saved
 from tests.rules import NEWEST_FIRST
 from tests.simulation.world import file_rules
-from tierfall.core.values import LOSS_CLASSES, CopyState, LossClass, TierKind, WhenFull
-from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.core.types.values import LOSS_CLASSES, CopyState, LossClass, TierKind, WhenFull
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.policies.backpressure import plan_relief
 from tierfall.policies.flush import plan_flush, still_owed
 from tierfall.policies.forecast import forecast
-from tierfall.policies.relief import plan_relief
 from tierfall.policies.retention import plan_retention
-from tierfall.policies.yielding import LEAST, plan_yield
+from tierfall.policies.throttle import LEAST, plan_yield
 
 EXAMPLES = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True

@@ -21,9 +21,9 @@ from tests.rules import (
     tagged,
     young,
 )
-from tierfall.core.lines import AttemptStart, abandoned
-from tierfall.core.policy import Rule
-from tierfall.core.values import (
+from tierfall.core.types.lineage import AttemptStart, abandoned
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import (
     LOSS_CLASSES,
     CheckpointId,
     CopyState,
@@ -32,11 +32,11 @@ from tierfall.core.values import (
     WhenFull,
     survives,
 )
-from tierfall.core.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, Verdict, View
+from tierfall.policies.backpressure import plan_superseding
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import still_owed, tiers_owed
 from tierfall.policies.retention import plan_retention
-from tierfall.policies.superseding import plan_superseding
 
 RANK = [LossClass.NONE, LossClass.PROCESS, LossClass.NODE, LossClass.SITE]
 WHOLE = (CopyState.SEALED, CopyState.COMMITTED)

@@ -12,13 +12,12 @@ from tests.policies.pictures import without
 from tests.policies.test_policies import a_rule, of, rules, views
 from tests.rules import last
 from tests.simulation.world import file_rules
-from tierfall.core.policy import Rule
-from tierfall.core.values import CheckpointId, CopyState
-from tierfall.core.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
-from tierfall.policies.evict_orders import cheapest_first
-from tierfall.policies.eviction import plan_eviction
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, Verdict, View
+from tierfall.policies.eviction import cheapest_first, plan_eviction
 from tierfall.policies.flush import still_owed
-from tierfall.policies.guard import reason_to_keep
+from tierfall.policies.protection import reason_to_keep
 from tierfall.policies.retention import next_due_s, plan_retention, wanted_of
 
 EXAMPLES = settings(max_examples=150, deadline=None)

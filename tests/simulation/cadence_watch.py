@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tierfall.cadence import PATIENCE_STEPS, Cadence
 from tierfall.policies.cadence import PROFILE_STEPS, Bound, CadenceRules
-from tierfall.reports import CadenceReport
+from tierfall.run.cadence import PATIENCE_STEPS, Cadence
+from tierfall.telemetry.reports import CadenceReport
 
 ONE_POINT = 0.01
 DRIFT, DRIFT_OF_MANY = 0.15, 0.4

@@ -27,15 +27,15 @@ from tests.simulation.world import (
     read_image,
 )
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core import names
-from tierfall.core.contracts import Backend
-from tierfall.core.documents import sha256
-from tierfall.core.errors import CapacityError, CaptureError, TierfallError
-from tierfall.core.packing.files import image_file
-from tierfall.core.records import Commit, Mark
-from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder, Task
-from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import (
+from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit, Mark
+from tierfall.core.scheduler.ledger.tasks import DropCopy, Order, PersonsOrder, Task
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import CapacityError, CaptureError, TierfallError
+from tierfall.core.types.values import (
     LOSS_CLASSES,
     CheckpointId,
     Codec,
@@ -43,7 +43,7 @@ from tierfall.core.values import (
     SaveOutcome,
     WhenFull,
 )
-from tierfall.core.view import TierRules
+from tierfall.core.types.view import TierRules
 from tierfall.tiers.stored import StoredTier
 
 RANK = {LossClass.NONE: 0, LossClass.PROCESS: 1, LossClass.NODE: 2, LossClass.SITE: 3}
@@ -263,7 +263,7 @@ class History:
             answer.append(failed)
             self.unpinning[id] -= kind is PersonsOrder.UNPIN
             if kind is PersonsOrder.PIN and not failed and number == self.unpins[id]:
-                self.pinned[id] = self._marked(names.PIN_MARK, id)
+                self.pinned[id] = self._marked(keys.PIN_MARK, id)
                 self.log.append(f"{id} is pinned on {sorted(self.pinned[id])}")
 
         self.world.coordinator.post(Order(kind=kind, id=id, wall_time_s=0.0, answer=tell))
@@ -298,8 +298,8 @@ class History:
         if not held:
             return
         id = self.draw.choice(sorted(held))
-        name = self.draw.choice((names.PIN_MARK, names.TOMBSTONE_MARK))
-        if name == names.TOMBSTONE_MARK:
+        name = self.draw.choice((keys.PIN_MARK, keys.TOMBSTONE_MARK))
+        if name == keys.TOMBSTONE_MARK:
             if id in self.pinned:
                 return  # a command line refuses to delete what is pinned
             self.deleted.add(id)
@@ -342,7 +342,7 @@ class History:
         tier, id = self.purges.choice(spare)
         file = image_file(now[tier].commits[id], SHARD)
         assert file is not None
-        del self.world.disks[tier]._objects[names.step_prefix("run", id) + file.file.name]
+        del self.world.disks[tier]._objects[keys.step_prefix("run", id) + file.file.name]
         self.log.append(f"the image of {id} is purged on {tier}")
         self.purged.add((tier, id))
 
@@ -379,7 +379,7 @@ class History:
         assert file is not None
         objects, key = (
             self.world.disks[tier]._objects,
-            names.step_prefix("run", id) + file.file.name,
+            keys.step_prefix("run", id) + file.file.name,
         )
         data = bytearray(objects[key])
         data[self.rot.randrange(len(data))] ^= 1 << self.rot.randrange(8)
@@ -476,24 +476,24 @@ class History:
 
     def _id_of(self, key: str) -> CheckpointId | None:
         """Return whose file an object is; None where it is no checkpoint's."""
-        return names.parse_step_folder(key.removeprefix("run/").partition("/")[0])
+        return keys.parse_step_folder(key.removeprefix("run/").partition("/")[0])
 
     def _look_at(self, tier: str, disk: MemoryBackend) -> Held:
         held = Held()
         for key, data in disk._objects.items():
             folder, _, rest = key.removeprefix("run/").partition("/")
-            if folder == names.LINEAGE_FOLDER and (began := names.parse_start(rest)) is not None:
+            if folder == keys.LINEAGE_FOLDER and (began := keys.parse_start(rest)) is not None:
                 self._starts.add((began[0], -1 if began[3] is None else began[3].step))
                 self._lives.setdefault(began[0], set()).add(began[1])
-            id = names.parse_step_folder(folder)
-            if id is not None and rest == names.COMMIT_NAME:
+            id = keys.parse_step_folder(folder)
+            if id is not None and rest == keys.COMMIT_NAME:
                 held.commits[id] = self._read(data)
-            elif id is not None and rest.startswith(names.MARKS_FOLDER):
+            elif id is not None and rest.startswith(keys.MARKS_FOLDER):
                 held.marks.setdefault(id, set()).add(rest.partition("/")[2])
         for id in [id for where, id in self.purged if where == tier]:
             commit = held.commits.get(id)
             file = None if commit is None else image_file(commit, SHARD)
-            if file is None or names.step_prefix("run", id) + file.file.name in disk._objects:
+            if file is None or keys.step_prefix("run", id) + file.file.name in disk._objects:
                 self.purged.discard((tier, id))  # it has gone, or is whole again
             else:
                 del held.commits[id]
@@ -501,7 +501,7 @@ class History:
             data, commit = self.rotten[tier, id]
             file = image_file(commit, SHARD)
             assert file is not None
-            if disk._objects.get(names.step_prefix("run", id) + file.file.name) is data:
+            if disk._objects.get(keys.step_prefix("run", id) + file.file.name) is data:
                 held.commits.pop(id, None)
             else:
                 del self.rotten[tier, id]  # it has gone, or was written anew
@@ -550,7 +550,7 @@ class History:
             id
             for held in now.values()
             for id, marks in held.marks.items()
-            if names.TOMBSTONE_MARK in marks
+            if keys.TOMBSTONE_MARK in marks
         }
 
     # What must hold ----------------------------------------------------------------------------------
@@ -580,11 +580,11 @@ class History:
         """Invariant 1, and 5: what is committed holds the bytes of that step and attempt, on every tier alone."""
         for tier, disk in self.world.disks.items():
             for checkpoint, commit in now[tier].commits.items():
-                prefix = names.step_prefix("run", checkpoint)
+                prefix = keys.step_prefix("run", checkpoint)
                 file = image_file(commit, SHARD)
                 assert file is not None
                 image = disk._objects.get(prefix + file.file.name)
-                manifest = disk._objects.get(prefix + names.manifest_name(SHARD))
+                manifest = disk._objects.get(prefix + keys.manifest_name(SHARD))
                 assert image is not None, f"{checkpoint} is committed on {tier} without its image"
                 assert manifest is not None, f"{checkpoint} is committed on {tier} without manifest"
                 if id(image) in self._judged:
@@ -592,7 +592,7 @@ class History:
                 assert len(image) == file.file.bytes, f"wrong length on {tier}"
                 found = read_image(self._clean(tier), commit)
                 assert found == self.world.image(checkpoint), f"wrong bytes on {tier}"
-                named = commit.file(names.manifest_name(SHARD))
+                named = commit.file(keys.manifest_name(SHARD))
                 assert named is not None
                 assert named.digest == sha256(bytes(manifest))
                 assert commit.line.checkpoint == checkpoint
@@ -728,7 +728,7 @@ class History:
             id
             for held in now.values()
             for id, marks in held.marks.items()
-            if names.PIN_MARK in marks
+            if keys.PIN_MARK in marks
         }
         for id, tier in coordinator.left_undone():
             free = not (self._is_full(tier, now) or self.is_blocked(tier, id))
@@ -737,12 +737,12 @@ class History:
         for tier, disk in world.disks.items():
             for key in disk._objects:
                 folder, _, _rest = key.removeprefix("run/").partition("/")
-                id = names.parse_step_folder(folder)
+                id = keys.parse_step_folder(folder)
                 known = id is None or id in now[tier].commits or tier in unread
                 known |= (tier, id) in self._bad() or (tier, key) in self.left_by_zombies
                 assert known, f"{tier}: {key} is a leftover"
             for id, marks in now[tier].marks.items():
-                if names.TOMBSTONE_MARK in marks:
+                if keys.TOMBSTONE_MARK in marks:
                     # what a start could not see, it cannot know: check_ledger_is_true follows
                     entry = coordinator.ledger.entries.get(id)
                     unseen = entry is None or not entry.readable_on(tier)
@@ -757,7 +757,7 @@ class History:
                 postponed = bool(unread) and id in coordinator.dropper.awaited
                 # the mark may lie beside a record that this start read as damaged: the next one sees it
                 postponed |= entry is not None and not any(
-                    names.TOMBSTONE_MARK in held.marks.get(id, ()) and entry.readable_on(other)
+                    keys.TOMBSTONE_MARK in held.marks.get(id, ()) and entry.readable_on(other)
                     for other, held in now.items()
                 )
                 postponed |= coordinator.fenced is not None

@@ -19,14 +19,14 @@ from tests.simulation.mounts import MountedWorld
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.weather import Outage, Weather
 from tests.simulation.world import IMAGE, Zombie
-from tierfall.core import names
-from tierfall.core.errors import TierfallError
-from tierfall.core.events import SetAside
-from tierfall.core.handle import SaveHandle
-from tierfall.core.records import read_attempt
-from tierfall.core.scheduler.tasks import CopyRun, DropCopy, Task
-from tierfall.core.values import CheckpointId, LossClass, SaveOutcome
-from tierfall.core.view import TierRules
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.format.records import read_attempt
+from tierfall.core.scheduler.ledger.tasks import CopyRun, DropCopy, Task
+from tierfall.core.types import keys as names
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.events import SetAside
+from tierfall.core.types.values import CheckpointId, LossClass, SaveOutcome
+from tierfall.core.types.view import TierRules
 
 HOUR_S = 3600.0
 CAPTURE_PARTS = 2

@@ -21,30 +21,20 @@ from tests.simulation.world import (
     host_rules,
 )
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core import names
-from tierfall.core.catalog import merge, starts_in
-from tierfall.core.errors import RestoreError
-from tierfall.core.ranks.council import Topic
-from tierfall.core.records import (
-    Attempt,
-    Commit,
-    read_commit,
-)
-from tierfall.core.restore.agreeing import choose_together, complete, whole_on
-from tierfall.core.restore.choosing import Request
-from tierfall.core.restore.describing import describe, merge_ranks
-from tierfall.core.scheduler.tasks import (
-    Task,
-)
-from tierfall.core.snapshot import Share
-from tierfall.core.values import (
-    CheckpointId,
-    Codec,
-    WhenFull,
-)
-from tierfall.core.view import TierRules
-from tierfall.inheriting import inherited
-from tierfall.starting import Start, damaged_copies, held_by_all
+from tierfall.core.capture.snapshot import Share
+from tierfall.core.format.catalog import merge, starts_in
+from tierfall.core.format.records import Attempt, Commit, read_commit
+from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.restore.agreement import choose_together, complete, whole_on
+from tierfall.core.restore.candidates import Request
+from tierfall.core.restore.inventory import describe, merge_ranks
+from tierfall.core.scheduler.ledger.tasks import Task
+from tierfall.core.types import keys
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.values import CheckpointId, Codec, WhenFull
+from tierfall.core.types.view import TierRules
+from tierfall.session.leftovers import inherited
+from tierfall.session.start import Start, damaged_copies, held_by_all
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -227,8 +217,8 @@ class Many:
         found = {}
         for key, data in self.disk(tier, node)._objects.items():
             folder, _, rest = key.removeprefix("run/").partition("/")
-            id = names.parse_step_folder(folder)
-            if id is not None and rest == names.COMMIT_NAME:
+            id = keys.parse_step_folder(folder)
+            if id is not None and rest == keys.COMMIT_NAME:
                 found[id] = self._read(data)
         return found
 

@@ -17,25 +17,25 @@ from tests.simulation.many_orders import Person
 from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
-from tierfall.backends.faults import Fault, FaultKind, Operation
-from tierfall.core import names
-from tierfall.core.documents import sha256
-from tierfall.core.errors import (
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
+from tierfall.core.capture.snapshot import Share, Snapshot
+from tierfall.core.format.commit_files import image_file, without_index
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit
+from tierfall.core.image.dedup import Digests
+from tierfall.core.ranks.message_tree import Topic
+from tierfall.core.scheduler.ledger.tasks import CommitCopy, Task
+from tierfall.core.tensor_index.index import read_index
+from tierfall.core.tensor_index.store import checked_index
+from tierfall.core.types import keys as names
+from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
     CaptureError,
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.image.dividing import Digests
-from tierfall.core.index.index import read_index
-from tierfall.core.index.reading import checked_index
-from tierfall.core.packing.files import image_file, without_index
-from tierfall.core.ranks.council import Topic
-from tierfall.core.records import Commit
-from tierfall.core.scheduler.tasks import CommitCopy, Task
-from tierfall.core.snapshot import Share, Snapshot
-from tierfall.core.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
+from tierfall.core.types.values import CheckpointId, Codec, CopyState, SaveOutcome, WhenFull
 from tierfall.tiers.stored import StoredTier
 
 MAX_WAIT_S = 30.0

@@ -16,9 +16,9 @@ from tests.simulation.many_history import Loop, ManyHistory
 from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.world import IMAGE
-from tierfall.announcing import TOPIC, AnnouncedSteps
-from tierfall.core.scheduler.tasks import CopyRun, OpenShard, ReadMarks, Task
-from tierfall.core.values import CheckpointId
+from tierfall.core.scheduler.ledger.tasks import CopyRun, OpenShard, ReadMarks, Task
+from tierfall.core.types.values import CheckpointId
+from tierfall.run.announced_steps import TOPIC, AnnouncedSteps
 
 MESSAGE_S = 0.002
 LATE_S = 0.5

@@ -9,10 +9,10 @@ import random
 from collections import Counter
 
 from tests.simulation.many import Many
-from tierfall.core import names
-from tierfall.core.records import Mark
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId
+from tierfall.core.format.records import Mark
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types import keys
+from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.stored import StoredTier
 
 Place = tuple[str, int]
@@ -59,18 +59,18 @@ class Person:
         if not (known := sorted({id for place in seen for id in self.world.records(*place)})):
             return
         id = self.draw.choice(known)
-        name = self.draw.choice((names.PIN_MARK, names.PIN_MARK, names.TOMBSTONE_MARK))
-        pinned = any(names.PIN_MARK in self._store(place).marks(id) for place in seen)
-        if name == names.TOMBSTONE_MARK and pinned:
+        name = self.draw.choice((keys.PIN_MARK, keys.PIN_MARK, keys.TOMBSTONE_MARK))
+        pinned = any(keys.PIN_MARK in self._store(place).marks(id) for place in seen)
+        if name == keys.TOMBSTONE_MARK and pinned:
             return
         self.world.trace.append(f"a command on node {node}: {name} {id}")
         self.counts["mark"] += 1
         for place in self._holding(id).intersection(seen):
             self._store(place).add_mark(Mark(name=name, checkpoint=id, wall_time_s=0.0))
             told = id in self.world.ranks[0].committed(place[0])  # else it may be taken back
-            if name == names.PIN_MARK and told and not self._is_unpinning(id):
+            if name == keys.PIN_MARK and told and not self._is_unpinning(id):
                 self._pins.setdefault(id, set()).add(place)
-        if name == names.TOMBSTONE_MARK:
+        if name == keys.TOMBSTONE_MARK:
             self.doomed.add(id)
 
     def _is_unpinning(self, id: CheckpointId) -> bool:
@@ -95,7 +95,7 @@ class Person:
         for id, places in self._pins.items():
             for place in places:
                 assert id in self.world.records(*place), f"{id} is pinned, and went from {place}"
-                assert names.PIN_MARK in self._store(place).marks(id), f"the pin of {id} is gone"
+                assert keys.PIN_MARK in self._store(place).marks(id), f"the pin of {id} is gone"
 
     def crash(self) -> None:
         """Nobody answers any more; what was being pinned is not promised."""
@@ -113,14 +113,14 @@ class Person:
         for place in self._places():
             for id in self.world.records(*place):
                 marks = self._store(place).marks(id)
-                assert names.TOMBSTONE_MARK not in marks or self._is_pinned(id), f"{id} on {place}"
+                assert keys.TOMBSTONE_MARK not in marks or self._is_pinned(id), f"{id} on {place}"
 
     def pinned_at(self, tier: str, node: int) -> set[CheckpointId]:
         store, there = self._store((tier, node)), self.world.records(tier, node)
-        return {id for id in there if names.PIN_MARK in store.marks(id)}
+        return {id for id in there if keys.PIN_MARK in store.marks(id)}
 
     def pinned_on(self, tier: str) -> set[CheckpointId]:
         return set().union(*(self.pinned_at(tier, node) for node in self.world.disks(tier)))
 
     def _is_pinned(self, id: CheckpointId) -> bool:
-        return any(names.PIN_MARK in self._store(p).marks(id) for p in self._holding(id))
+        return any(keys.PIN_MARK in self._store(p).marks(id) for p in self._holding(id))

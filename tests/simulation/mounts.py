@@ -1,5 +1,5 @@
-"""A run in miniature whose tiers bear ids, as ``tierfall.identity`` gives them: by them a start tells that a tier is
-not mounted, and a process that one which is mounted again is the same.
+"""A run in miniature whose tiers bear ids, as ``tierfall.setup.tier_identity`` gives them: by them a start tells that a
+tier is not mounted, and a process that one which is mounted again is the same.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, cast
 from tests.simulation.weather import Outage
 from tests.simulation.world import World
 from tierfall.config import Config
-from tierfall.core import names
-from tierfall.core.catalog import Listing
-from tierfall.core.contracts import Backend
-from tierfall.core.records import read_tier
-from tierfall.core.values import LossClass
-from tierfall.identity import Identities
+from tierfall.core.format.catalog import Listing
+from tierfall.core.format.records import read_tier
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.values import LossClass
+from tierfall.setup.tier_identity import Identities
 from tierfall.tiers.stored import StoredTier
 
-RECORD = f"run/{names.TIER_NAME}"
+RECORD = f"run/{keys.TIER_NAME}"
 MOUNTED, NOT_MOUNTED = "/proc", "/"
 """Two folders on two devices: on one of them a tier's folder lies, on the other one the folder below the mount."""
 

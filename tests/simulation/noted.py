@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tierfall.core import events
-from tierfall.core.events import Event
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.types import events
+from tierfall.core.types.events import Event
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 
 @dataclass(slots=True)

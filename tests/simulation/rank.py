@@ -20,47 +20,34 @@ from tests.simulation.world import (
     images_of,
     packing,
 )
-from tierfall.adopting import take_over
-from tierfall.backends.faults import Fault, Faulty
-from tierfall.core import names
-from tierfall.core.buffers import BufferPool
-from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.catalog import FoundCopy, Listing, merge
-from tierfall.core.documents import Spliced, dumps, sha256
-from tierfall.core.handle import SaveHandle
-from tierfall.core.ranks.council import Bodies, Topic
-from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.records import (
-    Commit,
-    Line,
-    Manifest,
-    NamedFile,
-)
-from tierfall.core.restore.describing import unite
-from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.lane import LaneLimits
-from tierfall.core.scheduler.ledger import Ledger
-from tierfall.core.scheduler.runner import TaskRunner
-from tierfall.core.scheduler.tasks import (
-    Admission,
+from tierfall.backends.wrappers.faults import Fault, Faulty
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.capture.events import (
     CaptureAdvanced,
     CaptureBegun,
     CaptureFailed,
     CaptureSealed,
-    Order,
-    PersonsOrder,
     SaveGivenUp,
-    Task,
 )
-from tierfall.core.snapshot import Geometry, Snapshot
-from tierfall.core.values import (
-    CheckpointId,
-    CopyState,
-    SaveOutcome,
-    Shard,
-)
-from tierfall.policies import bundle
-from tierfall.starting import Start
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.format.catalog import FoundCopy, Listing, merge
+from tierfall.core.format.documents import Spliced, dumps, sha256
+from tierfall.core.format.records import Commit, Geometry, Line, Manifest, NamedFile
+from tierfall.core.ranks.message_tree import Bodies, Topic
+from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
+from tierfall.core.restore.inventory import unite
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.executor import TaskRunner
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.tasks import Admission, Order, PersonsOrder, Task
+from tierfall.core.types import keys
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
+from tierfall.policies import defaults
+from tierfall.session.adopt import take_over
+from tierfall.session.start import Start
 from tierfall.tiers.stored import StoredTier
 
 if TYPE_CHECKING:
@@ -163,7 +150,7 @@ class Rank:
                 for name, store in self.stores.items()
             },
             host=self.memory,
-            policies=bundle,
+            policies=defaults,
             submit=self.tasks.append,
             max_wait_s=self.world.max_wait_s,
             when_full=self.world.when_full,
@@ -235,7 +222,7 @@ class Rank:
         return answer
 
     def _handle(self, line: Line) -> tuple[SaveHandle, tuple[str, ...]]:
-        tiers = bundle.tiers_owed(self.world.rules, line.ordinal)
+        tiers = defaults.tiers_owed(self.world.rules, line.ordinal)
         handle = SaveHandle(
             line.checkpoint, tiers, in_memory="host", clock=lambda: self.world.now_s
         )
@@ -305,13 +292,13 @@ class Rank:
             pieces=snapshot.pieces,
         )
         data = snapshot.manifest.encode()
-        manifest = names.manifest_name(self.shard)
+        manifest = keys.manifest_name(self.shard)
         own = CheckpointId(10 * snapshot.id.step + self.number, snapshot.id.attempt)
         snapshot.commit = Commit(  # each rank measures something else; rank 0's counts
             line=snapshot.line,
             world_size=self.shard.world_size,
             files=(
-                NamedFile(name=names.shard_name(self.shard), bytes=IMAGE, digest=None),
+                NamedFile(name=keys.shard_name(self.shard), bytes=IMAGE, digest=None),
                 NamedFile(name=manifest, bytes=len(data), digest=sha256(data)),
             ),
             nodes=(str(self.node),),

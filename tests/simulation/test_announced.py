@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from tests.training_loop import HOST, STORE
-from tierfall.announcing import AnnouncedSteps
-from tierfall.cadence import Cadence
-from tierfall.core.handle import SaveHandle
+from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.ranks.ranks import Announced, News, Told
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.values import CheckpointId
 from tierfall.policies.cadence import CadenceRules
+from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.run.cadence import Cadence
 
 STEPS = 120
 TIERS = (HOST, STORE)

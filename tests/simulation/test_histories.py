@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.history import run_history
-from tierfall.core.values import WhenFull
+from tierfall.core.types.values import WhenFull
 
 HISTORIES_PER_BLOCK = 25
 EVENTS = 90

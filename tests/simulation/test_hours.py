@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from tests.simulation.hour import run_hour
-from tierfall.core.values import LossClass
+from tierfall.core.types.values import LossClass
 from tierfall.policies.cadence import Bound
 
 HOURS = 160

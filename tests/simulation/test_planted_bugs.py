@@ -9,16 +9,17 @@ import pytest
 
 from tests.simulation.hour import run_hour
 from tests.simulation.many_hour import run_many_hour
-from tierfall.announcing import AnnouncedSteps
-from tierfall.core import catalog
-from tierfall.core.scheduler import dropping, flushing
+from tierfall.core.format import catalog
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.flushing import Flusher
-from tierfall.core.scheduler.ledger import Failures
-from tierfall.core.values import CopyState
-from tierfall.core.view import CheckpointView, CopyView, View
-from tierfall.identity import Identities
-from tierfall.policies import cadence, eviction, guard
+from tierfall.core.scheduler.deletion import deleter
+from tierfall.core.scheduler.flush import flusher as flushing
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.ledger.ledger import Failures
+from tierfall.core.types.values import CopyState
+from tierfall.core.types.view import CheckpointView, CopyView, View
+from tierfall.policies import cadence, eviction, protection
+from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.setup.tier_identity import Identities
 from tierfall.tiers import stored
 from tierfall.tiers.documents import Documents
 
@@ -38,7 +39,7 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
         return safe(view, checkpoint, tier) or real(checkpoint, tier) is CopyState.ARRIVING
 
     real, safe = CheckpointView.state, View.is_safe
-    held = guard._held
+    held = protection._held
 
     def held_soon(*arguments: Any, **more: Any) -> bool:
         with pytest.MonkeyPatch.context() as inside:
@@ -46,21 +47,21 @@ def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
             inside.setattr(View, "is_safe", is_safe)
             return held(*arguments, **more)
 
-    patch.setattr(guard, "_held", held_soon)
+    patch.setattr(protection, "_held", held_soon)
 
 
 def forget_a_pin(patch: pytest.MonkeyPatch) -> None:
     """Neither the policies nor the worker that takes a copy apart know of pins."""
-    real = guard.reason_to_keep
+    real = protection.reason_to_keep
 
     def reason_to_keep(*arguments: Any) -> str | None:
         reason = real(*arguments)
         return None if reason == "pinned" else reason
 
-    for module in (guard, eviction):
+    for module in (protection, eviction):
         patch.setattr(module, "reason_to_keep", reason_to_keep)
     patch.setattr("tierfall.policies.retention.reason_to_keep", reason_to_keep)
-    for module in (dropping, stored):
+    for module in (deleter, stored):
         patch.setattr(module, "stops_drop", lambda marks, *, tombstoned: False)
 
 

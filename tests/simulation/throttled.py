@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from tests.simulation.world import World
-from tierfall.core.handle import SaveHandle
-from tierfall.core.scheduler.tasks import CopyRun, Task
-from tierfall.core.view import TierRules
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.scheduler.ledger.tasks import CopyRun, Task
+from tierfall.core.types.view import TierRules
 
 
 class Throttled(World):

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import Clock
-from tierfall.announcing import AnnouncedSteps
-from tierfall.cadence import Cadence
-from tierfall.core.handle import SaveHandle
-from tierfall.core.values import LossClass
-from tierfall.core.view import TierRules
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.values import LossClass
+from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import CadenceRules
+from tierfall.run.announced_steps import AnnouncedSteps
+from tierfall.run.cadence import Cadence
 
 EVALUATION_S = 20.0
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tests.rules import best, every_period, every_steps, last, tagged, young
-from tierfall.core.policy import Rule
-from tierfall.core.records import Commit
-from tierfall.core.values import CheckpointId
+from tierfall.core.format.records import Commit
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import CheckpointId
 
 METRIC = "loss"
 TAGS = ("release", "paper")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core.contracts import Publish, Writer
-from tierfall.core.errors import AccessDeniedError, BackendError, UnreachableError
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.types.backend import Publish, Writer
+from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 KEYS = "run/step-*"
 UNSYNCED = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH)

@@ -15,20 +15,19 @@ import torch
 from tests.rules import retained
 from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
-from tierfall.adopting import take_over
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core import names
-from tierfall.core.buffers import BufferPool
-from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.catalog import FoundCopy, Listing, merge, next_attempt
-from tierfall.core.contracts import Backend
-from tierfall.core.documents import Spliced, sha256
-from tierfall.core.errors import KeyExistsError, UnreachableError
-from tierfall.core.handle import SaveHandle
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.records import (
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.capture.events import CaptureAdvanced, CaptureBegun, CaptureFailed, CaptureSealed
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
+from tierfall.core.format.documents import Spliced, sha256
+from tierfall.core.format.records import (
     Attempt,
     Commit,
+    Geometry,
     Line,
     Manifest,
     NamedFile,
@@ -36,26 +35,28 @@ from tierfall.core.records import (
     read_manifest,
     read_mark,
 )
-from tierfall.core.restore.images import Image, StoredImage, checked_manifest, unpacked
+from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.lane import LaneLimits
-from tierfall.core.scheduler.ledger import Ledger
-from tierfall.core.scheduler.runner import TaskRunner
-from tierfall.core.scheduler.tasks import (
-    Admission,
-    CaptureAdvanced,
-    CaptureBegun,
-    CaptureFailed,
-    CaptureSealed,
-    Order,
-    PersonsOrder,
-    Task,
+from tierfall.core.scheduler.executor import TaskRunner
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.scheduler.ledger.tasks import Admission, Order, PersonsOrder, Task
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import KeyExistsError, UnreachableError
+from tierfall.core.types.values import (
+    CheckpointId,
+    Codec,
+    CopyState,
+    Shard,
+    TierKind,
+    WhenFull,
+    survives,
 )
-from tierfall.core.snapshot import Geometry, Snapshot
-from tierfall.core.values import CheckpointId, Codec, CopyState, Shard, TierKind, WhenFull, survives
-from tierfall.core.view import TierRules
-from tierfall.policies import bundle
-from tierfall.stores import settle
+from tierfall.core.types.view import TierRules
+from tierfall.policies import defaults
+from tierfall.session.adopt import take_over
+from tierfall.setup.tiers import settle
 from tierfall.tiers.image_writer import Packing
 from tierfall.tiers.stored import StoredTier
 
@@ -231,7 +232,7 @@ def marks_in(region: FakeRegion) -> frozenset[str]:
     marks: set[str] = set()
     for data in region.marks():
         name = read_mark(data, what="memory").name
-        marks = marks - {names.PIN_MARK} if name == "unpin" else marks | {name}
+        marks = marks - {keys.PIN_MARK} if name == "unpin" else marks | {name}
     return frozenset(marks)
 
 
@@ -324,7 +325,7 @@ class World:
             ledger=ledger,
             lanes={name: self._limits(store) for name, store in self.stores.items()},
             host=self.memory,
-            policies=bundle,
+            policies=defaults,
             submit=lambda task: self._take(task) if tasks is self.tasks else tasks.append(task),
             max_wait_s=self.max_wait_s,
             when_full=self.when_full,
@@ -423,7 +424,7 @@ class World:
             ordinal=self.ordinal,
             started_from=self.started_from,
         )
-        owed = bundle.tiers_owed(self.rules, self.ordinal)
+        owed = defaults.tiers_owed(self.rules, self.ordinal)
         tiers = tuple(name for name in owed if name in self.stores)
         handle = SaveHandle(id, tiers, in_memory="host", clock=lambda: self.now_s)
         self.handles[id] = handle
@@ -470,8 +471,8 @@ class World:
             line=snapshot.line,
             world_size=1,
             files=(
-                NamedFile(name=names.shard_name(SHARD), bytes=IMAGE, digest=None),
-                NamedFile(name=names.manifest_name(SHARD), bytes=len(data), digest=sha256(data)),
+                NamedFile(name=keys.shard_name(SHARD), bytes=IMAGE, digest=None),
+                NamedFile(name=keys.manifest_name(SHARD), bytes=len(data), digest=sha256(data)),
             ),
             nodes=("n",),
             wall_time_s=snapshot.wall_time_s,

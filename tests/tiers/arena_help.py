@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tierfall.core.values import Shard
-from tierfall.tiers.arena import Arena, Region
+from tierfall.core.types.values import Shard
+from tierfall.tiers.arena.arena import Arena, Region
 
 KIB, MIB = 1 << 10, 1 << 20
 SHARED = Path("/dev/shm")

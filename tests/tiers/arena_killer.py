@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tierfall.core.errors import KeyNotFoundError
-from tierfall.core.values import Shard
-from tierfall.tiers import arena_layout as layout
-from tierfall.tiers.arena import Arena, Region
+from tierfall.core.types.errors import KeyNotFoundError
+from tierfall.core.types.values import Shard
+from tierfall.tiers.arena import layout as layout
+from tierfall.tiers.arena.arena import Arena, Region
 
 RUN = "killed"
 CAPACITY = 512 << 10

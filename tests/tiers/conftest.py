@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from arena_help import scratch
 
-from tierfall.tiers.arena import arena_name
+from tierfall.tiers.arena.arena import arena_name
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ from arena_help import (
 )
 
 from tests.core.fake_device import FakeLocks
-from tierfall.core import device
-from tierfall.core.errors import CapacityError
-from tierfall.core.values import Shard
-from tierfall.tiers.arena import Arena, Region, extent_bytes
+from tierfall.core.runtime import pinned
+from tierfall.core.types.errors import CapacityError
+from tierfall.core.types.values import Shard
+from tierfall.tiers.arena.arena import Arena, Region, extent_bytes
 
 # --- filling, sealing, reading back -----------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ def test_images_are_pinned_on_a_real_device(path: Path) -> None:
     source = torch.randint(0, 256, (500_000,), dtype=torch.uint8, device="cuda")
     arena.grow(2 * MIB)
     tensor.copy_(source, non_blocking=True)
-    device.synchronize()
+    pinned.synchronize()
     region.seal(manifest=b"", commit=b"")
     del tensor
     arena.close(keep=True)

@@ -27,8 +27,8 @@ from arena_help import (
     sealed_arena,
 )
 
-from tierfall.core import documents
-from tierfall.core.errors import (
+from tierfall.core.format import documents
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     ConfigError,
@@ -36,7 +36,7 @@ from tierfall.core.errors import (
     KeyNotFoundError,
     NotSupportedError,
 )
-from tierfall.tiers.arena import Arena
+from tierfall.tiers.arena.arena import Arena
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
@@ -298,8 +298,8 @@ def test_unreadable_arena_is_not_absence(path: Path) -> None:
     script = f"""
 import os, sys
 from pathlib import Path
-from tierfall.core.errors import AccessDeniedError
-from tierfall.tiers.arena import Arena
+from tierfall.core.types.errors import AccessDeniedError
+from tierfall.tiers.arena.arena import Arena
 os.setuid(65534)
 try:
     Arena.attach(Path({str(path)!r}), run="gpt")

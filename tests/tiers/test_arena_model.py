@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tierfall.tiers.arena import Arena, Region, arena_name
+from tierfall.tiers.arena.arena import Arena, Region, arena_name
 
 # --- a model ----------------------------------------------------------------------------------------------------------
 

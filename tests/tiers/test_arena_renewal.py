@@ -15,16 +15,16 @@ import pytest
 from arena_help import KIB, MIB, RUN, add, create
 
 from tests.core.fake_device import FakeLocks
-from tierfall.core.errors import CapacityError, ConfigError, TierfallError
-from tierfall.tiers import arena_renewal
-from tierfall.tiers.arena import Arena, Region, arena_name
+from tierfall.core.types.errors import CapacityError, ConfigError, TierfallError
+from tierfall.tiers.arena import renewal
+from tierfall.tiers.arena.arena import Arena, Region, arena_name
 
 CAPACITY = 3 * MIB
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_renewal, "_STEP_BYTES", 256 * KIB)
+    monkeypatch.setattr(renewal, "_STEP_BYTES", 256 * KIB)
 
 
 def make_anew(arena: Arena) -> None:
@@ -282,7 +282,7 @@ def test_a_folder_on_a_disk_does_not_take_the_place_of_memory(
     """The file system in memory was unmounted: its mount point is a folder on the root disk."""
     if os.stat(tmp_path).st_dev == os.stat(path.parent).st_dev:
         pytest.skip("there is one file system only")
-    monkeypatch.setattr("tierfall.tiers.arena_folder._lies_in_memory", lambda place: False)
+    monkeypatch.setattr("tierfall.tiers.arena.folder._lies_in_memory", lambda place: False)
     arena = create(path, CAPACITY)
     shutil.rmtree(path.parent)
     path.parent.symlink_to(tmp_path)

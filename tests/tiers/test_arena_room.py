@@ -27,9 +27,10 @@ from arena_help import (
     sealed_arena,
 )
 
-from tierfall.core.errors import BackendError, CapacityError, ConfigError
-from tierfall.tiers import arena_file, arena_folder, arena_mapping
-from tierfall.tiers.arena import (
+from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
+from tierfall.tiers.arena import file, mapping
+from tierfall.tiers.arena import folder as arena_folder
+from tierfall.tiers.arena.arena import (
     Arena,
     RoomReport,
     arena_name,
@@ -63,8 +64,8 @@ def test_file_is_private_and_its_pages_are_there(path: Path) -> None:
 
 
 def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_file, "_STEP_BYTES", MIB)
-    monkeypatch.setattr(arena_mapping, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
+    monkeypatch.setattr(file, "_STEP_BYTES", MIB)
+    monkeypatch.setattr(mapping, "_FAULT_BYTES", 300 * KIB // PAGE * PAGE)
     steps: list[int] = []
     arena = create(path, 2 * MIB + PAGE, progress=lambda done, total: steps.append(done))
     assert steps == [MIB, 2 * MIB, 3 * MIB, 4 * MIB, 4 * MIB + PAGE]
@@ -72,7 +73,7 @@ def test_progress_counts_up_in_steps(path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernel_without_populate_is_served_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_mapping, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_WRITE", 9999)  # EINVAL
     arena = create(path)
     add(arena, b"image")
     arena.close(keep=True)
@@ -128,7 +129,7 @@ def fail_reserving(monkeypatch: pytest.MonkeyPatch, beyond: int, code: int = err
 def test_full_file_system_while_creating_leaves_no_file(
     path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_file, "_STEP_BYTES", MIB)
+    monkeypatch.setattr(file, "_STEP_BYTES", MIB)
     fail_reserving(monkeypatch, 3 * MIB)
     with pytest.raises(CapacityError, match=r"needed 10 MiB .*available were 3 MiB .*`capacity`"):
         create(path, 8 * MIB)
@@ -196,7 +197,7 @@ def test_small_file_system_is_respected(tiny: Path, monkeypatch: pytest.MonkeyPa
         create(tiny / "slot-0.arena", 16 * MIB)
     # Somebody else took the room after it was looked at.
     monkeypatch.setattr(RoomReport, "require", lambda self, needed, what, helps=None: None)
-    monkeypatch.setattr(arena_file, "_STEP_BYTES", MIB)
+    monkeypatch.setattr(file, "_STEP_BYTES", MIB)
     with pytest.raises(CapacityError, match=r"needed 18 MiB .*available were 4 MiB"):
         create(tiny / "slot-0.arena", 16 * MIB)
     assert os.listdir(tiny) == []

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from arena_help import KIB, MIB, flip
 
-from tierfall.core.errors import CapacityError, ConfigError, IntegrityError
-from tierfall.core.records import Commit, Line, Mark, NamedFile
-from tierfall.core.values import CheckpointId, CopyState, Shard
-from tierfall.tiers.arena import Arena, arena_name, extent_bytes
-from tierfall.tiers.arena_region import Region
+from tierfall.core.format.records import Commit, Line, Mark, NamedFile
+from tierfall.core.types.errors import CapacityError, ConfigError, IntegrityError
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
+from tierfall.tiers.arena.arena import Arena, arena_name, extent_bytes
+from tierfall.tiers.arena.region import Region
 from tierfall.tiers.host import HostTier
 
 SHARD = Shard(0, 1)

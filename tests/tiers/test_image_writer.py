@@ -15,17 +15,16 @@ import zstandard
 
 from tests.core.packing.packing_help import image_of
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core import contracts
-from tierfall.core.buffers import BufferPool
-from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.contracts import Writer
-from tierfall.core.errors import AccessDeniedError, UnreachableError
-from tierfall.core.packing.files import packed_files
-from tierfall.core.packing.packed import Packed, read_packed
-from tierfall.core.packing.packer import Unpacker
-from tierfall.core.records import Manifest
-from tierfall.core.snapshot import geometry
-from tierfall.core.values import Codec
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.compression.codec import Unpacker
+from tierfall.core.compression.frame_table import Packed, read_packed
+from tierfall.core.format.commit_files import packed_files
+from tierfall.core.format.records import Manifest, geometry
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.types import backend
+from tierfall.core.types.backend import Writer
+from tierfall.core.types.errors import AccessDeniedError, UnreachableError
+from tierfall.core.types.values import Codec
 from tierfall.tiers.image_writer import PackedImageWriter, Packing, packed_bytes_max
 
 CODECS = [Codec.ZSTD, Codec.PLANES]
@@ -154,7 +153,13 @@ def test_the_file_is_the_same_in_whatever_order_chunks_come(
     assert len(stored) == packed.stored_bytes <= place.bound == packed_bytes_max(CUT)
     assert stored[packed.frames_bytes :] == packed.seek_table(MANIFEST)
     assert unpack_all(packed, stored) == IMAGE
-    assert files == packed_files(MANIFEST.shard, packed, record)
+    assert files == packed_files(
+        MANIFEST.shard,
+        packed.codec,
+        stored_bytes=packed.stored_bytes,
+        raw_bytes=packed.raw_bytes,
+        record=record,
+    )
     offsets = [offset for offset, _ in sorted(place.writes)]
     assert offsets == list(range(0, len(stored), offsets[1])), "parts of one size, but the last"
 
@@ -262,7 +267,7 @@ def test_whatever_is_lent_comes_back_after_an_abort(place: Place, when: str) -> 
 def test_parts_are_as_long_as_a_store_needs_and_few_enough(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contracts, "PARTS_MAX", 3)
+    monkeypatch.setattr(backend, "PARTS_MAX", 3)
     writer = writer_to(place, packing(Codec.ZSTD))
     for index in range(CUT.chunk_count):
         put(writer, index)

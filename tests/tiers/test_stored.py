@@ -8,12 +8,13 @@ from contextlib import suppress
 
 import pytest
 
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.wrapper import Wrapper
-from tierfall.core.contracts import Publish, Stored
-from tierfall.core.documents import MAX_DOCUMENT_BYTES, Spliced
-from tierfall.core.errors import (
+from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.format.documents import MAX_DOCUMENT_BYTES, Spliced
+from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, Mark, NamedFile
+from tierfall.core.types.backend import Publish, Stored
+from tierfall.core.types.errors import (
     BackendError,
     FencedError,
     IntegrityError,
@@ -22,10 +23,8 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.names import COMMIT_NAME
-from tierfall.core.records import Attempt, Commit, Line, Manifest, Mark, NamedFile
-from tierfall.core.snapshot import Geometry
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.keys import COMMIT_NAME
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.tiers.stored import StoredTier
 
 SHARD = Shard(0, 1)

@@ -2,8 +2,8 @@
 
 ``app`` lists the commands; ``looking``, ``measuring``, ``checking``, ``exporting``, ``copying``, ``changing`` and
 ``draining`` hold them; ``common`` holds what they share: options, exit codes, the two ways of answering (tables for
-people, JSON for programs). What the commands do stands in modules that print nothing (``tierfall.orders``,
-``tierfall.checking``, ``tierfall.exporting`` and so on).
+people, JSON for programs). What the commands do stands in modules that print nothing (``tierfall.ops.commands``,
+``tierfall.ops.verify``, ``tierfall.export.export`` and so on).
 """
 
 from tierfall.cli.app import app

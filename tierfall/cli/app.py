@@ -23,7 +23,7 @@ from tierfall.cli import (
     watching,
 )
 from tierfall.cli.common import Exit, Refusal, code_of, end, listen_to_warnings
-from tierfall.core.errors import TierfallError
+from tierfall.core.types.errors import TierfallError
 from tierfall.demo.command import demo
 
 # Click's UsageError: newer typers carry click within them, so that it has no name to import it by.

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tierfall import orders
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
@@ -30,12 +29,13 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
-from tierfall.core.catalog import KnownCheckpoint, merge
-from tierfall.core.lock import Owner
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.units import format_size
-from tierfall.core.view import Decision, Verdict
-from tierfall.reading import Reader
+from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.runtime.run_lock import Owner
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.units import format_size
+from tierfall.core.types.view import Decision, Verdict
+from tierfall.ops import commands
+from tierfall.ops.reader import Reader
 
 UNREAD = (
     "What stays was not read, and counts as good by its commit record: 'tierfall verify' reads it."
@@ -85,19 +85,19 @@ def _order(
     with Reader(settings) as reader:
         listings = reader.list()
         known = merge(listings)
-        unread = orders.unread(listings)
+        unread = commands.unread(listings)
         answer.note_no_folders(listings, named)
         checkpoint = find_step(answer, known, named, unread, doing=verb)
         owner = reader.owner()
-        elsewhere = orders.trained_elsewhere(listings, reader.stores)
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if kind is PersonsOrder.DELETE:
         _check_deletion(checkpoint, known, yes=yes, ask=not answer.as_json)
     if owner is not None:
-        carried = orders.leave_mark(settings, kind, checkpoint)
+        carried = commands.leave_mark(settings, kind, checkpoint)
         failed = {**carried.failed, **unread}
     else:
         warn_of(elsewhere)
-        carried = orders.carry_out(settings, kind, checkpoint.id)
+        carried = commands.carry_out(settings, kind, checkpoint.id)
         failed = dict(carried.failed)
     answer.document = {
         "run": settings.run,
@@ -113,7 +113,7 @@ def _order(
     answer.finish()
 
 
-def _said(kind: PersonsOrder, carried: orders.Carried, owner: Owner | None) -> Sequence[str]:
+def _said(kind: PersonsOrder, carried: commands.Carried, owner: Owner | None) -> Sequence[str]:
     if not carried.done:
         return ()
     where = ", ".join(carried.done)
@@ -136,7 +136,7 @@ def _check_deletion(
     id = checkpoint.id
     if checkpoint.pinned:
         refuse(f"rm: {id} is pinned; unpin it first: tierfall unpin {id}")
-    restorable = orders.newest_restorable(known)
+    restorable = commands.newest_restorable(known)
     if yes or not restorable or restorable[0] != id:
         return
     after = f"the next is {restorable[1]}" if len(restorable) > 1 else "there is no other"
@@ -168,24 +168,24 @@ def prune(
     with Reader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
-        elsewhere = orders.trained_elsewhere(listings, reader.stores)
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
     if owner is not None and not dry_run:
         refuse(
             f"prune: a trainer owns run {settings.run!r} ({owner}) and applies the rules itself after each commit; "
             "nothing was changed. With --dry-run, see what it will do"
         )
     if dry_run:
-        planned = orders.plan_prune(settings, listings)
-        pruned = orders.Pruned(decisions=planned, unread=orders.unread(listings))
+        planned = commands.plan_prune(settings, listings)
+        pruned = commands.Pruned(decisions=planned, unread=commands.unread(listings))
     else:
         warn_of(elsewhere)
         with Watch("prune", 0, shown=watched(as_json)) as watch:
-            pruned = orders.prune(settings, watch.set)
+            pruned = commands.prune(settings, watch.set)
     answer.document = {
         "run": settings.run,
         "dry_run": dry_run,
         "decisions": [_decision_members(d, pruned, dry_run) for d in pruned.decisions],
-        "notes": (notes := orders.notes_on_metrics(settings, listings)),
+        "notes": (notes := commands.notes_on_metrics(settings, listings)),
     }
     answer.show(*_decided(pruned, dry_run))
     if any(decision.verdict is Verdict.DROP for decision in pruned.decisions):
@@ -199,7 +199,7 @@ def prune(
     answer.finish()
 
 
-def _decision_members(decision: Decision, pruned: orders.Pruned, dry_run: bool) -> dict[str, Any]:
+def _decision_members(decision: Decision, pruned: commands.Pruned, dry_run: bool) -> dict[str, Any]:
     gone = decision.verdict is Verdict.DROP and not dry_run and decision not in pruned.left
     return {
         **id_members(decision.checkpoint),
@@ -211,7 +211,7 @@ def _decision_members(decision: Decision, pruned: orders.Pruned, dry_run: bool) 
     }
 
 
-def _decided(pruned: orders.Pruned, dry_run: bool) -> Sequence[Table | str]:
+def _decided(pruned: commands.Pruned, dry_run: bool) -> Sequence[Table | str]:
     drops = [d for d in pruned.decisions if d.verdict is Verdict.DROP and d not in pruned.left]
     made = table("TIER", "STEP", "SIZE", "", "REASON", right=("STEP", "SIZE"))
     for decision in pruned.decisions:
@@ -244,7 +244,7 @@ def forget(
     if tier not in [stored.name for stored in settings.stored]:
         names = ", ".join(stored.name for stored in settings.stored)
         refuse(f"forget: no stored tier is named {tier!r}; there are {names}")
-    forgot, failed = orders.forget(settings, tier)
+    forgot, failed = commands.forget(settings, tier)
     answer.document = {
         "run": settings.run,
         "tier": tier,

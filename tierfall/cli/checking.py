@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tierfall.checking import RunReport, Scope, check_run, planned_bytes
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
@@ -25,13 +24,14 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
-from tierfall.core.restore.verify import CheckedCopy
-from tierfall.core.units import format_size
-from tierfall.findings import Finding
-from tierfall.orders import trained_elsewhere
-from tierfall.reading import Reader
-from tierfall.repairing import Repair, Repairer
-from tierfall.transfer import owning
+from tierfall.core.copies.verify import CheckedCopy
+from tierfall.core.types.units import format_size
+from tierfall.ops.commands import trained_elsewhere
+from tierfall.ops.findings import Finding
+from tierfall.ops.reader import Reader
+from tierfall.ops.repair import Repair, Repairer
+from tierfall.ops.verify import RunReport, Scope, check_run, planned_bytes
+from tierfall.ops.write_copy import owning
 
 
 def verify(

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tierfall.config import Config, load_config
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.documents import float_to_json
-from tierfall.core.errors import ConfigError, NotSupportedError, StepError, TierfallError
-from tierfall.core.lock import Owner
-from tierfall.core.records import Attempt
-from tierfall.core.values import CheckpointId
-from tierfall.orders import find, unread
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.records import Attempt
+from tierfall.core.runtime.run_lock import Owner
+from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError, TierfallError
+from tierfall.core.types.text import float_to_json
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.commands import find, unread
 
 PIPED_WIDTH = 10_000
 NUMBER_MAX = 1e18

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from tierfall import orders
 from tierfall.cli.common import (
     Answer,
     ConfigOption,
@@ -24,10 +23,11 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.progress import Watch
 from tierfall.cli.unread import find_certain, saying_what_was_unread
-from tierfall.copying import Copied
-from tierfall.copying import copy as copy_checkpoint
-from tierfall.core.units import format_size
-from tierfall.reading import Reader
+from tierfall.core.types.units import format_size
+from tierfall.ops import commands
+from tierfall.ops.copy import Copied
+from tierfall.ops.copy import copy as copy_checkpoint
+from tierfall.ops.reader import Reader
 
 
 def copy(
@@ -47,7 +47,7 @@ def copy(
     with Reader(settings) as reader:
         owner = reader.owner()
         listings = reader.list()
-        elsewhere = orders.trained_elsewhere(listings, reader.stores)
+        elsewhere = commands.trained_elsewhere(listings, reader.stores)
         id = find_certain(answer, listings, named, None, doing="copy").id
     if owner is not None:
         refuse(

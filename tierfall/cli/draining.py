@@ -20,13 +20,13 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
-from tierfall.core.errors import ConfigError
-from tierfall.core.units import format_duration, format_size, parse_duration
-from tierfall.draining import Drained, Owed, known_owed
-from tierfall.draining import drain as drain_run
-from tierfall.orders import unread
-from tierfall.reading import Reader
-from tierfall.slots import left_in_memory
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.units import format_duration, format_size, parse_duration
+from tierfall.ops.commands import unread
+from tierfall.ops.drain.drain import Drained, Owed, known_owed
+from tierfall.ops.drain.drain import drain as drain_run
+from tierfall.ops.local_memory import left_in_memory
+from tierfall.ops.reader import Reader
 
 
 def drain(

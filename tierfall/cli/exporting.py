@@ -23,11 +23,11 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.progress import Watch
 from tierfall.cli.unread import find_certain, saying_what_was_unread
-from tierfall.core.units import format_size
-from tierfall.core.values import CheckpointId
-from tierfall.exporting import Exported, Format, Wish
-from tierfall.exporting import export as export_checkpoint
-from tierfall.reading import Reader
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId
+from tierfall.export.export import Exported, Format, Wish
+from tierfall.export.export import export as export_checkpoint
+from tierfall.ops.reader import Reader
 
 
 def export(

@@ -7,23 +7,23 @@ import time
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tierfall.core import names
-from tierfall.core.catalog import FoundCopy, KnownCheckpoint, Listing, merge, to_view
-from tierfall.core.errors import (
+from tierfall.core.copies.images import checked_manifest
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.format.records import Manifest
+from tierfall.core.runtime.run_lock import Owner
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     NotSupportedError,
     TierfallError,
 )
-from tierfall.core.lock import Owner
-from tierfall.core.records import Manifest
-from tierfall.core.restore.images import checked_manifest
-from tierfall.core.values import CheckpointId, CopyState, Shard, TierKind
-from tierfall.core.view import Decision, Verdict, View
-from tierfall.orders import unread, view_of
-from tierfall.policies.bundle import plan_retention
-from tierfall.reading import Reader
-from tierfall.stores import tier_rules
+from tierfall.core.types.values import CheckpointId, CopyState, Shard, TierKind
+from tierfall.core.types.view import Decision, Verdict, View
+from tierfall.ops.commands import unread, view_of
+from tierfall.ops.reader import Reader
+from tierfall.policies.defaults import plan_retention
+from tierfall.setup.tiers import tier_rules
 
 DAMAGED = "damaged"
 UNFINISHED = "unfinished"
@@ -104,7 +104,7 @@ class Facts:
     def tags(self, checkpoint: KnownCheckpoint) -> tuple[str, ...]:
         """Tags given at the save and marked since, less those that were taken away."""
         given = checkpoint.commit.tags if checkpoint.commit else ()
-        return tuple(sorted(names.tags_of(given, checkpoint.marks)))
+        return tuple(sorted(keys.tags_of(given, checkpoint.marks)))
 
     def owed(self, id: CheckpointId) -> tuple[str, ...]:
         """Name the tiers that were read and still wait for it."""
@@ -193,7 +193,7 @@ def manifest_facts(
         for tier, copy in checkpoint.copies.items():
             if copy.commit is None:
                 continue
-            if size > 1 and copy.commit.file(names.manifest_name(shard)) is None:
+            if size > 1 and copy.commit.file(keys.manifest_name(shard)) is None:
                 continue  # the record of one node, or of one rank's memory, names its own parts
             try:
                 manifest = checked_manifest(opener(tier, checkpoint.id, shard), copy.commit, shard)

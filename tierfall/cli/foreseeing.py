@@ -12,23 +12,23 @@ from rich.table import Table
 
 from tierfall.cli.common import Answer, Exit, counted, refuse, table
 from tierfall.config import Config
-from tierfall.core.catalog import KnownCheckpoint, merge
-from tierfall.core.errors import ConfigError
-from tierfall.core.records import Commit
-from tierfall.core.units import (
+from tierfall.core.format.catalog import KnownCheckpoint, merge
+from tierfall.core.format.records import Commit
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.units import (
     format_duration,
     format_share,
     format_size,
     parse_duration,
     parse_size,
 )
-from tierfall.core.values import Codec
-from tierfall.measuring import Measured
-from tierfall.policies.day import DayForecast, TierForecast, forecast_day
-from tierfall.policies.playing import Chain, Workload
-from tierfall.reading import Reader
-from tierfall.starting import is_shared
-from tierfall.stores import tier_rules
+from tierfall.core.types.values import Codec
+from tierfall.ops.measure import Measured
+from tierfall.ops.reader import Reader
+from tierfall.plan.day import DayForecast, TierForecast, forecast_day
+from tierfall.plan.simulate import Chain, Workload
+from tierfall.session.start import is_shared
+from tierfall.setup.tiers import tier_rules
 
 LATEST = 50
 """How many of a run's newest checkpoints say how long its steps take."""

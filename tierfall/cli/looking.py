@@ -29,13 +29,13 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.facts import Facts, Manifested, manifest_facts
 from tierfall.config import Config
-from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import BackendError
-from tierfall.core.units import format_duration, format_size
-from tierfall.core.values import CheckpointId
-from tierfall.reading import Reader
-from tierfall.status import Status
-from tierfall.watching import living
+from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.types.errors import BackendError
+from tierfall.core.types.units import format_duration, format_size
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.reader import Reader
+from tierfall.ops.watch import living
+from tierfall.telemetry.status import Status
 
 LARGEST_SHOWN = 5
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tierfall.cli.common import readable_number
-from tierfall.core.loss import LossBound
-from tierfall.core.units import format_duration
-from tierfall.core.values import LOSS_CLASSES, CheckpointId, LossClass
-from tierfall.core.view import View
-from tierfall.policies.loss_bound import loss_bounds
-from tierfall.status import LossStatus, Status
+from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.units import format_duration
+from tierfall.core.types.values import LOSS_CLASSES, CheckpointId, LossClass
+from tierfall.core.types.view import View
+from tierfall.policies.forecast import loss_bounds
+from tierfall.telemetry.status import LossStatus, Status
 
 
 def known_bounds(view: View) -> dict[LossClass, LossBound]:

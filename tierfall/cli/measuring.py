@@ -26,11 +26,11 @@ from tierfall.cli.common import (
 from tierfall.cli.facts import Facts
 from tierfall.cli.foreseeing import Wishes, foresee
 from tierfall.config import Config
-from tierfall.core.errors import ConfigError
-from tierfall.core.units import format_duration, format_rate, format_size, parse_size
-from tierfall.measuring import SIZE_MAX_BYTES, Measured, measure
-from tierfall.orders import notes_on_metrics
-from tierfall.reading import Reader
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.units import format_duration, format_rate, format_size, parse_size
+from tierfall.ops.commands import notes_on_metrics
+from tierfall.ops.measure import SIZE_MAX_BYTES, Measured, measure
+from tierfall.ops.reader import Reader
 
 
 def check(

@@ -12,18 +12,18 @@ from rich.table import Table
 from tierfall.cli import losses
 from tierfall.cli.common import counted, of_tier, owner_members, readable_number, table
 from tierfall.cli.facts import Facts
-from tierfall.core.loss import LossBound
-from tierfall.core.units import format_duration, format_rate, format_share, format_size
-from tierfall.core.values import CheckpointId, CopyState, LossClass
-from tierfall.policies.loss_bound import loss_bounds
-from tierfall.status import (
+from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass
+from tierfall.ops.watch import Glimpse, Slot
+from tierfall.policies.forecast import loss_bounds
+from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
     Status,
     TierStatus,
     TransferStatus,
 )
-from tierfall.watching import Glimpse, Slot
 
 ROWS_MAX = 12
 EVENTS_SHOWN = 6

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tierfall.cli.common import Answer, code_of, find_on
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge, starts_in
-from tierfall.core.errors import IntegrityError, TierfallError
-from tierfall.core.values import CheckpointId
-from tierfall.orders import unread
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
+from tierfall.core.types.errors import IntegrityError, TierfallError
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.commands import unread
 
 
 def find_certain(

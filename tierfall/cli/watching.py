@@ -27,10 +27,10 @@ from tierfall.cli.common import (
 from tierfall.cli.facts import Facts
 from tierfall.cli.picturing import Picture
 from tierfall.config import Config
-from tierfall.core.errors import ConfigError
-from tierfall.core.units import format_duration, parse_duration
-from tierfall.reading import Reader
-from tierfall.watching import LIST_EVERY_S, Watcher
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.units import format_duration, parse_duration
+from tierfall.ops.reader import Reader
+from tierfall.ops.watch import LIST_EVERY_S, Watcher
 
 EVERY_S_LEAST = 0.1
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from tierfall.config.fields import Folder, Size, wrong
 from tierfall.config.sections import Section
-from tierfall.core.units import format_size
+from tierfall.core.types.units import format_size
 
 MAX_BYTES_LEAST = 64 << 10
 RANK, RUN = "{rank}", "{run}"

@@ -17,12 +17,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from tierfall.backends.opening import check_url
-from tierfall.core import names, units
-from tierfall.core.errors import ConfigError
-from tierfall.core.packing.frames import LEVEL_MAX, LEVEL_MIN
-from tierfall.core.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
-from tierfall.core.words import nearest
+from tierfall.backends.open import check_url
+from tierfall.core.compression.frames import LEVEL_MAX, LEVEL_MIN
+from tierfall.core.format.records import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from tierfall.core.types import keys, units
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import nearest
 
 WRONG = "wrong_value"
 
@@ -201,7 +201,7 @@ def _name(value: object) -> str:
         quoted = f'; put it in quotes: "{value}"' if _whole(value) is not None else ""
         raise ConfigError(f"{show(value)} is not a name; expected {_EXPECTED_NAME}{quoted}")
     try:
-        return names.check_name(value, what="")
+        return keys.check_name(value, what="")
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix(": ")) from error
 

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from tierfall import plugins
+from tierfall.config import plugins
 from tierfall.config.fields import (
     Duration,
     Flag,
@@ -26,8 +26,8 @@ from tierfall.config.fields import (
 from tierfall.config.registered import known_keys, with_registered
 from tierfall.config.sections import Section
 from tierfall.config.signal_names import Signal
-from tierfall.core import units
-from tierfall.core.policy import PolicyKind, Rule
+from tierfall.core.types import units
+from tierfall.core.types.policy import PolicyKind, Rule
 
 OVERHEAD = 0.035
 """What saving may cost where nobody says otherwise: CheckFreq's (FAST'21) default."""

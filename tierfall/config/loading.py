@@ -14,8 +14,8 @@ from tierfall.config.places import Problem, write_place
 from tierfall.config.rules import check_chain, link_of
 from tierfall.config.source import Source, read_yaml
 from tierfall.config.wording import problems_of
-from tierfall.core.errors import ConfigError
-from tierfall.core.names import check_name
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.keys import check_name
 
 
 def load_config(

@@ -41,7 +41,7 @@ from tierfall.config.sections import (
     OnClose,
     Section,
 )
-from tierfall.core.values import Driver, OnError, TierKind, WhenFull
+from tierfall.core.types.values import Driver, OnError, TierKind, WhenFull
 
 CHAIN = "chain"
 """The type of the error that holds what is wrong with the tiers as a whole, as ``findings`` in its context."""

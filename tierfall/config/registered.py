@@ -8,11 +8,11 @@ from typing import Any
 from pydantic import BaseModel, WithJsonSchema
 from pydantic_core import InitErrorDetails, ValidationError
 
-from tierfall import plugins
+from tierfall.config import plugins
 from tierfall.config.fields import show, wrong
-from tierfall.core.errors import ConfigError
-from tierfall.core.policy import Policy, PolicyKind, Rule
-from tierfall.core.words import nearest
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.policy import Policy, PolicyKind, Rule
+from tierfall.core.types.text import nearest
 
 
 def known_keys(section: type[BaseModel]) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """The sections ``retain`` and ``evict`` of a stored tier, with the rules and orders that a user has registered.
 
-What is not one of the section's own keys is a registered policy (``tierfall.plugins``); what stands behind it is read
-by that policy's own model, and kept as what it made of it.
+What is not one of the section's own keys is a registered policy (``tierfall.config.plugins``); what stands behind it
+is read by that policy's own model, and kept as what it made of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from tierfall import plugins
+from tierfall.config import plugins
 from tierfall.config.fields import (
     Count,
     Share,
@@ -36,12 +36,12 @@ from tierfall.config.registered import (
     with_registered,
 )
 from tierfall.config.sections import Section
-from tierfall.core import names, units
-from tierfall.core.errors import ConfigError
-from tierfall.core.policy import PolicyKind, Rule
-from tierfall.core.values import Direction
-from tierfall.policies.retain_rules import Best as BestRules
-from tierfall.policies.retain_rules import Every, Tags
+from tierfall.core.types import keys, units
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.policy import PolicyKind, Rule
+from tierfall.core.types.values import Direction
+from tierfall.policies.retention import Best as BestRules
+from tierfall.policies.retention import Every, Tags
 
 _EXPECTED_EVERY = "a whole number of steps such as 1000, or a time with its unit such as 1d"
 _EXPECTED_TAGS = "true for any tag, or a list of tags such as [release]"
@@ -71,7 +71,7 @@ def _tags(value: object) -> object:
         return True
     if isinstance(value, list | tuple) and value and all(isinstance(tag, str) for tag in value):
         try:
-            return tuple(names.check_name(tag, what="tag") for tag in value)
+            return tuple(keys.check_name(tag, what="tag") for tag in value)
         except ConfigError as error:
             raise wrong(str(error), expected=_EXPECTED_TAGS) from None
     raise wrong(f"{show(value)} does not fit; expected {_EXPECTED_TAGS}", expected=_EXPECTED_TAGS)

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierfall.config.places import Problem
-from tierfall.core.values import TierKind
-from tierfall.core.words import with_article
+from tierfall.core.types.text import with_article
+from tierfall.core.types.values import TierKind
 
 FOLDER = "file://"
 _RANKS = {TierKind.DEVICE: 0, TierKind.HOST: 1, TierKind.FILE: 2, TierKind.OBJECT: 2}

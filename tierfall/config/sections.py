@@ -30,10 +30,10 @@ from tierfall.config.fields import (
 )
 from tierfall.config.registered import ORDER_SCHEMA, order_rule, read_order
 from tierfall.config.signal_names import SignalNames
-from tierfall.core.policy import PolicyKind, Rule
-from tierfall.core.values import CaptureMode, Codec, Verify
-from tierfall.core.words import nearest
-from tierfall.policies.flush_orders import IN_ORDER
+from tierfall.core.types.policy import PolicyKind, Rule
+from tierfall.core.types.text import nearest
+from tierfall.core.types.values import CaptureMode, Codec, Verify
+from tierfall.policies.flush import IN_ORDER
 
 
 class OnClose(StrEnum):

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, WithJsonSchema
 
 from tierfall.config.fields import show, wrong
-from tierfall.core.words import nearest
+from tierfall.core.types.text import nearest
 
 _EXPECTED = "the name of a signal such as SIGTERM or SIGUSR1"
 _EXPECTED_LIST = "a list such as [SIGTERM]"

@@ -14,7 +14,7 @@ from typing import ClassVar
 import yaml
 
 from tierfall.config.places import Place, Problem
-from tierfall.core.errors import ConfigError
+from tierfall.core.types.errors import ConfigError
 
 _FILE_BYTES_MAX = 1 << 20
 

@@ -17,8 +17,8 @@ from tierfall.config.environment import Filling
 from tierfall.config.fields import WRONG, show
 from tierfall.config.model import CHAIN, TIER_MODELS, Config
 from tierfall.config.places import Place, Problem
-from tierfall.core.values import TierKind
-from tierfall.core.words import nearest, with_article
+from tierfall.core.types.text import nearest, with_article
+from tierfall.core.types.values import TierKind
 
 _EXPECTED = {
     "string_type": "text",

@@ -1,6 +1,6 @@
 """The demo's chain of tiers: the file that describes it, what lies on it, and how to damage it.
 
-It looks from outside, through ``tierfall.reading``, as ``tierfall ls`` does.
+It looks from outside, through ``tierfall.ops.reader``, as ``tierfall ls`` does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from tierfall.config import Config, load_config
-from tierfall.core import names
-from tierfall.core.catalog import Listing, merge, to_view
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.format.catalog import Listing, merge, to_view
+from tierfall.core.types import keys
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.demo.training import Plan
+from tierfall.ops.reader import Reader
 from tierfall.policies import flush
-from tierfall.reading import Reader
-from tierfall.stores import tier_rules
+from tierfall.setup.tiers import tier_rules
 
 HOST, FAST, STORE = "host", "fast", "store"
 TIERS = (HOST, FAST, STORE)
@@ -138,7 +138,7 @@ def is_cut_off(chain: Chain, tier: str, checkpoint: CheckpointId) -> bool:
     root = next(stored.folder for stored in chain.config.stored if stored.name == tier)
     if root is None:
         return True  # an object store shows an upload's parts to nobody
-    folder = root / RUN / names.step_folder(checkpoint)
+    folder = root / RUN / keys.step_folder(checkpoint)
     return any(folder.glob("*"))
 
 
@@ -159,8 +159,8 @@ def parse_checkpoint(text: str) -> CheckpointId:
 
 def flip_byte(chain: Chain, tier: str, checkpoint: CheckpointId) -> tuple[Path, int]:
     """Flip all bits of the byte in the middle of a shard; return its path and the byte's offset."""
-    folder = chain.folder / tier / RUN / names.step_folder(checkpoint)
-    path = folder / names.shard_name(Shard(0, 1))
+    folder = chain.folder / tier / RUN / keys.step_folder(checkpoint)
+    path = folder / keys.shard_name(Shard(0, 1))
     offset = path.stat().st_size // 2
     with path.open("r+b") as file:
         file.seek(offset)

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from tierfall.core.errors import ConfigError
-from tierfall.core.units import format_duration
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.units import format_duration
 from tierfall.demo import chain as chains
 from tierfall.demo import damage, ending, story
 from tierfall.demo.chain import STORE, TIERS, Bucket, Chain

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.values import CheckpointId
 from tierfall.demo import chain as chains
 from tierfall.demo.chain import FAST, HOST, STORE
 from tierfall.demo.events import Restored

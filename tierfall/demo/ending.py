@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tierfall.core.units import format_duration, format_rate, format_share, format_size
+from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.demo.events import Packed, StepDone, Totals
 from tierfall.demo.process import DemoError
 from tierfall.demo.screen import format_edges

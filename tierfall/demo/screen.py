@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from tierfall.core.units import format_rate, format_size
+from tierfall.core.types.units import format_rate, format_size
 from tierfall.demo.events import StepDone, TierNow
 
 RATE_WINDOW_S = 1.0

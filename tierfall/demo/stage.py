@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tierfall.core.catalog import Listing, merge
-from tierfall.core.units import format_duration, format_size
-from tierfall.core.values import CheckpointId
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.types.units import format_duration, format_size
+from tierfall.core.types.values import CheckpointId
 from tierfall.demo.chain import STORE, Chain
 from tierfall.demo.events import (
     Ended,

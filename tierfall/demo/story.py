@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from tierfall.core.catalog import Listing, merge
-from tierfall.core.values import CheckpointId
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.types.values import CheckpointId
 from tierfall.demo import chain as chains
 from tierfall.demo.chain import HOST, STORE
 from tierfall.demo.events import Ended, Looked, Started, StepDone

@@ -18,14 +18,14 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped]
 
 import tierfall
-from tierfall.checkpointer import opened_runs
 from tierfall.config import load_config
-from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import ConfigError, KeyNotFoundError, LockError, NotSupportedError
-from tierfall.core.values import CheckpointId
+from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.types.errors import ConfigError, KeyNotFoundError, LockError, NotSupportedError
+from tierfall.core.types.values import CheckpointId
 from tierfall.integrations.path_names import METADATA, PROTOCOL, Where, folder_of, parse
 from tierfall.integrations.path_reading import Files, PathFile, Tiers, tiers_of
-from tierfall.path_saving import PathSaves
+from tierfall.run.by_path import PathSaves
+from tierfall.run.checkpointer import opened_runs
 
 logger = logging.getLogger("tierfall")
 CONFIG = "TIERFALL_CONFIG"

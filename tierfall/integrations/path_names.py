@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tierfall.core import names
-from tierfall.core.errors import ConfigError
-from tierfall.core.values import CheckpointId
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import CheckpointId
 
 PROTOCOL = "tiers"
 METADATA = ".metadata"
@@ -37,7 +37,7 @@ def parse(path: str) -> Where:
     run, _, below = path.strip("/").partition("/")
     if not run:
         return Where()
-    names.check_name(run, what=f"{PROTOCOL}://{path}: the run")
+    keys.check_name(run, what=f"{PROTOCOL}://{path}: the run")
     folder, _, name = below.partition("/")
     if not folder:
         return Where(run=run)
@@ -50,4 +50,4 @@ def parse(path: str) -> Where:
 
 def folder_of(run: str, id: CheckpointId, *, live: bool) -> str:
     """Name a checkpoint as a path without a protocol; one that is not the live line's, with its attempt."""
-    return f"{run}/step-{id.step:08d}" if live else f"{run}/{names.step_folder(id)}"
+    return f"{run}/step-{id.step:08d}" if live else f"{run}/{keys.step_folder(id)}"

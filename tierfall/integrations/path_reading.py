@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 
 from tierfall.config import load_config
-from tierfall.core import names
-from tierfall.core.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.errors import IntegrityError, KeyNotFoundError, UnreachableError
-from tierfall.core.image import ImageHeader, read_header
-from tierfall.core.image.files import are_files, file_slots
-from tierfall.core.image.merging import merge_headers
-from tierfall.core.records import Manifest
-from tierfall.core.restore.images import Image
-from tierfall.core.restore.job import OpenImage, find_images
-from tierfall.core.restore.reader import ChunkReader, Tally
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.copies.chunk_reader import ChunkReader, Tally
+from tierfall.core.copies.images import Image
+from tierfall.core.copies.shard_reader import OpenImage, find_images
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.records import Manifest
+from tierfall.core.image.header import ImageHeader, read_header
+from tierfall.core.image.merge import merge_headers
+from tierfall.core.image.raw_files import are_files, file_slots
+from tierfall.core.types import keys
+from tierfall.core.types.errors import IntegrityError, KeyNotFoundError, UnreachableError
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
 from tierfall.integrations.path_names import Where
-from tierfall.path_saving import PathSaves
-from tierfall.reading import Reader
+from tierfall.ops.reader import Reader
+from tierfall.run.by_path import PathSaves
 
 _WRITER = re.compile(r"__([0-9]{1,9})_")
 _BUFFER_BYTES = 1 << 16
@@ -227,7 +227,7 @@ class Files:
 
     def _is_seen(self, rank: int) -> bool:
         """Say whether some copy's record names a rank's part, or is damaged."""
-        name = names.manifest_name(Shard(rank, self._world_size))
+        name = keys.manifest_name(Shard(rank, self._world_size))
         commits = [copy.commit for copy in self._checkpoint.copies.values()]
         return any(commit is None or commit.file(name) is not None for commit in commits)
 

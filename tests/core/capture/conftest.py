@@ -8,7 +8,7 @@ import pytest
 from loop_help import PATHS, Still
 
 from tests.core.capture.lazy_help import Held
-from tierfall.core.capture import cutting as module
+from tierfall.core.image import segments as module
 
 
 @pytest.fixture

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import xxhash
 
-from tierfall.core.capture.cutting import Cutting
-from tierfall.core.capture.filling import Filling
-from tierfall.core.capture.samples import CheckPlan
-from tierfall.core.capture.sources import Sources
-from tierfall.core.capture.targets import Targets
-from tierfall.core.image import Layout, StateView, describe, plan_layout
+from tierfall.core.capture.copier import Filling
+from tierfall.core.image.layout import Layout, plan_layout
+from tierfall.core.image.segments import Cutting
+from tierfall.core.image.sources import Sources
+from tierfall.core.image.targets import Targets
+from tierfall.core.sampling.samples import CheckPlan
+from tierfall.core.state.view import StateView
+from tierfall.core.state.walk import describe
 
 KIB = 1 << 10
 JUNK = 0xA5

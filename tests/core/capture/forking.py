@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tierfall
 from tests.core.capture.lazy_help import Trainer, saved, warmed_up
-from tierfall.core.handle import SaveHandle
+from tierfall.core.capture.handle import SaveHandle
 
 PATIENCE_S = 20
 FIRST = 2

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tierfall
-from tierfall.core.capture.filling import Filling
-from tierfall.core.handle import SaveHandle
+from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.handle import SaveHandle
 
 MakeConfig = Callable[..., dict[str, Any]]
 PATIENCE_S = 20.0

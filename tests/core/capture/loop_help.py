@@ -8,7 +8,7 @@ import pytest
 
 from tests.core.capture.lazy_help import Held
 from tests.core.fake_device import FakePlaces, FakeStream
-from tierfall import saving
+from tierfall.run import saver
 
 
 class Still(Protocol):
@@ -52,7 +52,7 @@ class OnDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._stream = _Yielding()
         places: Any = FakePlaces(self._stream)
-        monkeypatch.setattr(saving, "Places", places)
+        monkeypatch.setattr(saver, "Places", places)
 
     def hold(self) -> None:
         self._stream.free.clear()

@@ -25,13 +25,13 @@ from tests.core.capture.lazy_help import (
 )
 from tests.core.fake_device import FakePlaces, FakeStream, OnDevice
 from tests.steps import wait_until
-from tierfall import saving
-from tierfall.core.capture import barrier, flights
-from tierfall.core.capture import places as module_places
-from tierfall.core.capture.cutting import HOST
-from tierfall.core.capture.filling import Filling
-from tierfall.core.errors import CaptureError
-from tierfall.core.values import SaveOutcome
+from tierfall.core.capture import barrier, device_copies
+from tierfall.core.capture import device_places as module_places
+from tierfall.core.capture.copier import Filling
+from tierfall.core.image.segments import HOST
+from tierfall.core.types.errors import CaptureError
+from tierfall.core.types.values import SaveOutcome
+from tierfall.run import saver
 from tierfall.tiers.device import DeviceSlab
 
 pytestmark = pytest.mark.usefixtures("small_segments")
@@ -51,7 +51,7 @@ def stream() -> Iterator[FakeStream]:
 def places(stream: FakeStream, monkeypatch: pytest.MonkeyPatch) -> FakePlaces:
     """Every state lies on the fake device."""
     made = FakePlaces(stream)
-    monkeypatch.setattr(saving, "Places", made)
+    monkeypatch.setattr(saver, "Places", made)
     return made
 
 
@@ -131,7 +131,7 @@ def test_the_update_waits_for_what_was_launched(
 def test_so_many_bytes_are_under_way_and_no_bound_holds_at_the_barrier(
     make_config: MakeConfig, places: FakePlaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flights, "FLYING_BYTES_MAX", 10_000)  # segments are of 4 KiB at most
+    monkeypatch.setattr(device_copies, "FLYING_BYTES_MAX", 10_000)  # segments are of 4 KiB at most
     stream, trainer = places.stream, Trainer()
     with tierfall.open(make_config(chunk="4KiB")) as ckpt:
         warmed_up(ckpt, trainer)
@@ -594,7 +594,7 @@ def test_a_change_before_the_barrier_is_found_in_what_went_to_the_slab(
 def test_without_a_gpu_the_device_tier_is_left_out_and_that_is_said_once(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "cuda_available", lambda: False)
+    monkeypatch.setattr(saver, "cuda_available", lambda: False)
     config = make_config()
     config["tiers"].insert(0, {"name": "spare", "kind": "device", "capacity": "1MiB"})
     trainer = Trainer()

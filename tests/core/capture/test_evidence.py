@@ -23,10 +23,10 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.steps import wait_until
-from tierfall import saving
-from tierfall.core.errors import StateChangedError
-from tierfall.core.handle import SaveHandle
-from tierfall.core.values import SaveOutcome
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.errors import StateChangedError
+from tierfall.core.types.values import SaveOutcome
+from tierfall.run import saver
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -73,8 +73,8 @@ def test_a_write_that_only_the_edge_of_one_chunk_has_met_is_found(
     at: str,
 ) -> None:
     """As a swap of all weights leaves it that runs beside the copy, and is undone before the step."""
-    monkeypatch.setattr(saving, "DIGEST_UNKNOWN_S", 0.0)
-    monkeypatch.setattr(saving, "DIGEST_SHARE", 0.0)
+    monkeypatch.setattr(saver, "DIGEST_UNKNOWN_S", 0.0)
+    monkeypatch.setattr(saver, "DIGEST_SHARE", 0.0)
     trainer = Trainer()
     trainer.model = nn.Sequential(nn.Linear(40, 40), nn.Linear(512, 520, bias=False))
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)

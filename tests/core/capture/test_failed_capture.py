@@ -28,13 +28,13 @@ from tests.steps import wait_until
 from tierfall.core.capture import capturer
 from tierfall.core.capture.barrier import Barrier
 from tierfall.core.capture.capturer import Capturer
-from tierfall.core.capture.evidence import Evidence
-from tierfall.core.capture.filling import Filling
-from tierfall.core.errors import CaptureError, StateChangedError
-from tierfall.core.handle import SaveHandle
-from tierfall.core.snapshot import Snapshot
-from tierfall.core.values import CheckpointId, SaveOutcome
-from tierfall.session import Session
+from tierfall.core.capture.copier import Filling
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.capture.lazy_evidence import Evidence
+from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.types.errors import CaptureError, StateChangedError
+from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tierfall
-from tierfall.core.capture import cutting
-from tierfall.core.capture import cutting as module
-from tierfall.core.capture.filling import Filling
-from tierfall.core.capture.samples import CheckPlan
-from tierfall.core.errors import CaptureError, StateChangedError
-from tierfall.core.image import as_bytes, describe, plan_layout
+from tierfall.core.capture.copier import Filling
+from tierfall.core.image import segments
+from tierfall.core.image import segments as module
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.sampling.samples import CheckPlan
+from tierfall.core.state.walk import describe
+from tierfall.core.tensors.tensors import as_bytes
+from tierfall.core.types.errors import CaptureError, StateChangedError
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -472,7 +474,7 @@ def test_digests_come_round_to_every_byte() -> None:
     """A save digests few; the next one goes on where it stopped."""
     view = describe(lazily(w=(source := noise(3 << 20))))
     layout = plan_layout(view)
-    cut = cutting.Cutting(layout, view, 1 << 20)
+    cut = segments.Cutting(layout, view, 1 << 20)
     ranges = CheckPlan(cut, view).ranges
     data = memoryview(bytearray(layout.data_bytes))
     for slot in layout.slots:
@@ -503,8 +505,8 @@ def test_scalars_on_the_host_do_not_cut_a_devices_tensors_into_many_segments() -
     """As Adam's state has it: beside each parameter's moments stands a step counter, which lies on the host."""
     state = {f"p{n}": {"a": noise(8, seed=n), "step": torch.tensor(1.0)} for n in range(500)}
     view = describe(lazily(**state))
-    places = tuple(0 if source.dim() else cutting.HOST for source in view.sources)
-    cut = cutting.Cutting(plan_layout(view), view, 4 * KIB, places)
+    places = tuple(0 if source.dim() else segments.HOST for source in view.sources)
+    cut = segments.Cutting(plan_layout(view), view, 4 * KIB, places)
     assert len(cut.segments) <= 2 * (-(-cut.missing[-1] // 4096) + len(cut.missing))
     assert all(len({piece.place for piece in segment}) == 1 for segment in cut.segments)
     pieces = sorted((p.start, p.end) for segment in cut.segments for p in segment)

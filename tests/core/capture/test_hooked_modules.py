@@ -24,8 +24,8 @@ from tests.core.capture.lazy_help import (
     lazy_save,
     warmed_up,
 )
-from tierfall.core.capture.evidence import Evidence
-from tierfall.core.image import StateView
+from tierfall.core.capture.lazy_evidence import Evidence
+from tierfall.core.state.view import StateView
 
 KEYS = ("q", "k", "v")
 

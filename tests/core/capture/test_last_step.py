@@ -15,8 +15,8 @@ from torch import nn
 
 import tierfall
 from tests.core.capture.lazy_help import MakeConfig, Trainer, assert_same, saved
-from tierfall.core.capture.fingerprint import TENSORS_MIN, Fingerprint
-from tierfall.core.errors import RestoreError
+from tierfall.core.sampling.fingerprint import TENSORS_MIN, Fingerprint
+from tierfall.core.types.errors import RestoreError
 
 LAST = 3
 

@@ -21,7 +21,7 @@ from tests.core.capture.lazy_help import (
     saved,
     warmed_up,
 )
-from tierfall.core.capture.filling import Filling
+from tierfall.core.capture.copier import Filling
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

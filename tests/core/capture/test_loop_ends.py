@@ -27,9 +27,9 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tests.steps import wait_until
-from tierfall.core.capture.filling import Filling
-from tierfall.core.errors import CaptureError, FlushError
-from tierfall.core.values import SaveOutcome
+from tierfall.core.capture.copier import Filling
+from tierfall.core.types.errors import CaptureError, FlushError
+from tierfall.core.types.values import SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 pytestmark = pytest.mark.usefixtures("small_segments")

@@ -20,7 +20,7 @@ from tests.core.capture.lazy_help import (
     warmed_up,
 )
 from tierfall.core.capture import barrier
-from tierfall.core.errors import CaptureError
+from tierfall.core.types.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

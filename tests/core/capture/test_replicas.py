@@ -10,17 +10,12 @@ import torch
 from torch import nn
 
 from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
-from tierfall.core.capture import replicas
-from tierfall.core.capture.replicas import ReplicaPlan
-from tierfall.core.image import describe, plan_layout
-from tierfall.core.image.dividing import (
-    Digests,
-    Shareable,
-    are_alike,
-    divide,
-    find_difference,
-)
-from tierfall.core.image.item import item
+from tierfall.core.image.dedup import Digests, Shareable, are_alike, divide, find_difference
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.sampling import replicas
+from tierfall.core.sampling.replicas import ReplicaPlan
+from tierfall.core.state.item import item
+from tierfall.core.state.walk import describe
 
 NOWHERE = FakeStreams(None)
 SIZES = (1, 3, 16, 31, 33, 40, 100, 1000, 5000, 70_000)

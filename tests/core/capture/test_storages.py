@@ -26,8 +26,8 @@ from tests.core.capture.lazy_help import (
 from tests.steps import wait_until
 from tierfall.core.capture import storage_watch
 from tierfall.core.capture.storage_watch import METHODS
-from tierfall.core.errors import StateChangedError
-from tierfall.core.values import SaveOutcome
+from tierfall.core.types.errors import StateChangedError
+from tierfall.core.types.values import SaveOutcome
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 

@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 
-from tierfall.core.image import (
-    Choices,
-    Fill,
-    ImageHeader,
-    Layout,
-    copy_whole,
-    describe,
-    plan_fill,
-    plan_layout,
-    plan_load,
-    read_header,
-)
+from tierfall.core.image.header import ImageHeader, read_header
+from tierfall.core.image.layout import Layout, plan_layout
+from tierfall.core.load.build import Fill
+from tierfall.core.load.choices import Choices
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import plan_load
+from tierfall.core.state.walk import describe
+from tierfall.core.tensors.tensors import copy_whole
 
 CUT = 1009  # bytes a piece: prime, so that cuts fall anywhere
 

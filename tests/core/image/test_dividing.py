@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from image_help import header_of
 from torch import nn
 
-from tierfall.core.errors import IntegrityError
-from tierfall.core.image import OnResize, describe, item, plan_layout
-from tierfall.core.image.dividing import (
+from tierfall.core.image.dedup import (
     NOBODY,
     Division,
     Shareable,
@@ -24,7 +22,11 @@ from tierfall.core.image.dividing import (
     divide,
     find_difference,
 )
-from tierfall.core.image.merging import merge_headers
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.image.merge import merge_headers
+from tierfall.core.state.item import OnResize, item
+from tierfall.core.state.walk import describe
+from tierfall.core.types.errors import IntegrityError
 
 
 def table(entries: dict[int, int], own_bytes: int = 0) -> Table:

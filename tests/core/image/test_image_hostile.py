@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from image_help import header_of, make_image
 from torch import nn
 
-from tierfall.core.errors import IntegrityError, NotSupportedError, TierfallError
-from tierfall.core.image import plan_fill, plan_load, read_header
+from tierfall.core.image.header import read_header
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import plan_load
+from tierfall.core.types.errors import IntegrityError, NotSupportedError, TierfallError
 
 
 def sample() -> dict[str, Any]:

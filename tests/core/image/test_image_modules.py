@@ -17,9 +17,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 
-from tierfall.core.errors import CaptureError, ConfigError, RestoreError
-from tierfall.core.image import Recall, describe, item, plan_fill
-from tierfall.core.values import Changes
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.state.item import item
+from tierfall.core.state.walk import describe
+from tierfall.core.state.walk_cache import Recall
+from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
+from tierfall.core.types.values import Changes
 
 
 def net(seed: int = 0) -> nn.Module:

@@ -10,9 +10,9 @@ import torch
 from image_help import load, make_image, restore
 from torch import nn
 
-from tierfall.core.errors import CaptureError, RestoreError
-from tierfall.core.image import describe
-from tierfall.core.values import Changes
+from tierfall.core.state.walk import describe
+from tierfall.core.types.errors import CaptureError, RestoreError
+from tierfall.core.types.values import Changes
 
 OPTIMIZERS: dict[str, Any] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p),

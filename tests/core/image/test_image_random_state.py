@@ -9,8 +9,9 @@ import pytest
 import torch
 from image_help import load, make_image, restore
 
-from tierfall.core.errors import CaptureError, RestoreError
-from tierfall.core.image import describe, plan_layout
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.state.walk import describe
+from tierfall.core.types.errors import CaptureError, RestoreError
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +111,9 @@ def test_load_returns_it() -> None:
 
 
 def test_state_that_does_not_fit_is_an_error_of_ours() -> None:
-    from tierfall.core.image import random_state
+    from tierfall.core.tensors import rng
 
-    good = random_state.capture()
+    good = rng.capture()
     for bad in (
         {**good, "torch": torch.zeros(3, dtype=torch.uint8)},
         {**good, "python": {}},
@@ -120,4 +121,4 @@ def test_state_that_does_not_fit_is_an_error_of_ours() -> None:
         5,
     ):
         with pytest.raises(RestoreError, match="random state"):
-            random_state.apply(bad)
+            rng.apply(bad)

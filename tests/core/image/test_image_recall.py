@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import tierfall
-from tierfall.core.image import Recall, StateView, describe
-from tierfall.core.image.recall import Part
-from tierfall.core.image.taking import Taking
+from tierfall.core.state.placement import Taking
+from tierfall.core.state.view import StateView
+from tierfall.core.state.walk import describe
+from tierfall.core.state.walk_cache import Part, Recall
 
 
 class Net(nn.Module):

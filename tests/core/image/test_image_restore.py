@@ -15,8 +15,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from tierfall.core.errors import CaptureError, RestoreError
-from tierfall.core.image import Choices, describe, item, plan_fill, plan_load
+from tierfall.core.load.choices import Choices
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import plan_load
+from tierfall.core.state.item import item
+from tierfall.core.state.walk import describe
+from tierfall.core.types.errors import CaptureError, RestoreError
 
 # ---- plain values
 

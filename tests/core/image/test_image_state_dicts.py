@@ -10,8 +10,8 @@ import torch
 from image_help import make_image, restore
 from torch import nn
 
-from tierfall.core.errors import RestoreError
-from tierfall.core.image import omissions
+from tierfall.core.state.omissions import omissions
+from tierfall.core.types.errors import RestoreError
 
 LOST = "is no memory of the module's"
 

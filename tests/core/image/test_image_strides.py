@@ -11,7 +11,9 @@ import torch
 from image_help import bits, deliver, header_of, make_image
 from torch import nn
 
-from tierfall.core.image import Choices, ImageHeader, plan_fill
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.load.choices import Choices
+from tierfall.core.load.fill import plan_fill
 
 Optimizers = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 from image_help import bits, header_of, load, make_image, restore, saved_and_loaded
 from torch import nn
 
-from tierfall.core.errors import CaptureError, RestoreError
-from tierfall.core.image import as_bytes, copy_whole, describe, dtypes, plan_fill, plan_layout
-from tierfall.core.values import Changes
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.state.walk import describe
+from tierfall.core.tensors import dtypes
+from tierfall.core.tensors.tensors import as_bytes, copy_whole
+from tierfall.core.types.errors import CaptureError, RestoreError
+from tierfall.core.types.values import Changes
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}

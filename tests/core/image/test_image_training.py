@@ -8,7 +8,7 @@ import torch
 from image_help import deliver, header_of, load, make_image
 from torch import nn
 
-from tierfall.core.image import plan_fill
+from tierfall.core.load.fill import plan_fill
 
 
 class Block(nn.Module):

@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_help import load, make_image, restore, saved_and_loaded
 
-from tierfall.core.errors import CaptureError, ConfigError, RestoreError
-from tierfall.core.image import codec, describe, item, register_codec
+from tierfall.core.state.item import item
+from tierfall.core.state.walk import describe
+from tierfall.core.tensors import value_codec
+from tierfall.core.tensors.value_codec import register_codec
+from tierfall.core.types.errors import CaptureError, ConfigError, RestoreError
 
 
 def same(one: object, other: object) -> bool:
@@ -243,9 +246,9 @@ def test_value_that_stands_twice_is_no_cycle() -> None:
 
 
 def test_depth_is_limited_and_the_limit_can_be_used() -> None:
-    assert saved_and_loaded(nested(codec.DEPTH_MAX)) == nested(codec.DEPTH_MAX)
+    assert saved_and_loaded(nested(value_codec.DEPTH_MAX)) == nested(value_codec.DEPTH_MAX)
     with pytest.raises(CaptureError, match="nested deeper"):
-        describe({"deep": nested(codec.DEPTH_MAX + 2)})
+        describe({"deep": nested(value_codec.DEPTH_MAX + 2)})
 
 
 def test_deep_tuple_key_is_refused_with_its_path() -> None:
@@ -263,8 +266,8 @@ class Fraction:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_BY_TYPE", dict(codec._BY_TYPE))
-    monkeypatch.setattr(codec, "_BY_NAME", dict(codec._BY_NAME))
+    monkeypatch.setattr(value_codec, "_BY_TYPE", dict(value_codec._BY_TYPE))
+    monkeypatch.setattr(value_codec, "_BY_NAME", dict(value_codec._BY_NAME))
     register_codec(Fraction, "fraction", lambda f: [f.top, f.bottom], lambda v: Fraction(*v))
 
 
@@ -293,7 +296,7 @@ def test_registered_type_is_put_back_into_a_state() -> None:
 
 def test_unknown_codec_is_said_before_anything_is_written(registered: None) -> None:
     image, _ = make_image({"w": torch.ones(2), "f": Fraction(1, 2), "rng": None})
-    del codec._BY_NAME["fraction"]
+    del value_codec._BY_NAME["fraction"]
     state = {"w": torch.zeros(2), "f": 0, "rng": None}
     with pytest.raises(RestoreError, match=r"'fraction'.*register_codec"):
         restore(state, image)

@@ -11,19 +11,15 @@ import torch
 from image_help import header_of, make_image
 from torch import nn
 
-from tierfall.core.errors import RestoreError
-from tierfall.core.image import (
-    Choices,
-    ImageHeader,
-    OnResize,
-    item,
-    plan_fill,
-    plan_load,
-    resize_rules,
-)
-from tierfall.core.image.merging import Merged, merge_headers
-from tierfall.core.image.nodes import MapNode
-from tierfall.core.image.sharded import Piece
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.tree import MapNode
+from tierfall.core.load.choices import Choices
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import plan_load
+from tierfall.core.state.item import OnResize, item, resize_rules
+from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.types.errors import RestoreError
 
 
 def merged(*states: Any, own: int | None = None) -> Merged:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import tierfall
 from tests.core.capture.lazy_help import MakeConfig
-from tierfall.core.image import item, omissions
+from tierfall.core.state.item import item
+from tierfall.core.state.omissions import omissions
 
 
 @pytest.fixture(autouse=True)

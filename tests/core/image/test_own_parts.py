@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from tierfall.core.image import ImageHeader, StoredTensor
-from tierfall.core.image.merging import merge_headers
-from tierfall.core.image.nodes import (
+from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.merge import merge_headers
+from tierfall.core.image.per_rank import Pair, set_aside
+from tierfall.core.image.tree import (
     CodecNode,
     MapNode,
     ModuleNode,
@@ -21,8 +22,7 @@ from tierfall.core.image.nodes import (
     TensorNode,
     ValueNode,
 )
-from tierfall.core.image.own_parts import Pair, set_aside
-from tierfall.core.image.sharded import Piece
+from tierfall.core.tensors.dtensor import Piece
 
 
 def header(tensors: Sequence[StoredTensor], values: Sequence[Any], **entries: Node) -> ImageHeader:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from image_help import deliver, header_of, load, make_image
 
-from tierfall.core.errors import CaptureError, IntegrityError, RestoreError
-from tierfall.core.image import Want, plan_fill, plan_load
-from tierfall.core.image.merging import Merged, merge_headers
-from tierfall.core.image.nodes import PiecesNode
-from tierfall.core.image.sharded import Blocks, Branch, Piece
+from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.tree import PiecesNode
+from tierfall.core.load.build import Want
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import plan_load
+from tierfall.core.tensors.dtensor import Blocks, Branch, Piece
+from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreError
 
 WHOLE = torch.arange(24.0).view(6, 4)
 

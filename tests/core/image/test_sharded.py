@@ -23,10 +23,13 @@ from torch.distributed.tensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tierfall.core.errors import CaptureError, IntegrityError, RestoreError
-from tierfall.core.image import Recall, describe, plan_layout, sharded
 from tierfall.core.image.header import read_header
-from tierfall.core.values import Changes
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.state.walk import describe
+from tierfall.core.state.walk_cache import Recall
+from tierfall.core.tensors import dtensor
+from tierfall.core.types.errors import CaptureError, IntegrityError, RestoreError
+from tierfall.core.types.values import Changes
 
 
 @pytest.fixture
@@ -92,7 +95,7 @@ def test_the_header_and_the_manifest_say_where_a_block_lies(
     tensor = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
     image, layout = make_image({"w": tensor, "rng": None})
     header = read_header(image, image_bytes=len(image), what="image")
-    assert header.tensors[0].piece == sharded.Piece((12, 4), (6, 0), (6, 4))
+    assert header.tensors[0].piece == dtensor.Piece((12, 4), (6, 0), (6, 4))
     (piece,) = json.loads(bytes(layout.pieces))
     assert (piece["shape"], piece["offset"], piece["lengths"]) == ([12, 4], [6, 0], [6, 4])
     assert load(image)["w"].shape == (6, 4)
@@ -178,8 +181,8 @@ def pretend_block(
     monkeypatch: pytest.MonkeyPatch, *, whole: tuple[int, ...], offset: tuple[int, ...]
 ) -> None:
     """Let what this one rank holds be a block of something larger, as with several ranks."""
-    sharded._pieces.clear()
-    real = sharded._block
+    dtensor._pieces.clear()
+    real = dtensor._block
     monkeypatch.setattr(
-        sharded, "_block", lambda tensor: sharded.Piece(whole, offset, real(tensor).lengths)
+        dtensor, "_block", lambda tensor: dtensor.Piece(whole, offset, real(tensor).lengths)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierfall.core.index.making import IndexMaker
+from tierfall.core.tensor_index.builder import IndexMaker
 
 
 def piece(

@@ -12,10 +12,10 @@ import pytest
 import torch
 from index_help import make, piece, table
 
-from tierfall.core.errors import CapacityError, IntegrityError, NotSupportedError
-from tierfall.core.image.merging import Block
-from tierfall.core.index.index import read_index
-from tierfall.core.index.making import IndexMaker
+from tierfall.core.image.merge import Block
+from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.tensor_index.index import read_index
+from tierfall.core.types.errors import CapacityError, IntegrityError, NotSupportedError
 
 
 def blocks_of(name: str, tables: list[list[dict[str, Any]]]) -> list[Block]:
@@ -133,7 +133,7 @@ def test_what_would_be_too_large_is_not_made() -> None:
 
 _READING = """
 import json, sys, time, tracemalloc
-from tierfall.core.index.index import read_index
+from tierfall.core.tensor_index.index import read_index
 
 def peak():
     with open("/proc/self/status") as status:

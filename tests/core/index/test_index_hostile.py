@@ -12,10 +12,10 @@ import xxhash
 import zstandard
 from index_help import make
 
-from tierfall.core import documents
-from tierfall.core.errors import IntegrityError, NotSupportedError
-from tierfall.core.index.columns import aligned
-from tierfall.core.index.index import read_index
+from tierfall.core.format import documents
+from tierfall.core.tensor_index.columns import aligned
+from tierfall.core.tensor_index.index import read_index
+from tierfall.core.types.errors import IntegrityError, NotSupportedError
 
 READ = (IntegrityError, NotSupportedError)
 

@@ -10,14 +10,16 @@ import torch
 from index_help import piece
 from torch import nn
 
-from tierfall.core.errors import IntegrityError
-from tierfall.core.image import ImageHeader, describe, plan_layout, read_header
-from tierfall.core.image.merging import Merged, merge_headers
-from tierfall.core.image.nodes import leaves, slots_of
-from tierfall.core.image.sharded import Blocks, Branch, Piece
-from tierfall.core.index.index import Index, read_index
-from tierfall.core.index.laying import lay_over
-from tierfall.core.index.making import IndexMaker
+from tierfall.core.image.header import ImageHeader, read_header
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.tree import leaves, slots_of
+from tierfall.core.state.walk import describe
+from tierfall.core.tensor_index.as_header import lay_over
+from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.tensor_index.index import Index, read_index
+from tierfall.core.tensors.dtensor import Blocks, Branch, Piece
+from tierfall.core.types.errors import IntegrityError
 
 WHOLE = torch.arange(24.0).view(6, 4)
 

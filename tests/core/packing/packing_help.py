@@ -6,15 +6,14 @@ import random
 
 import xxhash
 
-from tierfall.core import documents
-from tierfall.core.buffers import BufferPool
-from tierfall.core.documents import Spliced
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.packing.packed import Packed, chunk_widths, describe
-from tierfall.core.packing.packer import Packer, Unpacker
-from tierfall.core.records import Line, Manifest, chunk_count, chunk_range
-from tierfall.core.snapshot import geometry
-from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.core.compression.codec import Packer, Unpacker
+from tierfall.core.compression.frame_table import Packed, chunk_widths, describe
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.format import documents
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Line, Manifest, chunk_count, chunk_range, geometry
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 CODECS = (Codec.ZSTD, Codec.PLANES)
 

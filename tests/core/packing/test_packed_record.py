@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from packing_help import CODECS, image_of, packed_file, unpacker
 
-from tierfall.core import documents
-from tierfall.core.documents import Spliced
-from tierfall.core.errors import IntegrityError, NotSupportedError
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.packing.packed import Packed, chunk_widths, describe, read_packed
-from tierfall.core.records import Manifest
-from tierfall.core.snapshot import geometry
-from tierfall.core.values import Codec
+from tierfall.core.compression.frame_table import Packed, chunk_widths, describe, read_packed
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.format import documents
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Manifest, geometry
+from tierfall.core.types.errors import IntegrityError, NotSupportedError
+from tierfall.core.types.values import Codec
 
 # Seven chunks: the header, and data of 22,275 bytes in slices of 4096.
 RAW, MANIFEST = image_of({"complex128": 5008, "float32": 9000, "bfloat16": 8190, "bool": 77})

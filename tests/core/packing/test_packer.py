@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_help import CODECS, like_floats, pack, packer, scratch, unpack, unpacker
 
-from tierfall.core.buffers import BufferPool
-from tierfall.core.errors import ConfigError, IntegrityError
-from tierfall.core.packing import planes
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.packing.packer import Packer, Unpacker
-from tierfall.core.packing.planes import WIDTHS
-from tierfall.core.values import Codec
+from tierfall.core.compression import byte_planes
+from tierfall.core.compression.byte_planes import WIDTHS
+from tierfall.core.compression.codec import Packer, Unpacker
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.types.errors import ConfigError, IntegrityError
+from tierfall.core.types.values import Codec
 
 BLOCK_BYTES = 128 << 10
 
@@ -83,10 +83,10 @@ def test_one_packer_takes_chunk_after_chunk_and_a_failure_between() -> None:
 
 def test_planes_are_the_bytes_by_their_place_and_then_the_remainder() -> None:
     target = bytearray(11)
-    planes.split(memoryview(b"abcdABCDxyz"), memoryview(target), 4)
+    byte_planes.split(memoryview(b"abcdABCDxyz"), memoryview(target), 4)
     assert target == b"aAbBcCdDxyz"
     back = bytearray(11)
-    planes.join(memoryview(target), memoryview(back), 4)
+    byte_planes.join(memoryview(target), memoryview(back), 4)
     assert back == b"abcdABCDxyz"
 
 
@@ -95,7 +95,7 @@ def test_planes_are_the_bytes_by_their_place_and_then_the_remainder() -> None:
 def test_planes_agree_with_slicing(width: int, extra: int) -> None:
     raw = random.Random(width).randbytes(width * 100 + min(extra, width - 1))
     target = bytearray(len(raw))
-    planes.split(memoryview(raw), memoryview(target), width)
+    byte_planes.split(memoryview(raw), memoryview(target), width)
     whole = width * 100
     assert target == b"".join(raw[place:whole:width] for place in range(width)) + raw[whole:]
 
@@ -150,10 +150,10 @@ def test_packing_in_steady_state_takes_no_fresh_memory(tmp_path: Path) -> None:
 
 STEADY = """
 import resource
-from tierfall.core.buffers import BufferPool
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.packing.packer import Packer, Unpacker
-from tierfall.core.values import Codec
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.compression.codec import Packer, Unpacker
+from tierfall.core.types.values import Codec
 
 SIZE = 8 << 20
 pool = BufferPool(bytes=SIZE, count=1)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_help import CODECS, like_floats, pack, scratch, unpack
 
-from tierfall.core.errors import IntegrityError
-from tierfall.core.packing.packer import Unpacker
-from tierfall.core.values import Codec
+from tierfall.core.compression.codec import Unpacker
+from tierfall.core.types.errors import IntegrityError
+from tierfall.core.types.values import Codec
 
 RAW = like_floats(300_000, width=4)
 MAGIC = b"\x28\xb5\x2f\xfd"

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_help import image_of, packed_file
 
-from tierfall.core.errors import IntegrityError
-from tierfall.core.packing.seek_table import (
+from tierfall.core.compression.seek_table import (
     FOOTER_BYTES,
     FRAMES_MAX,
     FrameLength,
@@ -24,7 +23,8 @@ from tierfall.core.packing.seek_table import (
     table_bytes,
     write_table,
 )
-from tierfall.core.values import Codec
+from tierfall.core.types.errors import IntegrityError
+from tierfall.core.types.values import Codec
 
 TABLE = (FrameLength(100, 4096), FrameLength(7, 4096), FrameLength(5000, 17))
 DATA = write_table(TABLE)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierfall.core.ranks.council import Bodies, Council, Topic
+from tierfall.core.ranks.message_tree import Bodies, Council, Topic
 from tierfall.core.ranks.topology import FAN_OUT, Topology
 
 Pair = tuple[int, int]

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tierfall.core.errors import TierfallError
-from tierfall.core.ranks.joining import Place
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.ranks.rendezvous import Place
+from tierfall.core.types.errors import TierfallError
 
 PATIENCE_S = 30.0
 # torch asks the DNS for the name of every address that it talks to; where none answers, that takes 10 s each time.

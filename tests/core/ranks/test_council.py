@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.ranks.network import Network
-from tierfall.core.ranks.council import Topic
+from tierfall.core.ranks.message_tree import Topic
 
 X: Topic = ("x", 7)
 NODES = {
@@ -180,7 +180,7 @@ def test_what_is_forgotten_is_never_told_of_nor_kept(network: Network) -> None:
 
 
 def test_the_memory_of_what_is_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierfall.core.ranks.council._RECENT_MAX", 2)
+    monkeypatch.setattr("tierfall.core.ranks.message_tree._RECENT_MAX", 2)
     network = Network(["a", "a"])
     for number in range(3):
         network.councils[0].forget(("x", number))

@@ -17,10 +17,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.core.ranks.processes import PATIENCE_S, Process, listening, serve
 from tests.core.ranks.threads import on_all
-from tierfall.core.errors import RanksError
-from tierfall.core.ranks import joining
-from tierfall.core.ranks.joining import Place, connect, join
+from tierfall.core.ranks import rendezvous
 from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.ranks.rendezvous import Place, connect, join
+from tierfall.core.types.errors import RanksError
 
 DOOR = "tierfall/run/door"
 NODES = "abab"
@@ -140,7 +140,7 @@ def test_the_door_of_a_start_that_is_alive_and_never_welcomes(
     began = time.monotonic()
     ranks[0].ask("join", PATIENCE_S)
     assert [rank.result() for rank in ranks] == [((0, 2), (1, 3))] * 4
-    assert time.monotonic() - began < joining.LOOK_AGAIN_S + 5
+    assert time.monotonic() - began < rendezvous.LOOK_AGAIN_S + 5
     assert agreed(ranks)
 
 
@@ -149,8 +149,8 @@ def test_a_store_that_goes_just_as_it_is_reached_keeps_nobody_from_the_next_door
     bootstrap: TCPStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Rank 1 opens again while the store of the time before goes; torch would try for ``STORE_S`` to reach it."""
-    monkeypatch.setattr(joining, "LOOK_AGAIN_S", 0.2)
-    monkeypatch.setattr(joining, "STORE_S", 12.0)
+    monkeypatch.setattr(rendezvous, "LOOK_AGAIN_S", 0.2)
+    monkeypatch.setattr(rendezvous, "STORE_S", 12.0)
     old = socket.create_server(("127.0.0.1", 0))
     port = old.getsockname()[1]
     reached = threading.Event()
@@ -164,7 +164,7 @@ def test_a_store_that_goes_just_as_it_is_reached_keeps_nobody_from_the_next_door
             reached.set()
         return connection
 
-    monkeypatch.setattr(joining.socket, "create_connection", create_connection)
+    monkeypatch.setattr(rendezvous.socket, "create_connection", create_connection)
     bootstrap.set(DOOR, json.dumps(["tierfall/old", "127.0.0.1", port]))
 
     def open_again(rank: int) -> Ranks:
@@ -248,8 +248,8 @@ def test_a_rank_that_dies_is_named_by_the_others_and_all_can_leave(ranks: list[P
 EXIT = """
 import sys
 from tests.core.ranks.processes import _Worker
-from tierfall.core.errors import RanksError
-from tierfall.core.ranks.joining import Place
+from tierfall.core.types.errors import RanksError
+from tierfall.core.ranks.rendezvous import Place
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 place = Place(rank=rank, world_size=2, node=str(rank), address="127.0.0.1", settings={})
 worker = _Worker(place, port)
@@ -303,7 +303,7 @@ def test_a_meeting_place_that_is_gone_is_a_ranks_error() -> None:
 
 
 def test_what_listens_and_is_no_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "STORE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "STORE_S", 0.5)
     mute = socket.create_server(("127.0.0.1", 0))
     with mute, pytest.raises(TimeoutError, match="does not answer as a store"):
         connect("127.0.0.1", mute.getsockname()[1])
@@ -314,7 +314,7 @@ def test_what_listens_and_is_no_store_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 def test_a_store_is_reached_at_every_address_of_its_host() -> None:
     """Though rank 0 makes it as that of localhost."""
-    store = joining._store("127.0.0.1", 0, is_master=True)
+    store = rendezvous._store("127.0.0.1", 0, is_master=True)
     with open("/proc/self/net/tcp6") as six, open("/proc/self/net/tcp") as four:
         words = [line.split() for line in [*six, *four]]
     bound = [

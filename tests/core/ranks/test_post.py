@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.core.ranks.processes import PATIENCE_S, serve
-from tierfall.core.ranks import post as post_module
-from tierfall.core.ranks.joining import Place, join
-from tierfall.core.ranks.post import StorePost
+from tierfall.core.ranks import transport as post_module
+from tierfall.core.ranks.rendezvous import Place, join
+from tierfall.core.ranks.transport import StorePost
 
 
 class Inbox:

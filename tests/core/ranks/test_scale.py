@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from tierfall.core import names
-from tierfall.core.ranks.council import Council, Topic
+from tierfall.core.format.records import Commit, Line, NamedFile
+from tierfall.core.ranks.message_tree import Council, Topic
 from tierfall.core.ranks.topology import Topology
-from tierfall.core.records import Commit, Line, NamedFile
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.types import keys
+from tierfall.core.types.values import CheckpointId, Shard
 
 ROUND_TRIP_S = 200e-6
 """A pop from a store on another machine. On this one it takes 35 us."""
@@ -82,8 +82,8 @@ def test_a_commit_of_ten_thousand_ranks_is_decided_and_heard_within_a_second() -
     for rank, council in enumerate(clocks.councils):
         shard = Shard(rank, ranks)
         body = [
-            [names.shard_name(shard), 10**10, None, None],
-            [names.manifest_name(shard), 10**5, "sha256:" + "0" * 64, None],
+            [keys.shard_name(shard), 10**10, None, None],
+            [keys.manifest_name(shard), 10**5, "sha256:" + "0" * 64, None],
         ]
         clocks.timed(rank, lambda council=council, body=body: council.contribute(LANDED, body))
     seconds = clocks.run()

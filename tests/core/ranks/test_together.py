@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from tierfall.core.errors import (
+from tierfall.core.ranks import agreement as together_module
+from tierfall.core.ranks.agreement import Together
+from tierfall.core.ranks.message_tree import Bodies, Council
+from tierfall.core.ranks.topology import Topology
+from tierfall.core.types.errors import (
     CapacityError,
     KeyNotFoundError,
     RanksError,
     RestoreError,
     TierfallError,
 )
-from tierfall.core.ranks import together as together_module
-from tierfall.core.ranks.council import Bodies, Council
-from tierfall.core.ranks.together import Together
-from tierfall.core.ranks.topology import Topology
 
 PATIENCE_S = 20.0
 SHORT_S = 0.5

@@ -12,15 +12,15 @@ import torch
 from restore_help import DictImage, Made
 from several_help import PATIENCE_S, all_named, sharded
 
-from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.image import plan_fill
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreeing import agree_to_restore, together
-from tierfall.core.restore.exchange import Exchange
-from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.agreement import agree_to_restore, together
+from tierfall.core.restore.exchange.exchange import Exchange
+from tierfall.core.restore.exchange.gloo import LostError
 from tierfall.core.restore.restore import Request, Restored, fill_first
-from tierfall.core.restore.wire import LostError
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
 ORDER = ("host", "nvme", "store")
 

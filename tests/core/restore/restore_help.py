@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 
-from tierfall.core.capture.cutting import Cutting
-from tierfall.core.capture.filling import Filling
-from tierfall.core.capture.sources import Sources
-from tierfall.core.capture.targets import Targets
-from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.documents import sha256
-from tierfall.core.errors import TierfallError
-from tierfall.core.image import describe, plan_fill, plan_layout
-from tierfall.core.records import Commit, Line, Manifest, NamedFile
+from tierfall.core.capture.copier import Filling
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit, Line, Manifest, NamedFile
+from tierfall.core.image.layout import plan_layout
+from tierfall.core.image.segments import Cutting
+from tierfall.core.image.sources import Sources
+from tierfall.core.image.targets import Targets
+from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.restore import Request, Restored, restore
-from tierfall.core.values import CheckpointId, CopyState, Shard
+from tierfall.core.state.walk import describe
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.values import CheckpointId, CopyState, Shard
 
 SHARD = Shard(0, 1)
 CHUNK = 4096

@@ -9,15 +9,15 @@ from typing import Any
 from restore_help import Made, Tiers, checkpoint, state_of
 
 from tests.core.ranks.threads import PATIENCE_S, network, on_all
-from tierfall.core.documents import sha256
-from tierfall.core.image import plan_fill
-from tierfall.core.names import manifest_name, shard_name
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit, NamedFile
+from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.records import Commit, NamedFile
-from tierfall.core.restore.agreeing import agree_to_restore, together
-from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.agreement import agree_to_restore, together
 from tierfall.core.restore.restore import Request, Restored, fill_first
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.types.keys import manifest_name, shard_name
+from tierfall.core.types.values import CheckpointId, Shard
 
 __all__ = [
     "PATIENCE_S",

@@ -19,23 +19,13 @@ from several_help import (
     sharded,
 )
 
-from tierfall.core.catalog import KnownCheckpoint, Listing
-from tierfall.core.errors import (
-    IntegrityError,
-    RanksError,
-    RestoreError,
-    UnreachableError,
-)
-from tierfall.core.records import read_commit
-from tierfall.core.restore.agreeing import (
-    agree_to_restore,
-    choose_together,
-    complete,
-    whole_on,
-)
-from tierfall.core.restore.describing import describe, merge_ranks
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.records import read_commit
+from tierfall.core.restore.agreement import agree_to_restore, choose_together, complete, whole_on
+from tierfall.core.restore.inventory import describe, merge_ranks
 from tierfall.core.restore.restore import Request
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.errors import IntegrityError, RanksError, RestoreError, UnreachableError
+from tierfall.core.types.values import CheckpointId
 
 ORDER = ("host", "nvme", "store")
 

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.restore.asking import (
+from tierfall.core.restore.exchange.assign import Wanted
+from tierfall.core.restore.exchange.messages import (
     Answer,
     Ask,
     Failed,
@@ -18,7 +19,6 @@ from tierfall.core.restore.asking import (
     read_answer,
     to_runs,
 )
-from tierfall.core.restore.assigning import Wanted
 
 SEES_ALL = {2: range(4)}
 

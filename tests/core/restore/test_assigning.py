@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.image import Fill
-from tierfall.core.restore.assigning import (
+from tierfall.core.load.build import Fill
+from tierfall.core.restore.exchange.assign import (
     HEADER,
     Group,
     Item,

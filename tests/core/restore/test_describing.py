@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from several_help import all_named, sharded
 
-from tierfall.core.catalog import FoundCopy, Listing
-from tierfall.core.errors import (
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.records import Commit
+from tierfall.core.restore.agreement import whole_on
+from tierfall.core.restore.inventory import describe, merge_ranks
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     IntegrityError,
@@ -19,11 +22,8 @@ from tierfall.core.errors import (
     TierfallError,
     UnreachableError,
 )
-from tierfall.core.lines import AttemptStart
-from tierfall.core.records import Commit
-from tierfall.core.restore.agreeing import whole_on
-from tierfall.core.restore.describing import describe, merge_ranks
-from tierfall.core.values import CheckpointId, CopyState
+from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.values import CheckpointId, CopyState
 
 ID = CheckpointId(5, 1)
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.fake_device import OnDevice
-from tierfall.core.restore.device_copies import GATHERED_FROM, _copy
+from tierfall.core.copies.to_device import GATHERED_FROM, _copy
 
 
 class Ops(TorchDispatchMode):

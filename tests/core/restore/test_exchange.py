@@ -12,13 +12,13 @@ from exchange_help import Job, Peer, part
 from restore_help import DictImage, flip
 from several_help import network, on_all
 
-from tierfall.core.errors import RestoreError, UnreachableError
-from tierfall.core.image import plan_fill
-from tierfall.core.restore.cargo import Chunks
-from tierfall.core.restore.passing import _Hand, run_all
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.restore.exchange.gloo import LostError
+from tierfall.core.restore.exchange.payloads import Chunks
+from tierfall.core.restore.exchange.rounds import _Hand, run_all
 from tierfall.core.restore.restore import Restored
-from tierfall.core.restore.wire import LostError
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.types.errors import RestoreError, UnreachableError
+from tierfall.core.types.values import CheckpointId, Shard
 
 RANKS = 4
 ELEMENTS = 4500  # several chunks each

@@ -10,18 +10,11 @@ import torch
 from restore_help import Tiers, flip, holds, start_of, state_of
 from several_help import Rank, network, on_all, put_shared
 
-from tierfall.core.catalog import KnownCheckpoint
-from tierfall.core.errors import (
-    IntegrityError,
-    RanksError,
-    RestoreError,
-    TierfallError,
-    UnreachableError,
-)
-from tierfall.core.image import plan_fill
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.load.fill import plan_fill
 from tierfall.core.ranks.ranks import Ranks
-from tierfall.core.restore.agreeing import together
-from tierfall.core.restore.reader import Tally
+from tierfall.core.restore.agreement import together
 from tierfall.core.restore.restore import (
     Failure,
     Request,
@@ -30,7 +23,14 @@ from tierfall.core.restore.restore import (
     choose,
     fill_first,
 )
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.types.errors import (
+    IntegrityError,
+    RanksError,
+    RestoreError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.values import CheckpointId, Shard
 
 HALF = "HALF FILLED"
 HALF_WORDS = "; THE STATE IS HALF FILLED: do not train on it"

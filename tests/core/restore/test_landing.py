@@ -26,13 +26,21 @@ from restore_help import (
 )
 
 from tests.core.fake_device import FakeStream, FakeStreams, OnDevice
-from tierfall.core.errors import BackendError, RestoreError, UnreachableError
-from tierfall.core.image import Fill, FillPlan, ImageHeader, plan_fill
-from tierfall.core.restore.images import StoredImage
-from tierfall.core.restore.landing import PIECE_BYTES, STRAIGHT_BYTES, Landing, Written, copy_bytes
+from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.copies.cached_reads import (
+    PIECE_BYTES,
+    STRAIGHT_BYTES,
+    Landing,
+    Written,
+    copy_bytes,
+)
+from tierfall.core.copies.images import StoredImage
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.load.build import Fill
+from tierfall.core.load.fill import FillPlan, plan_fill
 from tierfall.core.restore.restore import Request, restore
-from tierfall.core.restore.ring import Ring
-from tierfall.core.values import CheckpointId, Codec, Shard
+from tierfall.core.types.errors import BackendError, RestoreError, UnreachableError
+from tierfall.core.types.values import CheckpointId, Codec, Shard
 
 ONE = CheckpointId(5, 1)
 

@@ -9,10 +9,10 @@ import torch
 from restore_help import SHARD, Tiers, checkpoint, flip
 from several_help import Rank, network, on_all, put_shared
 
-from tierfall.core.errors import RestoreError
-from tierfall.core.image import plan_fill
-from tierfall.core.image.choices import Choices
+from tierfall.core.load.choices import Choices
+from tierfall.core.load.fill import plan_fill
 from tierfall.core.restore.restore import Request, Restored, restore
+from tierfall.core.types.errors import RestoreError
 
 COUNT = 5000  # five chunks
 LOOSE = Choices.of(strict=False)

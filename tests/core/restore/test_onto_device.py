@@ -13,11 +13,11 @@ from restore_help import CHUNK, ELEMENTS, SHARD, DictImage, Tiers, checkpoint, f
 
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
 from tests.steps import wait_until
-from tierfall.core.errors import RestoreError
-from tierfall.core.image import FillPlan, plan_fill
-from tierfall.core.restore import device_copies
+from tierfall.core.copies import to_device
+from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.load.fill import FillPlan, plan_fill
 from tierfall.core.restore.restore import Request, Restored, restore
-from tierfall.core.restore.ring import Ring
+from tierfall.core.types.errors import RestoreError
 
 PATIENCE_S = 20.0
 CHUNKS = 5
@@ -220,7 +220,7 @@ def test_copies_come_after_what_was_queued_on_the_device(
         waited.append((device, len(stream.enqueued)))
         state["w"].fill_(UNTOUCHED)
 
-    monkeypatch.setattr(device_copies, "synchronize", callers_work_ends)
+    monkeypatch.setattr(to_device, "synchronize", callers_work_ends)
     bring(tiers, state, ring_of(stream))
     assert waited == [(OnDevice.device, 0)]
     assert holds(state, 1)
@@ -349,7 +349,7 @@ def test_a_ring_of_a_restores_own_is_unlocked_when_no_copy_is_under_way(
     (image,) = tiers.images.values()
     if damaged:
         flip(image, CHUNKS)
-    monkeypatch.setattr("tierfall.core.restore.ring.Streams", lambda: FakeStreams(stream))
+    monkeypatch.setattr("tierfall.core.copies.buffer_ring.Streams", lambda: FakeStreams(stream))
     under_way: list[bool] = []
     locks.on_unlock = lambda: under_way.append(not all(m.is_done() for m in stream.enqueued))
     state = blank()

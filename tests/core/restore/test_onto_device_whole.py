@@ -12,8 +12,10 @@ import torch
 
 import tierfall
 from tests.core.fake_device import FakeLocks, FakeStream, FakeStreams, OnDevice
-from tierfall import api, checkpointer
-from tierfall.core.image import plan_fill, plan_load
+from tierfall import api
+from tierfall.core.load.fill import plan_fill
+from tierfall.core.load.load import plan_load
+from tierfall.run import checkpointer
 
 MakeConfig = Callable[..., dict[str, Any]]
 CHUNKS_MIN = 6
@@ -42,7 +44,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> FakeLocks:
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStream]:
     made = FakeStream()
-    monkeypatch.setattr("tierfall.core.restore.ring.Streams", lambda: FakeStreams(made))
+    monkeypatch.setattr("tierfall.core.copies.buffer_ring.Streams", lambda: FakeStreams(made))
     monkeypatch.setattr(checkpointer, "plan_fill", onto_device(plan_fill))
     monkeypatch.setattr(api, "plan_load", onto_device(plan_load))
     yield made

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tierfall.core.restore.reader import in_threads
+from tierfall.core.copies.chunk_reader import in_threads
 
 PATIENCE_S = 20.0
 

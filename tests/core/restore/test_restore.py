@@ -18,14 +18,14 @@ from restore_help import (
     state_of,
 )
 
-from tierfall.core.errors import (
+from tierfall.core.types.errors import (
     BackendError,
     IntegrityError,
     NotSupportedError,
     RestoreError,
     UnreachableError,
 )
-from tierfall.core.values import CheckpointId
+from tierfall.core.types.values import CheckpointId
 
 HALF = "HALF FILLED"
 
@@ -133,7 +133,7 @@ def test_copies_of_one_name_with_different_content_are_never_mixed(state: dict[s
     line = dataclasses.replace(stranger.commit.line, checkpoint=CheckpointId(5, 1))
     stranger.manifest = dataclasses.replace(stranger.manifest, line=line)
     data = stranger.manifest.encode()
-    from tierfall.core.documents import sha256
+    from tierfall.core.format.documents import sha256
 
     files = (
         stranger.commit.files[0],

@@ -11,7 +11,7 @@ import torch
 
 import tierfall
 from tests.conftest import SHARED
-from tierfall.core.buffers import BufferPool
+from tierfall.core.runtime.buffers import BufferPool
 from tierfall.errors import RestoreError
 
 pytestmark = [

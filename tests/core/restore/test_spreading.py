@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.errors import RestoreError
-from tierfall.core.image import ImageHeader, StoredTensor, Want
-from tierfall.core.image.merging import Block, Merged
-from tierfall.core.image.nodes import MapNode
-from tierfall.core.restore.spreading import Spread, spread
+from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.merge import Block, Merged
+from tierfall.core.image.tree import MapNode
+from tierfall.core.load.build import Want
+from tierfall.core.restore.reshard_reads import Spread, spread
+from tierfall.core.types.errors import RestoreError
 
 Cuts = tuple[tuple[int, ...], ...]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.values import CheckpointId
 
 FIRST = CheckpointId(1, 1)
 

@@ -9,9 +9,12 @@ import pytest
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import CUT, Rank
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Operation
-from tierfall.core import names
-from tierfall.core.errors import (
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
+from tierfall.core.format.records import Mark
+from tierfall.core.scheduler.group.commands import RETRY_S
+from tierfall.core.scheduler.ledger.tasks import CommitCopy, CopyRun, DropCopy, FinishCopy, Task
+from tierfall.core.types import keys as names
+from tierfall.core.types.errors import (
     BackendError,
     CapacityError,
     CaptureError,
@@ -19,10 +22,7 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.records import Mark
-from tierfall.core.scheduler.orders import RETRY_S
-from tierfall.core.scheduler.tasks import CommitCopy, CopyRun, DropCopy, FinishCopy, Task
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 DRAW = random.Random(1)

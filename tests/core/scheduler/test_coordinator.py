@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import (
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.scheduler.ledger.tasks import CopyRun, FinishCopy, PersonsOrder
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
     CapacityError,
     CaptureError,
     FlushError,
@@ -17,8 +18,7 @@ from tierfall.core.errors import (
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.scheduler.tasks import CopyRun, FinishCopy, PersonsOrder
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 
 def test_a_save_arrives_on_every_tier_with_the_same_bytes() -> None:
@@ -149,7 +149,7 @@ def test_retention_drops_only_after_the_successor_is_committed() -> None:
 
 def test_a_pin_that_came_from_elsewhere_is_seen_before_anything_is_dropped() -> None:
     """The command line leaves a mark beside a living trainer, which must not drop what it believed to be unpinned."""
-    from tierfall.core.records import Mark
+    from tierfall.core.format.records import Mark
 
     world = World([file_rules("nvme", retain_last=1)])
     world.save(1)
@@ -161,7 +161,7 @@ def test_a_pin_that_came_from_elsewhere_is_seen_before_anything_is_dropped() -> 
 
 
 def test_a_tombstone_that_came_from_elsewhere_is_executed_after_the_next_commit() -> None:
-    from tierfall.core.records import Mark
+    from tierfall.core.format.records import Mark
 
     world = World([file_rules("nvme")])
     world.save(1)

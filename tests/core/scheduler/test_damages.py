@@ -11,12 +11,10 @@ import pytest
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import Troubled
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Operation
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import BackendError, StorageFullError
-from tierfall.core.records import read_manifest
-from tierfall.core.scheduler.tasks import (
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Operation
+from tierfall.core.format.records import read_manifest
+from tierfall.core.scheduler.ledger.tasks import (
     CheckChunk,
     DropCopy,
     FinishCopy,
@@ -24,7 +22,9 @@ from tierfall.core.scheduler.tasks import (
     PersonsOrder,
     Task,
 )
-from tierfall.core.values import CheckpointId, Codec, CopyState
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import BackendError, StorageFullError
+from tierfall.core.types.values import CheckpointId, Codec, CopyState
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
 STEM = "rank-00000-of-00001"

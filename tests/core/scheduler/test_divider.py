@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from tests.core.ranks.network import Network
-from tierfall.core.image import describe, plan_layout
-from tierfall.core.image.dividing import Division, Shareable
+from tierfall.core.capture.snapshot import Share
+from tierfall.core.image.dedup import Division, Shareable
+from tierfall.core.image.layout import plan_layout
 from tierfall.core.ranks.ranks import Announced, Gathered, Told
-from tierfall.core.scheduler.dividing import ASK_AGAIN_S, Divider
-from tierfall.core.scheduler.tasks import DivisionAsked
-from tierfall.core.snapshot import Share
-from tierfall.core.values import CheckpointId
+from tierfall.core.scheduler.group.dedup import ASK_AGAIN_S, Divider
+from tierfall.core.scheduler.ledger.tasks import DivisionAsked
+from tierfall.core.state.walk import describe
+from tierfall.core.types.values import CheckpointId
 
 MAX_WAIT_S = 10.0
 UNANSWERED = "unanswered"

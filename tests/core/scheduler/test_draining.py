@@ -11,9 +11,9 @@ from tests.core.scheduler.test_commits import talk
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import CHUNK, IMAGE, file_rules
-from tierfall.core.prospects import Prospect
-from tierfall.core.scheduler.tasks import Ask, CopyRun
-from tierfall.core.values import CheckpointId
+from tierfall.core.scheduler.ledger.tasks import Ask, CopyRun
+from tierfall.core.types.drain_outlook import Prospect
+from tierfall.core.types.values import CheckpointId
 from tierfall.policies.drain import drain_in_words
 
 RATE = IMAGE / 10.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierfall.core.lines import AttemptStart, Key, abandoned
-from tierfall.core.scheduler.ledger import Entry, Ledger
-from tierfall.core.values import CheckpointId, CopyState, LossClass, Shard, TierKind
-from tierfall.core.view import TierRules
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.types.lineage import AttemptStart, Key, abandoned
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard, TierKind
+from tierfall.core.types.view import TierRules
 
 RULES = (
     TierRules(name="host", kind=TierKind.HOST, survives=LossClass.PROCESS),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import CapacityError, FlushError, StorageFullError, UnreachableError
-from tierfall.core.records import Mark
-from tierfall.core.scheduler.tasks import OpenShard, Order, PersonsOrder
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.format.records import Mark
+from tierfall.core.scheduler.ledger.tasks import OpenShard, Order, PersonsOrder
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import CapacityError, FlushError, StorageFullError, UnreachableError
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 
 def broken_world(**rules: object) -> tuple[World, list[Faulty]]:

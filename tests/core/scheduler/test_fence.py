@@ -8,13 +8,19 @@ import pytest
 
 from tests.rules import young
 from tests.simulation.world import IMAGE, SHARD, World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.backends.wrapper import Wrapper
-from tierfall.core.contracts import Backend, Publish, Stored, Writer
-from tierfall.core.errors import FencedError, IntegrityError
-from tierfall.core.records import Attempt
-from tierfall.core.scheduler.tasks import DropCopy, FinishCopy, OpenShard, PersonsOrder, ReadMarks
-from tierfall.core.values import CheckpointId, Codec, SaveOutcome
+from tierfall.backends.wrappers.base import Wrapper
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.format.records import Attempt
+from tierfall.core.scheduler.ledger.tasks import (
+    DropCopy,
+    FinishCopy,
+    OpenShard,
+    PersonsOrder,
+    ReadMarks,
+)
+from tierfall.core.types.backend import Backend, Publish, Stored, Writer
+from tierfall.core.types.errors import FencedError, IntegrityError
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 

@@ -12,11 +12,11 @@ from tests.rules import NEWEST_FIRST, SCATTERED
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.errors import AccessDeniedError, FlushError
-from tierfall.core.events import FlushGivenUp
-from tierfall.core.policy import Rule
-from tierfall.core.scheduler.tasks import OpenShard, Order, PersonsOrder
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.scheduler.ledger.tasks import OpenShard, Order, PersonsOrder
+from tierfall.core.types.errors import AccessDeniedError, FlushError
+from tierfall.core.types.events import FlushGivenUp
+from tierfall.core.types.policy import Rule
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 from tierfall.tiers.stored import StoredTier
 
 COPY_S = 10.0

@@ -18,12 +18,7 @@ from tests.core.scheduler.test_superseding import (
     until,
 )
 from tests.simulation.world import IMAGE, FakeMemory, World, file_rules
-from tierfall.core.errors import (
-    CapacityError,
-    FlushError,
-    UnreachableError,
-)
-from tierfall.core.scheduler.tasks import (
+from tierfall.core.scheduler.ledger.tasks import (
     AbortShard,
     Admission,
     CopyRun,
@@ -31,8 +26,9 @@ from tierfall.core.scheduler.tasks import (
     Outcome,
     PersonsOrder,
 )
-from tierfall.core.values import CheckpointId, SaveOutcome, Shard, WhenFull
-from tierfall.tiers.arena import Arena, extent_bytes
+from tierfall.core.types.errors import CapacityError, FlushError, UnreachableError
+from tierfall.core.types.values import CheckpointId, SaveOutcome, Shard, WhenFull
+from tierfall.tiers.arena.arena import Arena, extent_bytes
 
 # Whether it would make room --------------------------------------------------------------------------
 

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules, images_of
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import AccessDeniedError, CapacityError, FlushError, StepError
-from tierfall.core.records import Mark
-from tierfall.core.scheduler.tasks import (
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.format.records import Mark
+from tierfall.core.scheduler.ledger.tasks import (
     ChangeMark,
     DropCopy,
     Order,
@@ -19,7 +17,9 @@ from tierfall.core.scheduler.tasks import (
     ReadMarks,
     Task,
 )
-from tierfall.core.values import CheckpointId, CopyState, SaveOutcome
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import AccessDeniedError, CapacityError, FlushError, StepError
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
 Answer = list[dict[str, BaseException]]

@@ -14,10 +14,10 @@ import torch
 import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.pace import Pace
-from tierfall.core.scheduler.pacing import Flushing, Pacing
-from tierfall.step_clock import PATIENCE, StepClock
-from tierfall.stores import open_store
+from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.scheduler.flush.throttle import Flushing, Pacing
+from tierfall.setup.tiers import open_store
+from tierfall.telemetry.step_timer import PATIENCE, StepClock
 
 STEP_S = 1.0
 RATE = IMAGE / 10.0

@@ -8,12 +8,12 @@ from tests.core.scheduler.test_commits import failing, folder_is_empty, pass_tim
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.rank import image_of
 from tests.simulation.world import World, file_rules, marks_in
-from tierfall.backends.faults import Operation
-from tierfall.core import names
-from tierfall.core.errors import StorageFullError, UnreachableError
-from tierfall.core.records import Mark
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.backends.wrappers.faults import Operation
+from tierfall.core.format.records import Mark
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types import keys
+from tierfall.core.types.errors import StorageFullError, UnreachableError
+from tierfall.core.types.values import CheckpointId, Shard
 
 ONE = CheckpointId(1, 1)
 
@@ -28,7 +28,7 @@ def killed_with_all_in_memory(
         rank.save(1)
     talk(run)
     for rank in run.ranks if pinned else ():
-        mark = Mark(name=names.PIN_MARK, checkpoint=ONE, wall_time_s=0.0)
+        mark = Mark(name=keys.PIN_MARK, checkpoint=ONE, wall_time_s=0.0)
         rank.memory.regions[0].add_mark(mark.encode())
     run.crash()
     regions = {rank.number: list(rank.memory.regions) for rank in run.ranks}
@@ -41,12 +41,12 @@ def killed_with_all_in_memory(
 
 
 def images_on(run: Many, tier: str) -> dict[str, bytes]:
-    prefix = names.step_prefix("run", ONE)
+    prefix = keys.step_prefix("run", ONE)
     return {
         key.removeprefix(prefix): bytes(data)
         for disk in run.disks(tier).values()
         for key, data in disk._objects.items()
-        if key.startswith(prefix) and names.parse_shard(key.removeprefix(prefix)) is not None
+        if key.startswith(prefix) and keys.parse_shard(key.removeprefix(prefix)) is not None
     }
 
 
@@ -70,11 +70,11 @@ def test_all_parts_come_to_each_tier_and_are_one_checkpoint_there(
     for tier in (NODE_TIER, SHARED_TIER):
         found = images_on(run, tier)
         for rank in range(count):
-            assert found[names.shard_name(Shard(rank, count))] == image_of(ONE, rank)
+            assert found[keys.shard_name(Shard(rank, count))] == image_of(ONE, rank)
         assert all(ONE in rank.committed(tier) for rank in run.ranks)
     *named, index = [file.name for file in run.records(SHARED_TIER, 0)[ONE].files]
-    assert index == names.INDEX_NAME
-    assert named == sorted(named, key=lambda name: names.parse_shard(name).rank)  # type: ignore[union-attr]
+    assert index == keys.INDEX_NAME
+    assert named == sorted(named, key=lambda name: keys.parse_shard(name).rank)  # type: ignore[union-attr]
     for node in set(node_of):
         here = [there for there, on in zip(places, node_of, strict=True) if on == node and there]
         assert (ONE in run.records(NODE_TIER, node)) == bool(here), "a record is where images are"
@@ -134,7 +134,7 @@ def test_a_persons_orders_reach_every_part_in_memory(places: list[list[int]]) ->
     run.settle()
     assert pinned == [{}]
     parts = [region for rank in run.ranks for region in rank.memory.regions]
-    assert [marks_in(region) for region in parts] == [{names.PIN_MARK}] * 2
+    assert [marks_in(region) for region in parts] == [{keys.PIN_MARK}] * 2
     for answer in (
         run.ranks[0].order(kind, ONE) for kind in (PersonsOrder.UNPIN, PersonsOrder.DELETE)
     ):
@@ -171,7 +171,7 @@ def test_a_pin_that_another_rank_found_counts_for_what_is_owed_where_this_one_ha
     alone.start()
     nvme = {id for id, tier in alone.coordinator.left_undone() if tier == "nvme"}
     assert nvme == {CheckpointId(2, 1)}
-    alone.coordinator.ledger.note_marks({"host": {ONE: frozenset({names.PIN_MARK})}})
+    alone.coordinator.ledger.note_marks({"host": {ONE: frozenset({keys.PIN_MARK})}})
     alone.coordinator._note_owed()
     assert (ONE, "nvme") in alone.coordinator.left_undone()
 
@@ -208,6 +208,6 @@ def test_what_is_flushed_from_a_disk_names_all_parts_though_memory_has_those_of_
     run.start()
     assert run.started_from == ONE
     run.settle()
-    named = {names.parse_shard(file.name) for file in run.records(SHARED_TIER, 0)[ONE].files}
+    named = {keys.parse_shard(file.name) for file in run.records(SHARED_TIER, 0)[ONE].files}
     assert named >= {Shard(rank, 3) for rank in range(3)}
     assert len(images_on(run, SHARED_TIER)) == 2 * 3

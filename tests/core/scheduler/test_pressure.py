@@ -13,9 +13,9 @@ from tests.rules import NEWEST_FIRST
 from tests.simulation.many import SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.errors import CaptureError
-from tierfall.core.scheduler.tasks import Order, PersonsOrder
-from tierfall.core.values import CheckpointId, WhenFull
+from tierfall.core.scheduler.ledger.tasks import Order, PersonsOrder
+from tierfall.core.types.errors import CaptureError
+from tierfall.core.types.values import CheckpointId, WhenFull
 
 EVERY_S = 10.0
 

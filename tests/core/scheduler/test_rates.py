@@ -10,10 +10,10 @@ import torch
 import tierfall
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.errors import UnreachableError
-from tierfall.core.scheduler.rates import STRETCHES, Rates
-from tierfall.core.scheduler.tasks import AbortShard, CopyRun, FinishCopy, Outcome, Source
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.scheduler.flush.throughput import STRETCHES, Rates
+from tierfall.core.scheduler.ledger.tasks import AbortShard, CopyRun, FinishCopy, Outcome, Source
+from tierfall.core.types.errors import UnreachableError
+from tierfall.core.types.values import CheckpointId, Shard
 
 SLOW = IMAGE / 10.0
 FAST = IMAGE / 2.0

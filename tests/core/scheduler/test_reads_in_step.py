@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.core.errors import UnreachableError
-from tierfall.core.scheduler.tasks import CopyRun, Outcome
-from tierfall.core.values import CheckpointId, Codec
+from tierfall.core.scheduler.ledger.tasks import CopyRun, Outcome
+from tierfall.core.types.errors import UnreachableError
+from tierfall.core.types.values import CheckpointId, Codec
 
 FIRST = CheckpointId(1, 1)
 

@@ -12,19 +12,19 @@ from tests.core.scheduler.test_commits import world as ranks
 from tests.rules import NEWEST_FIRST
 from tests.simulation.many import NODE_TIER, SHARED_TIER
 from tests.simulation.world import IMAGE, World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import (
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.scheduler.flush.flusher import ARRIVALS_BEFORE_SET_ASIDE
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
     FlushError,
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.events import SetAside
-from tierfall.core.scheduler.flushing import ARRIVALS_BEFORE_SET_ASIDE
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.types.events import SetAside
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
 OF_FIRST = "run/step-00000001-*"

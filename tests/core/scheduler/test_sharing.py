@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.steps import wait_until
-from tierfall.core.buffers import BufferPool
-from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.documents import Spliced
-from tierfall.core.packing.frames import frame_bytes_max
-from tierfall.core.records import Line, Manifest
-from tierfall.core.scheduler.sharing import SharedReads
-from tierfall.core.scheduler.tasks import CopyRun, Source
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.format.documents import Spliced
+from tierfall.core.format.records import Line, Manifest
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.scheduler.ledger.tasks import CopyRun, Source
+from tierfall.core.scheduler.shared_reads import SharedReads
+from tierfall.core.types.values import CheckpointId, Shard
 
 PATIENCE_S = 20.0
 CHUNK = 4096

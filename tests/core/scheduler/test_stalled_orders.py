@@ -6,15 +6,15 @@ import pytest
 
 from tests.core.scheduler.test_stalls import failing, opened, world_with
 from tests.simulation.world import World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
-from tierfall.backends.retry import Retrying
-from tierfall.core import names
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import AccessDeniedError
-from tierfall.core.scheduler.lane import LONGEST_RETRY_S
-from tierfall.core.scheduler.tasks import DropCopy, Order, PersonsOrder
-from tierfall.core.scheduler.transfer import Phase
-from tierfall.core.values import CheckpointId, Codec, SaveOutcome
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.backends.wrappers.retry import Retrying
+from tierfall.core.scheduler.flush.copy_progress import Phase
+from tierfall.core.scheduler.flush.lane import LONGEST_RETRY_S
+from tierfall.core.scheduler.ledger.tasks import DropCopy, Order, PersonsOrder
+from tierfall.core.types import keys as names
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import AccessDeniedError
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
 LOST_COMMIT = Fault(

@@ -8,13 +8,13 @@ import logging
 import pytest
 
 from tests.simulation.world import CHUNK, DATA_START, IMAGE, World, file_rules
-from tierfall.backends.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.backends.memory import MemoryBackend, MemoryWriter
-from tierfall.core.contracts import Backend
-from tierfall.core.errors import AccessDeniedError, FlushError
-from tierfall.core.scheduler import lane as lane_module
-from tierfall.core.scheduler.tasks import CopyRun
-from tierfall.core.values import CheckpointId, Codec, SaveOutcome
+from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.scheduler.flush import lane as lane_module
+from tierfall.core.scheduler.ledger.tasks import CopyRun
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import AccessDeniedError, FlushError
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome
 
 FIRST = CheckpointId(1, 1)
 

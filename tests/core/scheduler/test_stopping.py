@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.simulation.world import World, file_rules
-from tierfall.core.errors import BackendError, CaptureError, TierfallError
-from tierfall.core.scheduler.tasks import Ask, OpenShard, Order, PersonsOrder
-from tierfall.core.values import CheckpointId, SaveOutcome
+from tierfall.core.scheduler.ledger.tasks import Ask, OpenShard, Order, PersonsOrder
+from tierfall.core.types.errors import BackendError, CaptureError, TierfallError
+from tierfall.core.types.values import CheckpointId, SaveOutcome
 
 STOPPED = TierfallError("stopped on purpose")
 

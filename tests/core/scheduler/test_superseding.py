@@ -11,16 +11,9 @@ import pytest
 
 from tests.simulation.world import World, file_rules
 from tierfall.backends.memory import MemoryWriter
-from tierfall.core import names
-from tierfall.core.errors import (
-    AccessDeniedError,
-    CapacityError,
-    TierfallError,
-    UnreachableError,
-)
-from tierfall.core.handle import SaveHandle
-from tierfall.core.records import Mark
-from tierfall.core.scheduler.tasks import (
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.format.records import Mark
+from tierfall.core.scheduler.ledger.tasks import (
     CopyRun,
     DropCopy,
     FinishCopy,
@@ -29,7 +22,14 @@ from tierfall.core.scheduler.tasks import (
     PersonsOrder,
     Task,
 )
-from tierfall.core.values import CheckpointId, Codec, SaveOutcome, WhenFull
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    CapacityError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.values import CheckpointId, Codec, SaveOutcome, WhenFull
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(2, 1)
 
@@ -344,7 +344,7 @@ def test_what_a_tier_is_about_to_drop_is_not_said_to_be_superseded() -> None:
     world.coordinator.lanes["nvme"].not_before_s = 10.0
     first, _ = world.save(1), world.save(2)
     store_alone(world, lambda: any(isinstance(t, DropCopy) for t in world.tasks))
-    mark = Mark(name=names.PIN_MARK, checkpoint=FIRST, wall_time_s=0.0)
+    mark = Mark(name=keys.PIN_MARK, checkpoint=FIRST, wall_time_s=0.0)
     world.stores["store"].add_mark(mark)
     world.save(3)
     world.save(4)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.simulation.world import World, file_rules
 from tierfall.core.scheduler.coordinator import Coordinator
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.values import CheckpointId
 
 ID = CheckpointId(1, 1)
 

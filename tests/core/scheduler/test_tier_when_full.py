@@ -11,9 +11,9 @@ from tests.core.scheduler.test_commits import talk
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.throttled import Throttled
 from tests.simulation.world import IMAGE, file_rules
-from tierfall.core.errors import CapacityError, FlushError, UnreachableError
-from tierfall.core.scheduler.tasks import CopyRun
-from tierfall.core.values import SaveOutcome, WhenFull
+from tierfall.core.scheduler.ledger.tasks import CopyRun
+from tierfall.core.types.errors import CapacityError, FlushError, UnreachableError
+from tierfall.core.types.values import SaveOutcome, WhenFull
 
 COPY_S = 10.0
 

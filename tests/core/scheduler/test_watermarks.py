@@ -13,15 +13,15 @@ from tests.rules import best, order, tagged
 from tests.simulation.wants import metrics_of
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.memory import MemoryBackend
-from tierfall.core.errors import (
+from tierfall.core.scheduler.deletion.deleter import Dropper
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.errors import (
     AccessDeniedError,
     CapacityError,
     StorageFullError,
     UnreachableError,
 )
-from tierfall.core.scheduler.dropping import Dropper
-from tierfall.core.scheduler.tasks import PersonsOrder
-from tierfall.core.values import CheckpointId, Codec
+from tierfall.core.types.values import CheckpointId, Codec
 from tierfall.tiers.stored import StoredTier
 
 ENTRY = int(1.1 * IMAGE)

@@ -18,26 +18,28 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierfall.checkpointer import Checkpointer
 from tierfall.config import Config
-from tierfall.core import names
-from tierfall.core.bell import Bell
-from tierfall.core.buffers import allocate
-from tierfall.core.capture.filling import chunk_digest
-from tierfall.core.documents import sha256
-from tierfall.core.errors import ConfigError, FlushError
-from tierfall.core.image import Layout, StateView, as_bytes, copy_whole, describe, plan_layout
-from tierfall.core.packing.files import files_of, with_packed
-from tierfall.core.records import Attempt, Commit, Line, Manifest, NamedFile
-from tierfall.core.scheduler.finding import Finder
-from tierfall.core.scheduler.tasks import ImageWriter
-from tierfall.core.snapshot import Geometry
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.capture.copier import chunk_digest
+from tierfall.core.format.commit_files import files_of, with_packed
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, NamedFile
+from tierfall.core.image.layout import Layout, plan_layout
+from tierfall.core.runtime.buffers import allocate
+from tierfall.core.runtime.wait import Bell
+from tierfall.core.scheduler.group.external_commits import Finder
+from tierfall.core.scheduler.ledger.tasks import ImageWriter
+from tierfall.core.state.view import StateView
+from tierfall.core.state.walk import describe
+from tierfall.core.tensors.tensors import as_bytes, copy_whole
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError, FlushError
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
-from tierfall.line import as_step
-from tierfall.starting import is_shared
-from tierfall.stores import open_store
-from tierfall.telling import checked_metrics, checked_tags
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.session.start import is_shared
+from tierfall.session.statistics import checked_metrics, checked_tags
+from tierfall.setup.lineage import as_step
+from tierfall.setup.tiers import open_store
 from tierfall.tiers.stored import StoredTier
 
 
@@ -134,7 +136,7 @@ class DirectWriter(StorageWriter):
         with open_store(orders.config, orders.run, orders.tier) as store:
             store.check_fence(orders.attempt)
             files = _write_image(store, orders, view)
-        index = MetadataIndex(names.shard_name(orders.shard))
+        index = MetadataIndex(keys.shard_name(orders.shard))
         written = Files(index=index, size_in_bytes=sum(f.bytes for f in files), storage_data=files)
         done: Future[list[WriteResult]] = Future()
         done.set_result([written, *results_of(plan)])
@@ -204,8 +206,8 @@ def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[Na
     data = manifest.encode()
     store.write_manifest(id, shard, data)
     plain = (
-        NamedFile(name=names.shard_name(shard), bytes=cut.image_bytes, digest=None),
-        NamedFile(name=names.manifest_name(shard), bytes=len(data), digest=sha256(data)),
+        NamedFile(name=keys.shard_name(shard), bytes=cut.image_bytes, digest=None),
+        NamedFile(name=keys.manifest_name(shard), bytes=len(data), digest=sha256(data)),
     )
     return files_of(with_packed(_commit(orders, plain), shard, packed), shard)
 

@@ -19,10 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tierfall.core.errors import RestoreError
-from tierfall.core.image import codec, naming
-from tierfall.core.image.merging import Merged
-from tierfall.core.image.nodes import (
+from tierfall.core.image.merge import Merged
+from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
     Node,
@@ -33,6 +31,8 @@ from tierfall.core.image.nodes import (
     TensorNode,
     ValueNode,
 )
+from tierfall.core.tensors import names, value_codec
+from tierfall.core.types.errors import RestoreError
 
 Path = tuple[str | int, ...]
 
@@ -142,7 +142,7 @@ class _Names:
             case ObjectNode():
                 yield from self.below(node.state, path)
             case ValueNode():
-                value = codec.decode(self._header.values[node.number], _Shape())
+                value = value_codec.decode(self._header.values[node.number], _Shape())
                 yield from _inside(value, path, node, ())
             case RandomNode():
                 return  # the process's own, which DCP has no name for
@@ -164,7 +164,7 @@ class _Names:
         name = node.names[number]
         if name is None:
             return str(number)
-        within = next((m for m in self._modules if naming.is_within(name, m)), None)
+        within = next((m for m in self._modules if names.is_within(name, m)), None)
         return name if within is None else name.removeprefix(f"{within}.")
 
 
@@ -193,7 +193,7 @@ def _modules(node: Node, name: str) -> Iterator[str]:
         yield name
     elif isinstance(node, MapNode):
         for key, child in node.entries:
-            yield from _modules(child, naming.join(name, naming.part(key)))
+            yield from _modules(child, names.join(name, names.part(key)))
 
 
 def _inside(value: Any, path: Path, node: Node, inside: tuple[Any, ...]) -> Iterator[Leaf]:

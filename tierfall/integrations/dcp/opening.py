@@ -8,27 +8,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tierfall.checkpointer import Checkpointer
-from tierfall.core import names
-from tierfall.core.catalog import KnownCheckpoint, Listing
-from tierfall.core.errors import NotSupportedError, RestoreError
-from tierfall.core.image.files import refuse_files
-from tierfall.core.image.merging import Merged, merge_headers
-from tierfall.core.index.index import Index
-from tierfall.core.index.laying import lay_over
-from tierfall.core.index.reading import named_index
-from tierfall.core.ranks.council import Bodies
-from tierfall.core.restore.agreeing import together
-from tierfall.core.restore.choosing import Request
-from tierfall.core.restore.instead import step_instead
-from tierfall.core.restore.job import PASSABLE
-from tierfall.core.restore.parts import Parts
-from tierfall.core.restore.reader import Tally
-from tierfall.core.restore.resharding import Resize, merge_parts
-from tierfall.core.restore.wire import LostError
-from tierfall.core.values import CheckpointId, Shard
+from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.raw_files import refuse_files
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.restore.agreement import together
+from tierfall.core.restore.alternatives import step_instead
+from tierfall.core.restore.candidates import Request
+from tierfall.core.restore.exchange.gloo import LostError
+from tierfall.core.restore.reshard import Resize, merge_parts
+from tierfall.core.tensor_index.as_header import lay_over
+from tierfall.core.tensor_index.index import Index
+from tierfall.core.tensor_index.store import named_index
+from tierfall.core.types import keys
+from tierfall.core.types.errors import NotSupportedError, RestoreError
+from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.integrations.dcp.fqns import Entries
-from tierfall.session import Session
+from tierfall.run.checkpointer import Checkpointer
+from tierfall.session.session import Session
 
 logger = logging.getLogger("tierfall")
 
@@ -187,6 +187,6 @@ def _read_index(ckpt: Checkpointer, parts: Parts) -> Index | None:
     """Read the index from the first tier that has it."""
     for tier in parts.tiers:
         commit, store = parts.checkpoint.copies[tier].commit, ckpt._session.stores.get(tier)
-        if store is not None and commit is not None and commit.file(names.INDEX_NAME) is not None:
+        if store is not None and commit is not None and commit.file(keys.INDEX_NAME) is not None:
             return named_index(store, commit)
     return None

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierfall.core.errors import CaptureError, ConfigError, FlushError
-from tierfall.core.image import item
-from tierfall.core.image.sharded import Blocks, Branch, Piece
-from tierfall.core.image.walk import is_stateful
+from tierfall.core.state.item import item
+from tierfall.core.state.walk import is_stateful
+from tierfall.core.tensors.dtensor import Blocks, Branch, Piece
+from tierfall.core.types.errors import CaptureError, ConfigError, FlushError
 
 Path = tuple[str | int, ...]
 

@@ -17,17 +17,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfall.checkpointer import Checkpointer
-from tierfall.core.errors import ConfigError, RestoreError
-from tierfall.core.image import Want, as_bytes
-from tierfall.core.image.build import CPU, Builder
-from tierfall.core.image.nodes import ConflictNode, TensorNode
-from tierfall.core.restore.choosing import Request
-from tierfall.core.restore.resharding import plan_reads
+from tierfall.core.image.tree import ConflictNode, TensorNode
+from tierfall.core.load.build import CPU, Builder, Want
+from tierfall.core.restore.candidates import Request
+from tierfall.core.restore.exchange.gloo import LostError
+from tierfall.core.restore.reshard import plan_reads
 from tierfall.core.restore.restore import HALF_FILLED
-from tierfall.core.restore.wire import LostError
+from tierfall.core.tensors.tensors import as_bytes
+from tierfall.core.types.errors import ConfigError, RestoreError
 from tierfall.integrations.dcp.fqns import Leaf, Paths
 from tierfall.integrations.dcp.opening import Opened, hold, open_checkpoint
+from tierfall.run.checkpointer import Checkpointer
 
 
 class TierReader(StorageReader):

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from tierfall.core.errors import CaptureError
-from tierfall.core.handle import SaveHandle
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True)

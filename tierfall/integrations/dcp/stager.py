@@ -14,13 +14,16 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from tierfall.checkpointer import Checkpointer
 from tierfall.core.capture.barrier import place_of
-from tierfall.core.handle import SaveHandle
-from tierfall.core.image import Recall, StateView, describe, item
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.state.item import item
+from tierfall.core.state.view import StateView
+from tierfall.core.state.walk import describe
+from tierfall.core.state.walk_cache import Recall
 from tierfall.integrations.dcp import planning
 from tierfall.integrations.dcp.staged import Staged
 from tierfall.integrations.dcp.writer import TierWriter, next_writer
+from tierfall.run.checkpointer import Checkpointer
 
 
 class LazyStager(AsyncStager):

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierfall.checkpointer import Checkpointer
-from tierfall.core.errors import ConfigError
-from tierfall.core.handle import SaveHandle
-from tierfall.core.image import describe
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.state.walk import describe
+from tierfall.core.types.errors import ConfigError
 from tierfall.integrations.dcp.direct import DirectWriter, orders_of
 from tierfall.integrations.dcp.planning import count_outcomes, planned_state, results_of
 from tierfall.integrations.dcp.staged import Staged
+from tierfall.run.checkpointer import Checkpointer
 
 _unused: weakref.WeakKeyDictionary[Checkpointer, weakref.WeakSet[TierWriter]] = (
     weakref.WeakKeyDictionary()

@@ -1,0 +1,141 @@
+"""What the checks of the conformance suite are written with: patterns, whole reads and writes, threads, refusals.
+
+Plain functions over the contract; nothing of a backend's own is used, so that a mistake there cannot hide here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tierfall.backends.toolkit.views import aligned_block
+from tierfall.core.types.backend import Backend, Publish, Traits, Writer
+from tierfall.core.types.errors import BackendError
+
+MEMORY_ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """How a check gets backends: ``make`` an empty one; ``reopen`` a second one on the same place, as another process
+    would (None: the place lives and dies with its backend object). ``leaves_unfinished``: something stays there of a
+    writer that dies."""
+
+    make: Callable[[], Backend]
+    reopen: Callable[[Backend], Backend] | None = None
+    leaves_unfinished: bool = True
+
+    @contextmanager
+    def backend(self) -> Iterator[Backend]:
+        made = self.make()
+        try:
+            yield made
+        finally:
+            made.close()
+
+    @contextmanager
+    def reopened(self, backend: Backend) -> Iterator[Backend]:
+        """A second backend on the place, or the same one where there is no second."""
+        if self.reopen is None:
+            yield backend
+            return
+        second = self.reopen(backend)
+        try:
+            yield second
+        finally:
+            second.close()
+
+
+def pattern(size_bytes: int, seed: int = 0) -> bytes:
+    """Bytes that differ from block to block and from seed to seed."""
+    return hashlib.shake_128(seed.to_bytes(8, "little")).digest(size_bytes)
+
+
+def in_memory(data: bytes, *, shift: int = 0) -> memoryview:
+    """A writable copy that begins ``shift`` bytes after an aligned address."""
+    block = aligned_block(len(data) + shift, MEMORY_ALIGNMENT_BYTES)
+    view = block[shift : shift + len(data)]
+    view[:] = data
+    return view
+
+
+def piece_bytes(traits: Traits, wanted: int) -> int:
+    """The size of one write, as near to ``wanted`` as the bounds allow."""
+    size = max(wanted, traits.part_bytes_min)
+    return min(size, traits.part_bytes_max) if traits.part_bytes_max else size
+
+
+def ranges(total: int, step: int) -> list[tuple[int, int]]:
+    return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def write_pieces(writer: Writer, traits: Traits, view: memoryview, step: int) -> None:
+    for start, end in ranges(view.nbytes, piece_bytes(traits, step)):
+        writer.write(start, view[start:end])
+
+
+def put(backend: Backend, key: str, data: bytes, *, publish: Publish = Publish.REPLACE) -> None:
+    """Create an object in one go."""
+    with backend.create(key, length=len(data), publish=publish) as writer:
+        write_pieces(writer, backend.traits, in_memory(data), max(len(data), 1))
+        writer.publish()
+
+
+def get(backend: Backend, key: str) -> bytes:
+    """Read an object whole."""
+    return read(backend, key, 0, backend.stat(key).bytes)
+
+
+def read(backend: Backend, key: str, offset: int, size_bytes: int, *, shift: int = 0) -> bytes:
+    view = in_memory(b"\xee" * size_bytes, shift=shift)
+    backend.read_into(key, offset, view)
+    return bytes(view)
+
+
+def keys(backend: Backend, prefix: str = "") -> list[str]:
+    return [stored.key for stored in backend.scan(prefix)]
+
+
+def refused(kind: type[BackendError], call: Callable[[], object], what: str) -> BackendError:
+    """Return the error of a call that must fail in this way."""
+    try:
+        call()
+    except kind as error:
+        return error
+    except BackendError as error:
+        raise AssertionError(f"{what}: expected {kind.__name__}, not {error!r}") from error
+    raise AssertionError(f"{what}: expected {kind.__name__}, but it went through")
+
+
+def in_threads(count: int, call: Callable[[int], object]) -> list[BackendError | None]:
+    """Start ``count`` threads at the same moment; return the BackendError of each, raise any other."""
+    start = threading.Barrier(count)
+    errors: list[BackendError | None] = [None] * count
+    foreign: list[BaseException] = []
+
+    def body(index: int) -> None:
+        try:
+            start.wait()
+            call(index)
+        except BackendError as error:
+            errors[index] = error
+        except BaseException as error:  # noqa: BLE001 - raised below, on the caller's thread
+            foreign.append(error)
+
+    threads = [threading.Thread(target=body, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if foreign:
+        raise foreign[0]
+    return errors
+
+
+def no_errors(errors: list[BackendError | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise AssertionError(f"a thread failed: {error!r}") from error

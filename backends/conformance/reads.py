@@ -1,0 +1,298 @@
+"""Conformance checks about finding, reading and removing objects, and about the names that they may have.
+
+Each function is one promise; its docstring says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tierfall.backends.conformance.kit import (
+    Bench,
+    get,
+    in_memory,
+    in_threads,
+    keys,
+    no_errors,
+    pattern,
+    piece_bytes,
+    put,
+    read,
+    refused,
+)
+from tierfall.core.types.backend import Backend, Publish, Stored
+from tierfall.core.types.errors import BackendError, KeyInvalidError, KeyNotFoundError
+
+ODD_KEYS = (
+    "run-1/x",
+    "run/-dash",
+    "run/.hidden",
+    "run/..almost",
+    "run/a b",
+    "run/a-b",
+    "run/a.b",
+    "run/a/b",
+    "run/a%2Fb",
+    "run/a'\"`$*?[]{}|&;<>b",
+    "run/d/e/f/g/h/i/j",
+    "run/~home",
+    "run/été",
+    "run/数据",
+    "run/🔥",
+    "run/" + "l" * 255,
+    "run/" + "é" * 127,
+)
+INVALID_KEYS = (
+    "",
+    "/",
+    "/absolute",
+    "trailing/",
+    "a//b",
+    ".",
+    "..",
+    "../up",
+    "a/../b",
+    "a/..",
+    "./a",
+    "a/./b",
+    "a\\b",
+    "..\\up",
+    "nul\0",
+    "new\nline",
+    "tab\t",
+    "escape\x1b[2J",
+    "delete\x7f",
+    "c1\x85",
+    "surrogate\udc80",
+    "l" * 256,
+    "é" * 128,
+    "/".join(["p" * 100] * 11),
+)
+
+
+def any_range_can_be_read(bench: Bench) -> None:
+    """Any range of an object is read alone, into memory of any alignment, and touches nothing beside it."""
+    with bench.backend() as backend:
+        data = pattern(1_300_001, seed=4)
+        put(backend, "run/key", data)
+        spans = ((0, 1), (1, 4096), (4095, 2), (4096, 524_288), (5, 700_001), (1_300_000, 1))
+        for offset, size_bytes in (*spans, (0, len(data)), (4096, len(data) - 4096), (700, 0)):
+            for shift in (0, 1, 513):
+                found = read(backend, "run/key", offset, size_bytes, shift=shift)
+                assert found == data[offset : offset + size_bytes], f"{offset}+{size_bytes}"
+        guarded = in_memory(b"\xaa" * 600_000)
+        backend.read_into("run/key", 3, guarded[4096:-4096])
+        assert bytes(guarded[:4096]) + bytes(guarded[-4096:]) == b"\xaa" * 8192, "memory beside it"
+
+
+def what_is_cached_is_the_object(bench: Bench) -> None:
+    """read_cached fills the views with the object's own bytes, or says False and touches none."""
+    with bench.backend() as backend:
+        data = pattern(1_300_001, seed=5)
+        put(backend, "run/key", data)
+        read(backend, "run/key", 0, len(data))
+        for offset, size in ((0, len(data)), (4097, 500_000)):
+            views = [in_memory(b"\xee" * part) for part in (1, size // 2, size - size // 2 - 1)]
+            came = backend.read_cached("run/key", offset, offset + size, views)
+            wanted = data[offset : offset + size] if came else b"\xee" * size
+            assert b"".join(map(bytes, views)) == wanted, f"{offset}+{size}"
+
+
+def reading_past_the_end_is_an_error(bench: Bench) -> None:
+    """An object that ends before the view is full raises BackendError, and not that it is missing."""
+    with bench.backend() as backend:
+        data = pattern(400_000, seed=5)
+        put(backend, "run/key", data)
+        put(backend, "run/empty", b"")
+        cases = (("run/key", 0, 400_001), ("run/key", 399_999, 2), ("run/key", 400_000, 1))
+        for key, offset, size in (*cases, ("run/key", 1 << 40, 1), ("run/empty", 0, 1)):
+            error = refused(
+                BackendError,
+                partial(read, backend, key, offset, size),
+                f"reading {size} bytes at {offset} of {key}",
+            )
+            assert not isinstance(error, KeyNotFoundError), "a short object is reported as missing"
+            assert not error.retryable, "a short object asks to be read again"
+
+
+def what_is_missing_is_said_to_be(bench: Bench) -> None:
+    """A key that is not there raises KeyNotFoundError, which is a FileNotFoundError and not retryable."""
+    with bench.backend() as backend:
+        put(backend, "run/folder/key", b"bytes")
+        for key in ("run/other", "other/run", "run", "run/folder", "run/folder/key/below"):
+            for call in (backend.stat, lambda key: read(backend, key, 0, 1)):
+                error = refused(
+                    KeyNotFoundError,
+                    partial(call, key),
+                    f"asking for {key!r}",
+                )
+                assert isinstance(error, FileNotFoundError), "it is no FileNotFoundError"
+                assert not error.retryable, "an answer asks to be retried"
+                assert key in str(error), "the message does not name the key"
+
+
+def a_scan_is_sorted_and_complete(bench: Bench) -> None:
+    """A scan lists every object with its size, once, sorted by key, whatever its name."""
+    with bench.backend() as backend:
+        assert keys(backend) == [], "an empty place lists something"
+        for number, key in enumerate(reversed(ODD_KEYS)):
+            put(backend, key, bytes(number))
+        expected = [Stored(key=key, bytes=number) for number, key in enumerate(reversed(ODD_KEYS))]
+        expected.sort(key=lambda each: each.key)
+        assert list(backend.scan("")) == expected, "the listing differs from what was written"
+        for key in ODD_KEYS:
+            assert get(backend, key) == bytes(backend.stat(key).bytes), f"{key!r} does not read"
+        with bench.reopened(backend) as second:
+            assert list(second.scan("")) == expected, "a second look lists something else"
+
+
+def a_prefix_ends_at_a_part(bench: Bench) -> None:
+    """A prefix lists what lies below it and nothing beside; one with nothing below it lists nothing."""
+    with bench.backend() as backend:
+        for key in ("a", "ab/c", "b/c", "b/c-d", "b/d/e", "b/d/f/g", "b-c/d"):
+            put(backend, key, b"")
+        assert keys(backend, "b/") == ["b/c", "b/c-d", "b/d/e", "b/d/f/g"]
+        assert keys(backend, "b/d/") == ["b/d/e", "b/d/f/g"]
+        for prefix in ("a/", "c/", "b/c/", "b/x/y/"):
+            assert keys(backend, prefix) == [], f"{prefix!r} lists something"
+        for prefix in ("b", "/", "../", "b//", "b/../", "b/./", "\0/"):
+            for call in (lambda prefix: list(backend.scan(prefix)), backend.discard_unfinished):
+                refused(
+                    KeyInvalidError,
+                    partial(call, prefix),
+                    f"the prefix {prefix!r}",
+                )
+
+
+def a_scan_beside_changes_shows_what_stays(bench: Bench) -> None:
+    """A scan while others write and delete lists all that stays, in order, and never fails over what goes."""
+    with bench.backend() as backend:
+        staying = [f"run/stay-{number}/key" for number in range(5)]
+        for key in staying:
+            put(backend, key, b"stays")
+
+        def change(index: int) -> None:
+            for number in range(25):
+                put(backend, f"run/go-{index}/{number}/key", b"goes")
+                backend.delete(f"run/go-{index}/{number}/key")
+
+        def look(index: int) -> None:
+            for _ in range(25):
+                found = keys(backend, "run/")
+                assert found == sorted(found), "a listing is out of order"
+                assert [key for key in found if "stay" in key] == staying, "something is missing"
+
+        no_errors(in_threads(4, lambda index: change(index) if index < 2 else look(index)))
+        assert keys(backend) == staying
+
+
+def delete_can_be_said_twice(bench: Bench) -> None:
+    """Delete removes one object and nothing else; deleting what is not there is no error."""
+    with bench.backend() as backend:
+        for key in ("run/a", "run/a-b", "run/b/c", "run/b/d"):
+            put(backend, key, b"bytes")
+        for key in ("run/a", "run/a", "run/b/c", "run/b", "run", "other", "run/a-b/below"):
+            backend.delete(key)
+        assert keys(backend) == ["run/a-b", "run/b/d"], "delete removed too much or too little"
+        refused(KeyNotFoundError, lambda: backend.stat("run/a"), "stat after delete")
+        put(backend, "run/a", b"again")
+        assert get(backend, "run/a") == b"again", "a deleted key cannot be written again"
+
+
+def many_are_deleted_by_few_calls(bench: Bench) -> None:
+    """``delete_some`` removes some of the keys and returns the others, whatever the names, until none is left; what is
+    not there is no error, and nothing else goes."""
+    with bench.backend() as backend:
+        for key in (*ODD_KEYS, "run/d/e/stays", "stays"):
+            put(backend, key, b"bytes")
+        for _ in range(2):
+            left = {*ODD_KEYS, "run/none", "none/run", "run/d/e", "run", "stays/below"}
+            while left:
+                asked, left = left, set(backend.delete_some(sorted(left)))
+                assert left < asked, "no key was done with, or another one came back"
+                there = {*keys(backend), *left} - {"run/d/e/stays", "stays"}
+                assert not there & (asked - left), "what it said to be done with is there"
+            assert keys(backend) == ["run/d/e/stays", "stays"], "too much or too little went"
+        put(backend, ODD_KEYS[0], b"again")
+        assert get(backend, ODD_KEYS[0]) == b"again", "a deleted key cannot be written again"
+
+
+def no_key_leads_outside(bench: Bench) -> None:
+    """Every call refuses an invalid key with KeyInvalidError, before it touches anything."""
+    with bench.backend() as backend:
+        put(backend, "run/key", b"bytes")
+        for key in INVALID_KEYS:
+            for name, call in _calls(backend):
+                error = refused(
+                    KeyInvalidError,
+                    partial(call, key),
+                    f"{name} of {key!r}",
+                )
+                assert isinstance(error, ValueError), "KeyInvalidError is no ValueError"
+        assert keys(backend) == ["run/key"], "an invalid key left something behind"
+
+
+def living_writers_are_spared(bench: Bench) -> None:
+    """``discard_unfinished`` removes nothing of this backend object's own living writers, nor any object."""
+    with bench.backend() as backend:
+        put(backend, "run/old", b"old")
+        with backend.create("run/new", length=3) as writer:
+            writer.write(0, memoryview(b"ne"))
+            assert backend.discard_unfinished("") == 0, "it counts a living writer"
+            assert backend.discard_unfinished("run/") == 0, "it counts a living writer"
+            writer.write(2, memoryview(b"w"))
+            writer.publish()
+        assert get(backend, "run/new") == b"new", "a living writer lost its bytes"
+        assert keys(backend) == ["run/new", "run/old"]
+
+
+def what_the_dead_left_is_removed(bench: Bench) -> None:
+    """``discard_unfinished`` removes what other processes' writers left below the prefix, and says how many."""
+    with bench.backend() as backend:
+        if bench.reopen is None:
+            return
+        put(backend, "run/old", b"old")
+        dead = [backend.create(key) for key in ("run/x", "run/deep/y", "other/z", "run/old")]
+        # Less than a part may still be in the writer's own memory, and then nothing is left of it.
+        data = in_memory(bytes(piece_bytes(backend.traits, 5)))
+        for writer in dead:
+            writer.write(0, data)
+        with bench.reopened(backend) as second:
+            assert keys(second) == ["run/old"], "an unfinished object is listed"
+            # Where bytes go in order, so few may all be in the writer's memory still.
+            few = (0,) if backend.traits.ordered_writes else ()
+            one, two = ((1, *few), (2, *few)) if bench.leaves_unfinished else ((0,), (0,))
+            assert second.discard_unfinished("run/deep/") in one, "of one below run/deep/"
+            assert second.discard_unfinished("run/") in two, "of two more below run/"
+            assert second.discard_unfinished("nothing/") == 0, "where nothing is"
+            assert second.discard_unfinished("") in one, "of the last"
+            assert second.discard_unfinished("") == 0, "they were not removed the first time"
+        for writer in dead:
+            writer.abort()
+        assert keys(backend) == ["run/old"]
+        assert get(backend, "run/old") == b"old"
+
+
+def traits_make_sense(bench: Bench) -> None:
+    """Traits are constant, sizes positive, bounds in order; the place is named."""
+    with bench.backend() as backend:
+        traits = backend.traits
+        assert traits == backend.traits
+        assert traits.alignment_bytes >= 1
+        assert traits.max_parallel >= 1
+        assert traits.part_bytes_min >= 0
+        assert traits.part_bytes_max == 0 or traits.part_bytes_max >= traits.part_bytes_min
+        assert backend.place, "the place has no name"
+
+
+def _calls(backend: Backend) -> list[tuple[str, Callable[[str], object]]]:
+    return [
+        ("create", backend.create),
+        ("conditional create", lambda key: backend.create(key, publish=Publish.IF_ABSENT)),
+        ("read", lambda key: backend.read_into(key, 0, memoryview(bytearray(1)))),
+        ("stat", backend.stat),
+        ("delete", backend.delete),
+        ("delete_some", lambda key: backend.delete_some([key, "run/key"])),
+        ("delete_some", lambda key: backend.delete_some(["run/key", key])),
+    ]

@@ -1,0 +1,331 @@
+"""Conformance checks about writing: what a writer promises before, at and after ``publish``.
+
+Each function is one promise; its docstring says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from tierfall.backends.conformance.kit import (
+    Bench,
+    get,
+    in_memory,
+    in_threads,
+    keys,
+    no_errors,
+    pattern,
+    piece_bytes,
+    put,
+    ranges,
+    refused,
+    write_pieces,
+)
+from tierfall.core.types.backend import Backend, Publish, SyncedBackend
+from tierfall.core.types.errors import (
+    BackendError,
+    KeyExistsError,
+    KeyInvalidError,
+    KeyNotFoundError,
+)
+
+RAGGED_BYTES = (0, 1, 4095, 4096, 4097, 65_537, 262_144, 1_048_577)
+
+
+def nothing_is_visible_before_publish(bench: Bench) -> None:
+    """An object appears under its key at publish, and not before."""
+    with bench.backend() as backend, backend.create("run/new", length=5) as writer:
+        writer.write(0, memoryview(b"bytes"))
+        assert keys(backend) == [], "a scan shows an unpublished object"
+        refused(KeyNotFoundError, lambda: backend.stat("run/new"), "stat before publish")
+        refused(KeyNotFoundError, lambda: get(backend, "run/new"), "read before publish")
+        writer.publish()
+        assert keys(backend) == ["run/new"], "a scan does not show a published object"
+        assert get(backend, "run/new") == b"bytes", "other bytes came back"
+
+
+def any_length_comes_back(bench: Bench) -> None:
+    """Objects of any length come back as they were written, with the length told ahead and without."""
+    with bench.backend() as backend:
+        for size_bytes in RAGGED_BYTES:
+            data = pattern(size_bytes, seed=size_bytes)
+            for length in (size_bytes, None):
+                key = f"lengths/{size_bytes}-{length is None}"
+                with backend.create(key, length=length) as writer:
+                    write_pieces(writer, backend.traits, in_memory(data), max(size_bytes, 1))
+                    writer.publish()
+                assert backend.stat(key).bytes == size_bytes, f"stat of {size_bytes} bytes"
+                assert get(backend, key) == data, f"{size_bytes} bytes came back changed"
+
+
+def an_empty_object_is_an_object(bench: Bench) -> None:
+    """An object of no bytes is published without a write, found, read and replaced."""
+    with bench.backend() as backend:
+        with backend.create("run/empty", length=0) as writer:
+            writer.publish()
+        with backend.create("run/empty-too") as writer:
+            writer.write(0, memoryview(b""))
+            writer.publish()
+        for key in ("run/empty", "run/empty-too"):
+            assert backend.stat(key).bytes == 0, "an empty object has bytes"
+            assert get(backend, key) == b"", "an empty object reads as something"
+        assert keys(backend) == ["run/empty", "run/empty-too"], "an empty object is not listed"
+        put(backend, "run/empty", b"full")
+        assert get(backend, "run/empty") == b"full", "an empty object was not replaced"
+
+
+def disjoint_ranges_from_threads(bench: Bench) -> None:
+    """Disjoint ranges may be written from several threads, in any order unless the trait says otherwise."""
+    with bench.backend() as backend:
+        step = piece_bytes(backend.traits, 300 * 1024)
+        view = in_memory(pattern(6 * step + 4097, seed=1))
+        parts = ranges(view.nbytes, step)
+        with backend.create("run/parallel", length=view.nbytes) as writer:
+            if backend.traits.ordered_writes:
+                write_pieces(writer, backend.traits, view, step)
+            else:
+                parts.reverse()
+                no_errors(
+                    in_threads(
+                        len(parts),
+                        lambda index: writer.write(
+                            parts[index][0], view[parts[index][0] : parts[index][1]]
+                        ),
+                    )
+                )
+            writer.publish()
+        assert get(backend, "run/parallel") == view, "parallel writes came back changed"
+
+
+def ranges_that_share_a_block(bench: Bench) -> None:
+    """Ranges that begin and end anywhere, in memory that begins anywhere, do not damage each other."""
+    with bench.backend() as backend:
+        step = piece_bytes(backend.traits, 300_001)
+        view = in_memory(pattern(7 * step - 12_345, seed=2), shift=1)
+        parts = ranges(view.nbytes, step)
+
+        def write(index: int) -> None:
+            start, end = parts[index]
+            writer.write(start, view[start:end])
+
+        with backend.create("run/ragged", length=view.nbytes) as writer:
+            if backend.traits.ordered_writes:
+                for index in range(len(parts)):
+                    write(index)
+            else:
+                no_errors(in_threads(len(parts), write))
+            writer.publish()
+        assert get(backend, "run/ragged") == view, "neighbouring ranges damaged each other"
+
+
+def offsets_and_memory_of_any_alignment(bench: Bench) -> None:
+    """Bytes arrive whatever the alignment of offset and memory, a read-only view among them."""
+    with bench.backend() as backend:
+        first_bytes = piece_bytes(backend.traits, 777)
+        for shift in (0, 1, 777, 4095):
+            data = pattern(first_bytes + 600_000, seed=shift)
+            view = in_memory(data, shift=shift).toreadonly()
+            with backend.create(f"run/shift-{shift}", length=len(data)) as writer:
+                writer.write(0, view[:first_bytes])
+                for start, end in ranges(600_000, piece_bytes(backend.traits, 600_000)):
+                    writer.write(first_bytes + start, view[first_bytes + start : first_bytes + end])
+                writer.publish()
+            assert get(backend, f"run/shift-{shift}") == data, f"shift {shift} changed bytes"
+
+
+def a_writer_keeps_no_reference(bench: Bench) -> None:
+    """Memory may be used again as soon as ``write`` returned."""
+    with bench.backend() as backend:
+        data = pattern(400_000, seed=3)
+        view = in_memory(data)
+        with backend.create("run/reused", length=len(data)) as writer:
+            write_pieces(writer, backend.traits, view, len(data))
+            view[:] = bytes(len(data))
+            writer.publish()
+        assert get(backend, "run/reused") == data, "memory was read after write had returned"
+
+
+def abort_leaves_nothing(bench: Bench) -> None:
+    """Abort, also twice, and leaving the ``with`` without publish, leave nothing, and an older object as it was."""
+    with bench.backend() as backend:
+        put(backend, "run/old", b"old")
+        writer = backend.create("run/old", length=3)
+        writer.write(0, memoryview(b"new"))
+        writer.abort()
+        writer.abort()
+        with backend.create("run/other/new") as writer:
+            writer.write(0, memoryview(b"new"))
+        _leave_by_error(backend, "run/third")
+        assert keys(backend) == ["run/old"], "an aborted object is listed"
+        assert get(backend, "run/old") == b"old", "an aborted writer changed an object"
+        with bench.reopened(backend) as second:
+            assert second.discard_unfinished("") == 0, "an aborted writer left something behind"
+
+
+def a_finished_writer_refuses(bench: Bench) -> None:
+    """After publish or abort a writer takes no bytes and publishes nothing; abort after publish changes nothing."""
+    with bench.backend() as backend:
+        published = backend.create("run/published")
+        published.write(0, memoryview(b"bytes"))
+        published.publish()
+        published.abort()
+        aborted = backend.create("run/aborted")
+        aborted.abort()
+        for writer in (published, aborted):
+            _refuses(writer.publish, "publish by a finished writer")
+            refused(
+                BackendError,
+                partial(writer.write, 0, memoryview(b"x")),
+                "write by a finished writer",
+            )
+        assert keys(backend) == ["run/published"], "a finished writer published something"
+        assert get(backend, "run/published") == b"bytes", "a finished writer changed its object"
+
+
+def too_few_bytes_are_refused(bench: Bench) -> None:
+    """Publish refuses an object with fewer bytes than its length, and one with a hole; the older object stays."""
+    with bench.backend() as backend:
+        put(backend, "run/key", b"old")
+        short = backend.create("run/key", length=10)
+        short.write(0, memoryview(b"123456789"))
+        _refuses(short.publish, "publish of 9 bytes of 10")
+        _refuses(short.publish, "publish again")
+        if not backend.traits.ordered_writes and not backend.traits.part_bytes_min:
+            hole = backend.create("run/key", length=10)
+            hole.write(0, memoryview(b"1234"))
+            hole.write(5, memoryview(b"67890"))
+            _refuses(hole.publish, "publish with a hole")
+        _only_old_is_left(bench, backend)
+
+
+def too_many_bytes_are_refused(bench: Bench) -> None:
+    """Bytes beyond the length are refused by write or by publish; the older object stays."""
+    with bench.backend() as backend:
+        put(backend, "run/key", b"old")
+
+        def overfill() -> None:
+            with backend.create("run/key", length=3) as writer:
+                writer.write(0, memoryview(b"1234"))
+                writer.publish()
+
+        refused(BackendError, overfill, "4 bytes where 3 were announced")
+        _only_old_is_left(bench, backend)
+
+
+def the_last_publish_wins(bench: Bench) -> None:
+    """Of two writers of one key the one that publishes last wins, and longer and shorter objects replace cleanly."""
+    with bench.backend() as backend:
+        first = backend.create("run/key")
+        second = backend.create("run/key")
+        second.write(0, memoryview(b"the second, longer"))
+        first.write(0, memoryview(b"first"))
+        second.publish()
+        assert get(backend, "run/key") == b"the second, longer"
+        first.publish()
+        assert get(backend, "run/key") == b"first", "a shorter object did not replace a longer one"
+        assert keys(backend) == ["run/key"]
+
+
+def replace_is_atomic(bench: Bench) -> None:
+    """A reader beside a replacing writer sees a whole object, old or new, and always one of them."""
+    with bench.backend() as backend:
+        if not backend.traits.atomic_replace:
+            return
+        size_bytes, rounds = 300 * 1024 + 1, 12
+        put(backend, "run/key", bytes(size_bytes))
+
+        def write(index: int) -> None:
+            for number in range(1, rounds):
+                put(backend, "run/key", bytes([number]) * size_bytes)
+
+        def look(index: int) -> None:
+            for _ in range(rounds * 4):
+                found = get(backend, "run/key")
+                assert len(set(found)) == 1, "a reader saw a mixture of two objects"
+                assert keys(backend, "run/") == ["run/key"], "a scan saw more or less than the key"
+
+        no_errors(in_threads(3, lambda index: write(index) if index == 0 else look(index)))
+        assert get(backend, "run/key") == bytes([rounds - 1]) * size_bytes
+
+
+def conditional_create_has_one_winner(bench: Bench) -> None:
+    """Of many writers that create one key IF_ABSENT at once, one wins; the others raise KeyExistsError."""
+    with bench.backend() as backend:
+        if not backend.traits.conditional_create:
+            return
+        for number in range(6):
+            key, count = f"attempts/{number}", 8
+            errors = in_threads(count, partial(_create_as, backend, key))
+            winners = [index for index in range(count) if errors[index] is None]
+            losers = [error for error in errors if error is not None]
+            assert len(winners) == 1, f"{len(winners)} writers won"
+            assert all(isinstance(error, KeyExistsError) for error in losers), f"{losers!r}"
+            assert get(backend, key) == bytes(winners), "the object is not the winner's"
+
+
+def a_lost_conditional_create_leaves_no_litter(bench: Bench) -> None:
+    """A writer that loses IF_ABSENT leaves the winner as it was, nothing else, and is dead."""
+    with bench.backend() as backend:
+        if not backend.traits.conditional_create:
+            return
+        put(backend, "run/key", b"first", publish=Publish.IF_ABSENT)
+        loser = backend.create("run/key", length=6, publish=Publish.IF_ABSENT)
+        loser.write(0, memoryview(b"second"))
+        error = refused(KeyExistsError, loser.publish, "a second create")
+        assert isinstance(error, FileExistsError), "KeyExistsError is no FileExistsError"
+        assert not error.retryable, "a lost create asks to be retried"
+        _refuses(loser.publish, "publish by the loser")
+        assert get(backend, "run/key") == b"first", "the loser changed the object"
+        assert keys(backend) == ["run/key"]
+        with bench.reopened(backend) as second:
+            assert second.discard_unfinished("") == 0, "the loser left something behind"
+        backend.delete("run/key")
+        put(backend, "run/key", b"third", publish=Publish.IF_ABSENT)
+        assert get(backend, "run/key") == b"third", "a deleted key cannot be created again"
+
+
+def what_is_visible_can_be_made_durable(bench: Bench) -> None:
+    """Where the traits say ``needs_sync``, ``sync`` changes nothing that is there, and says of a folder that is not
+    there that it is not."""
+    with bench.backend() as backend:
+        if not backend.traits.needs_sync:
+            return
+        synced = cast(SyncedBackend, backend)
+        put(backend, "run/step/key", b"data")
+        with bench.reopened(backend) as second:
+            for folder in ("run/step", "run"):
+                synced.sync(folder)
+                cast(SyncedBackend, second).sync(folder)
+        assert get(backend, "run/step/key") == b"data"
+        assert keys(backend) == ["run/step/key"], "a sync left something behind"
+        refused(KeyNotFoundError, lambda: synced.sync("run/other"), "a folder that is not there")
+        refused(KeyInvalidError, lambda: synced.sync("../run"), "a folder outside")
+
+
+def _create_as(backend: Backend, key: str, index: int) -> None:
+    put(backend, key, bytes([index]), publish=Publish.IF_ABSENT)
+
+
+def _refuses(call: Callable[[], object], what: str) -> None:
+    refused(BackendError, call, what)
+
+
+def _leave_by_error(backend: Backend, key: str) -> None:
+    class Left(Exception):
+        pass
+
+    try:
+        with backend.create(key) as writer:
+            writer.write(0, memoryview(b"bytes"))
+            raise Left
+    except Left:
+        return
+
+
+def _only_old_is_left(bench: Bench, backend: Backend) -> None:
+    assert get(backend, "run/key") == b"old", "a refused object replaced an older one"
+    assert keys(backend) == ["run/key"]
+    with bench.reopened(backend) as second:
+        assert second.discard_unfinished("") == 0, "a refused object left something behind"

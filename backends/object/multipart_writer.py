@@ -1,0 +1,227 @@
+"""Writing one object to an object store: a single put of what is small, an upload in parts of what is not.
+
+Every ``write`` of a large object is a part of its own and is on its way when the call returns, so parts leave in any
+order and from several threads, straight from the caller's memory. A part's number follows from its offset. What is
+smaller than a part may be is kept until ``publish``: the last piece, or the whole of a small object.
+
+Where the answer to the completion of an upload is lost, it is asked for again. A store that does not know the upload
+any more may have completed it the first time: then the object under the key tells, by its length and its etag, which
+is the MD5 of the parts' MD5s where the parts' etags are MD5s ("Common Response Headers", Amazon S3 API Reference; the
+same on SeaweedFS). Where they are none (some encryptions), it cannot be told, and the writer is dead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tierfall.backends.object.client import UploadGoneError, Uploads
+from tierfall.backends.object.writer_base import (
+    CONDITIONAL_BYTES_MAX,
+    SINGLE_BYTES_MAX,
+    ObjectFrame,
+    Shop,
+    State,
+)
+from tierfall.backends.toolkit.coverage import Extent
+from tierfall.backends.toolkit.views import flat
+from tierfall.core.types.backend import PARTS_MAX, Publish, part_bytes
+from tierfall.core.types.errors import BackendError, KeyNotFoundError
+
+# Amazon S3's bounds for an upload in parts.
+PART_BYTES_MIN = 5 * 1024 * 1024
+PART_BYTES_MAX = 5 * 1024**3
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """A piece that has a number; sent when it has an etag."""
+
+    offset: int
+    size_bytes: int
+    etag: str = ""
+
+
+class ObjectWriter(ObjectFrame):
+    """Fills one new object; see ``core.contracts.Writer``."""
+
+    def __init__(
+        self, shop: Shop, uploads: Uploads, key: str, *, extent: Extent, publish: Publish
+    ) -> None:
+        super().__init__(shop, key, extent=extent, publish=publish)
+        self._uploads = uploads
+        self._begin_lock = threading.Lock()
+        self._parts: dict[int, _Part] = {}
+        self._is_unheard = False
+        self._stride_bytes = part_bytes(extent.most_bytes or 0, PART_BYTES_MIN)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        data = flat(view)
+        with self._lock:
+            self._check_open("write")
+            part = self._killing_take(offset, data)
+        if part is not None:
+            self._send(*part, data)
+
+    def _killing_take(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
+        try:
+            return self._take(offset, data)
+        except BaseException:
+            self._die()
+            raise
+
+    def _take(self, offset: int, data: memoryview) -> tuple[int, _Part] | None:
+        """Keep the bytes, or say which part they are."""
+        end = offset + data.nbytes
+        self._extent.check_range(self._what("write"), offset, data.nbytes)
+        if not data.nbytes:
+            return None
+        if not self._is_part(end, data.nbytes):
+            self._check_room(offset, data.nbytes)
+            self._keep(offset, data)
+            return None
+        number = offset // self._stride_bytes + 1
+        part = self._parts.setdefault(number, _Part(offset=offset, size_bytes=data.nbytes))
+        if number > PARTS_MAX or (part.offset, part.size_bytes) != (offset, data.nbytes):
+            raise BackendError(
+                f"{self._what('write')}: bytes {offset} to {end} make too many parts; there may be {PARTS_MAX}: say "
+                f"length or length_max at create, and write {self._stride_bytes} bytes or more at a time"
+            )
+        return number, part
+
+    def _is_part(self, end: int, size_bytes: int) -> bool:
+        length = self._extent.length
+        if self._publish_mode is Publish.IF_ABSENT:
+            return False
+        if length is None:
+            return size_bytes >= PART_BYTES_MIN
+        return length > SINGLE_BYTES_MAX and (size_bytes >= PART_BYTES_MIN or end == length)
+
+    def _check_room(self, offset: int, size_bytes: int) -> None:
+        others = sum(len(each) for start, each in self._kept.items() if start != offset)
+        if others + size_bytes > self._keep_bytes_max():
+            raise BackendError(
+                f"{self._what('write')}: {size_bytes} bytes at {offset} are too few for a part (part_bytes_min: "
+                f"{PART_BYTES_MIN}), and with the {others} kept before too many for a single put"
+            )
+
+    def _keep_bytes_max(self) -> int:
+        if self._publish_mode is Publish.IF_ABSENT:
+            return CONDITIONAL_BYTES_MAX
+        return PART_BYTES_MIN if self._extent.length is None else SINGLE_BYTES_MAX
+
+    def _send(self, number: int, part: _Part, data: memoryview) -> None:
+        what = self._what(f"write part {number} of")
+        try:
+            upload = self._begun()
+            part.etag = self._uploads.put_part(self._full_key, upload, number, data, what)
+        except BackendError as error:
+            if not error.retryable:
+                self.abort()
+            raise
+        except BaseException:
+            self.abort()
+            raise
+        with self._lock:
+            is_dead = self._state is State.DEAD
+        if is_dead:
+            # Given up meanwhile: a part that comes after the abort may have outlived it.
+            with suppress(BackendError):
+                self._remove()
+            self._refuse("write")
+
+    def _begun(self) -> str:
+        """Begin the upload, once. An id whose answer is lost is one for ``discard_unfinished``."""
+        with self._begin_lock:
+            self._check_open("write")
+            if not self._unfinished:
+                begun = self._uploads.begin(self._full_key, self._what("begin"))
+                self._living.add(begun)
+                with self._lock:
+                    self._unfinished = begun
+                    is_dead = self._state is State.DEAD
+                if is_dead:
+                    # Given up while it was begun, when there was nothing to remove yet.
+                    self._die()
+                    self._refuse("write")
+            return self._unfinished
+
+    def _publish(self, what: str) -> None:
+        fault = self._fault()
+        if fault:
+            raise BackendError(f"{what}: {fault}; write every byte first, and once")
+        if self._parts:
+            self._send_last(what)
+            self._complete(what)
+        else:
+            self._put_whole(what)
+
+    def _fault(self) -> str | None:
+        """Say what keeps the pieces from being the object, or None."""
+        spans = [(part.offset, part.size_bytes) for part in self._parts.values() if part.etag]
+        spans += [(offset, len(kept)) for offset, kept in self._kept.items()]
+        end = 0
+        for offset, size_bytes in sorted(spans):
+            if offset != end:
+                return f"{'a hole' if offset > end else 'bytes written twice'} at byte {end}"
+            end += size_bytes
+        if len(spans) != len(self._parts) + len(self._kept):
+            return "a part was never taken"
+        if self._extent.length not in (None, end):
+            return f"{end} of {self._extent.length} bytes were written"
+        return None
+
+    def _send_last(self, what: str) -> None:
+        """Send what is kept as the last part; once it is taken, it is a part like any other."""
+        end = self._end()
+        if any(offset < end for offset in self._kept):
+            raise BackendError(
+                f"{what}: only the last piece may be below part_bytes_min ({PART_BYTES_MIN} bytes)"
+            )
+        last = self._joined()
+        if not last:
+            return
+        number = end // self._stride_bytes + 1
+        number += number == max(self._parts)
+        etag = self._uploads.put_part(
+            self._full_key, self._unfinished, number, memoryview(last), what
+        )
+        self._parts[number] = _Part(offset=end, size_bytes=len(last), etag=etag)
+        self._kept.clear()
+
+    def _complete(self, what: str) -> None:
+        done = [(number, part.etag) for number, part in sorted(self._parts.items())]
+        try:
+            self._uploads.complete(self._full_key, self._unfinished, done, what)
+        except UploadGoneError as error:
+            if not self._is_unheard:
+                raise
+            if not self._is_there(done, what):
+                raise BackendError(
+                    f"{what}: an earlier try got no answer, the upload is gone, and what lies under the key now is "
+                    "not known to be this object; write a new object"
+                ) from error
+        except BackendError as error:
+            self._is_unheard = self._is_unheard or error.retryable
+            raise
+
+    def _is_there(self, done: Sequence[tuple[int, str]], what: str) -> bool:
+        """Say whether the object under the key is the one that these parts make."""
+        etags = [etag.strip('"') for _, etag in done]
+        if not all(_MD5.fullmatch(etag) for etag in etags):
+            return False
+        digest = hashlib.md5(b"".join(map(bytes.fromhex, etags)), usedforsecurity=False)
+        try:
+            found = self._client.look(self._full_key, what)
+        except KeyNotFoundError:
+            return False
+        return (found.bytes, found.etag) == (self._end(), f"{digest.hexdigest()}-{len(etags)}")
+
+    def _end(self) -> int:
+        return max(part.offset + part.size_bytes for part in self._parts.values())

@@ -1,0 +1,145 @@
+"""What the file system under a root can do, found out once, at open, by doing it.
+
+Direct I/O is decided by writing one aligned block and reading it back, since a file system may take the flag and
+refuse the write; conditional create by making a link, or by a rename that spares its target. A folder that this
+process may not write to is found here, and named.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tierfall.backends.posix import linux
+from tierfall.backends.posix.errors import translated
+from tierfall.backends.posix.folders import is_missing
+from tierfall.backends.toolkit.keys import unfinished_name
+from tierfall.backends.toolkit.views import aligned_block
+from tierfall.core.types.errors import BackendError, StorageFullError
+
+_USUAL_ALIGNMENT_BYTES = 4096
+_REFUSALS = frozenset(
+    {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EFAULT, errno.ENOTTY}
+)
+_NO_LINKS = frozenset({*_REFUSALS, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV})
+
+
+class Exclusive(StrEnum):
+    """How an object is published only where its key is free."""
+
+    LINK = "link"
+    RENAME = "rename"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medium:
+    """What one root can do; ``direct_bytes`` is the block for direct I/O, 0 without it."""
+
+    direct_bytes: int
+    exclusive: Exclusive
+
+
+UNPROBED = Medium(direct_bytes=0, exclusive=Exclusive.LINK)
+
+
+def direct_block(file: int) -> int:
+    """Return the block for direct I/O on an open file as the kernel tells it; 0 where it does not, or refuses."""
+    told = linux.direct_alignment(file)
+    return max(told, mmap.PAGESIZE) if told and hasattr(os, "O_DIRECT") else 0
+
+
+def probe(folder: int, place: str, *, direct_io: bool | None) -> Medium:
+    """Find out what the folder's file system can do.
+
+    ``direct_io``: None takes what there is, False never asks, True raises BackendError where it does not work. A full
+    disk is no error: what is stored there can still be read and deleted.
+    """
+    try:
+        with translated(f"open {place} for writing"), _probe_file(folder) as (name, descriptor):
+            direct_bytes = 0 if direct_io is False else _direct_bytes(folder, name, descriptor)
+            exclusive = _exclusive(folder, name)
+    except StorageFullError:
+        direct_bytes, exclusive = 0, Exclusive.LINK
+    if direct_io and not direct_bytes:
+        raise BackendError(
+            f"{place}: direct_io=True, but this file system does not take direct I/O (or has no room to try it); "
+            "leave direct_io unset to use what there is"
+        )
+    return Medium(direct_bytes=direct_bytes, exclusive=exclusive)
+
+
+@contextmanager
+def _probe_file(folder: int) -> Iterator[tuple[str, int]]:
+    name = unfinished_name()
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        yield name, descriptor
+    finally:
+        os.close(descriptor)
+        _remove(name, folder)
+
+
+def _remove(name: str, folder: int) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError as error:
+        if not is_missing(error):
+            raise
+
+
+def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
+    told = linux.direct_alignment(descriptor)
+    if told == 0 or not hasattr(os, "O_DIRECT"):
+        return 0
+    # Never less than a page: partial blocks go through the page cache, and a page that is written both ways at once
+    # could be written back over what direct I/O has put there.
+    block_bytes = max(told or _USUAL_ALIGNMENT_BYTES, mmap.PAGESIZE)
+    try:
+        return block_bytes if _direct_works(folder, name, block_bytes) else 0
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return block_bytes if told else 0
+        if error.errno in _REFUSALS:
+            return 0
+        raise
+
+
+def _direct_works(folder: int, name: str, block_bytes: int) -> bool:
+    written, found = (
+        aligned_block(block_bytes, block_bytes),
+        aligned_block(block_bytes, block_bytes),
+    )
+    written[:] = bytes(index % 251 for index in range(block_bytes))
+    descriptor = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        if os.pwrite(descriptor, written, 0) != block_bytes:
+            return False
+        return os.preadv(descriptor, [found], 0) == block_bytes and found == written
+    finally:
+        os.close(descriptor)
+
+
+def _exclusive(folder: int, name: str) -> Exclusive:
+    other = unfinished_name()
+    try:
+        os.link(name, other, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _exclusive_rename(folder, name, other)
+    _remove(other, folder)
+    return Exclusive.LINK
+
+
+def _exclusive_rename(folder: int, name: str, other: str) -> Exclusive:
+    if not linux.rename_if_absent(folder, name, other):
+        return Exclusive.NONE
+    _remove(other, folder)
+    return Exclusive.RENAME

@@ -1,0 +1,99 @@
+"""Which names an object may have: checked once going in, and once more for what a listing returns.
+
+A key is one or more parts joined by '/', relative, without a way up or out. Names of unfinished objects begin with a
+prefix that no valid part has, so a key can never collide with one. Nothing here knows a medium.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import unicodedata
+
+from tierfall.core.types.errors import KeyInvalidError
+
+PART_BYTES_MAX = 255
+KEY_BYTES_MAX = 1024
+RESERVED_PREFIX = ".tierfall-"
+
+_UNFINISHED = re.compile(r"\.tierfall-[0-9]+-[0-9a-f]{16}\.part\Z")
+
+
+def check_key(key: str) -> str:
+    """Return a key unchanged, or raise KeyInvalidError with the reason."""
+    reason = _key_fault(key)
+    if reason:
+        raise KeyInvalidError(
+            f"key {key!r}: {reason}; expected relative parts joined by '/', such as 'run/step/commit.json'"
+        )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return a prefix (empty, or a key and '/') unchanged, or raise KeyInvalidError with the reason."""
+    if prefix == "":
+        return prefix
+    if not isinstance(prefix, str) or not prefix.endswith("/"):
+        raise KeyInvalidError(f"prefix {prefix!r}: expected '' or a prefix that ends in '/'")
+    check_key(prefix[:-1])
+    return prefix
+
+
+def place_below(bucket: str, path: str) -> tuple[str, str]:
+    """Return the address of a place below ``bucket`` for messages, and what stands before each of its keys."""
+    prefix = path.strip("/")
+    if not prefix:
+        return bucket, ""
+    check_key(prefix)
+    return f"{bucket}/{prefix}", f"{prefix}/"
+
+
+def is_key(key: str) -> bool:
+    """Say whether a name that a listing returned may be a key."""
+    return _key_fault(key) is None
+
+
+def is_part(part: str) -> bool:
+    """Say whether a name may be one part of a key."""
+    return _part_fault(part) is None
+
+
+def unfinished_name() -> str:
+    """Make up a name for an object that is not published yet; the process id in it is for people."""
+    return f"{RESERVED_PREFIX}{os.getpid()}-{secrets.token_hex(8)}.part"
+
+
+def is_unfinished(name: str) -> bool:
+    """Say whether ``unfinished_name`` may have made this name."""
+    return _UNFINISHED.match(name) is not None
+
+
+def _key_fault(key: str) -> str | None:
+    if not isinstance(key, str) or key == "":
+        return "it is empty or no text"
+    for part in key.split("/"):
+        fault = _part_fault(part)
+        if fault:
+            return fault
+    if len(key.encode()) > KEY_BYTES_MAX:
+        return f"it is longer than {KEY_BYTES_MAX} bytes"
+    return None
+
+
+def _part_fault(part: str) -> str | None:
+    if part == "":
+        return "a part is empty (a leading, trailing or doubled '/')"
+    if part in (".", ".."):
+        return f"the part {part!r} leads out of its folder"
+    if "/" in part or "\\" in part:
+        return "a part holds a separator"
+    if not (part.isascii() and part.isprintable()) and any(
+        unicodedata.category(letter) in ("Cc", "Cs") for letter in part
+    ):
+        return "a part holds a control character or is no valid Unicode"
+    if part.lower().startswith(RESERVED_PREFIX):
+        return f"a part begins with {RESERVED_PREFIX!r}, which is kept for unfinished objects"
+    if len(part.encode()) > PART_BYTES_MAX:
+        return f"a part is longer than {PART_BYTES_MAX} bytes"
+    return None

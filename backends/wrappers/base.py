@@ -1,0 +1,92 @@
+"""The plain wrapper: a backend around a backend that changes nothing.
+
+Retry, limits and faults derive from it and override what they are about. It owns no state but what it wraps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, cast
+
+from tierfall.core.types.backend import Backend, Publish, Stored, SyncedBackend, Traits, Writer
+
+
+class Wrapper:
+    """Passes every call on to ``inner``."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    @property
+    def traits(self) -> Traits:
+        return self._inner.traits
+
+    @property
+    def place(self) -> str:
+        return self._inner.place
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
+        return self._inner.create(key, length=length, length_max=length_max, publish=publish)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self._inner.read_into(key, offset, view)
+
+    def read_cached(self, key: str, offset: int, end: int, views: Iterable[memoryview]) -> bool:
+        return self._inner.read_cached(key, offset, end, views)
+
+    def stat(self, key: str) -> Stored:
+        return self._inner.stat(key)
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        return self._inner.scan(prefix)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        return self._inner.delete_some(keys)
+
+    def sync(self, folder: str) -> None:
+        cast(SyncedBackend, self._inner).sync(folder)
+
+    def discard_unfinished(self, prefix: str) -> int:
+        return self._inner.discard_unfinished(prefix)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class WriterWrapper:
+    """Passes every call on to ``inner``."""
+
+    def __init__(self, inner: Writer) -> None:
+        self._inner = inner
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._inner.write(offset, view)
+
+    def publish(self) -> None:
+        self._inner.publish()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def __enter__(self) -> Self:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(exc_type, exc, traceback)

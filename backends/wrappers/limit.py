@@ -1,0 +1,134 @@
+"""Limits: so many bytes a second, so many calls at once.
+
+A large write is paid for and passed on slice by slice, so that a slow tier advances evenly instead of in leaps. Idle
+time earns nothing: after a pause the rate is the same, which is what training beside it wants. Reads and writes are
+counted apart, as the two directions of a link. It knows no medium and reads no clock but the one it is given.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tierfall.backends.toolkit.views import flat
+from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
+from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
+
+SLICE_S = 0.05
+SLICE_BYTES_MIN = 256 * 1024
+
+
+class Limited(Wrapper):
+    """Bounds what goes to and comes from ``inner``: bytes a second in each direction (None: no bound), and calls that
+    are under way at once (None: no bound)."""
+
+    def __init__(
+        self,
+        inner: Backend,
+        *,
+        bytes_per_second: int | None,
+        max_parallel: int | None = None,
+        writes: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``writes`` is a pace of the caller's for what goes there, in place of ``bytes_per_second``."""
+        for name, value in (("bytes_per_second", bytes_per_second), ("max_parallel", max_parallel)):
+            if value is not None and value < 1:
+                raise ValueError(f"Limited: {name} is {value}; expected 1 or more, or None")
+        super().__init__(inner)
+        self._slots = threading.BoundedSemaphore(max_parallel) if max_parallel else None
+        self._max_parallel = max_parallel
+        own = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
+        self._writes = own if writes is None else writes
+        self._reads = Pace(bytes_per_second, clock, sleep) if bytes_per_second else None
+
+    @property
+    def traits(self) -> Traits:
+        traits = self._inner.traits
+        if self._max_parallel is None:
+            return traits
+        return replace(traits, max_parallel=min(traits.max_parallel, self._max_parallel))
+
+    def create(
+        self,
+        key: str,
+        *,
+        length: int | None = None,
+        length_max: int | None = None,
+        publish: Publish = Publish.REPLACE,
+    ) -> Writer:
+        with self.slot():
+            writer = self._inner.create(key, length=length, length_max=length_max, publish=publish)
+        return _LimitedWriter(writer, self)
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        """Read in one piece, once its time has come: between two slices the object could be replaced."""
+        if self._reads is not None:
+            self._reads.wait_turn(view.nbytes)
+        with self.slot():
+            self._inner.read_into(key, offset, view)
+
+    # What is in the page cache costs the medium nothing: ``read_cached`` is passed on as it is.
+
+    def stat(self, key: str) -> Stored:
+        with self.slot():
+            return self._inner.stat(key)
+
+    def delete(self, key: str) -> None:
+        with self.slot():
+            self._inner.delete(key)
+
+    def delete_some(self, keys: Sequence[str]) -> Sequence[str]:
+        with self.slot():
+            return self._inner.delete_some(keys)
+
+    def sync(self, folder: str) -> None:
+        with self.slot():
+            super().sync(folder)
+
+    def write_in_slices(self, writer: Writer, offset: int, view: memoryview) -> None:
+        """Pass a range on, slice by slice, each when its turn has come; an empty range is passed on too."""
+        data = flat(view)
+        rate = None if self._writes is None else self._writes.bytes_per_second
+        step = _slice_bytes(self._inner.traits, rate) or max(data.nbytes, 1)
+        for start in range(0, max(data.nbytes, 1), step):
+            piece = data[start : start + step]
+            if self._writes is not None:
+                self._writes.wait_turn(piece.nbytes)
+            with self.slot():
+                writer.write(offset + start, piece)
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        if self._slots is None:
+            yield
+            return
+        with self._slots:
+            yield
+
+
+class _LimitedWriter(WriterWrapper):
+    def __init__(self, inner: Writer, limits: Limited) -> None:
+        super().__init__(inner)
+        self._limits = limits
+
+    def write(self, offset: int, view: memoryview) -> None:
+        self._limits.write_in_slices(self._inner, offset, view)
+
+    def publish(self) -> None:
+        with self._limits.slot():
+            self._inner.publish()
+
+
+def _slice_bytes(traits: Traits, bytes_per_second: float | None) -> int:
+    """Choose the slice for a rate; 0 (whole) where there is none, where a backend bounds the size of a write, and
+    where offsets must rise: a second try of the whole range would go back."""
+    if bytes_per_second is None or traits.part_bytes_min or traits.ordered_writes:
+        return 0
+    unit = max(traits.alignment_bytes, SLICE_BYTES_MIN)
+    return max(1, round(bytes_per_second * SLICE_S) // unit) * unit

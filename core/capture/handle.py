@@ -1,0 +1,259 @@
+"""The handle that a save returns: what became of one step, on each tier, told from other threads.
+
+Capture and coordinator set outcomes; the training loop asks, waits, and gets the original exception. Nothing here
+decides anything.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tierfall.core.runtime.wait import Bell
+from tierfall.core.types.errors import CaptureError, ConfigError, FlushError, TierfallError
+from tierfall.core.types.units import as_seconds
+from tierfall.core.types.values import CheckpointId, SaveOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStats:
+    """Times of one save in seconds, from the call of ``save``; what has not happened yet is None or not there.
+
+    ``blocked_s`` is what the training thread gave: in ``save``, and at the barrier before the next update.
+    """
+
+    bytes: int
+    lazy: bool
+    blocked_s: float
+    captured_s: float | None = None
+    durable_s: Mapping[str, float] = field(default_factory=dict)
+
+
+class SaveHandle:
+    """What became of one save. Thread-safe; keeps no tensor alive."""
+
+    def __init__(
+        self,
+        checkpoint: CheckpointId,
+        tiers: tuple[str, ...],
+        *,
+        in_memory: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._tiers = tiers
+        self._in_memory = in_memory
+        self._clock = clock
+        self._began = clock()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._bells: list[Bell] = []
+        self._captured = False
+        self._failure: BaseException | None = None
+        self._outcome = SaveOutcome.PENDING
+        self._done: set[str] = set()
+        self._failed: dict[str, BaseException] = {}
+        self._stats = SaveStats(bytes=0, lazy=False, blocked_s=0.0)
+        self._waited_s = 0.0
+        self._captured_s: float | None = None
+        self._durable_s: dict[str, float] = {}
+        self.before_wait: Callable[[float | None], None] | None = None
+
+    # Asking ----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self._checkpoint.step
+
+    @property
+    def attempt(self) -> int:
+        return self._checkpoint.attempt
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers that this step is flushed to, fastest first."""
+        return self._tiers
+
+    @property
+    def outcome(self) -> SaveOutcome:
+        """``pending`` until the last tier of this step has it (``saved``), or it was given up."""
+        with self._lock:
+            return self._outcome
+
+    @property
+    def stats(self) -> SaveStats:
+        with self._lock:
+            return SaveStats(
+                bytes=self._stats.bytes,
+                lazy=self._stats.lazy,
+                blocked_s=self._stats.blocked_s + self._waited_s,
+                captured_s=self._captured_s,
+                durable_s=dict(self._durable_s),
+            )
+
+    def exception(self) -> BaseException | None:
+        """Return why this save was given up, or why a tier did not get it; None while all is well."""
+        with self._lock:
+            return self._failure or next(iter(self._failed.values()), None)
+
+    def captured(self, timeout: float | None = None) -> None:
+        """Wait until the image lies sealed in host memory; raises what kept it from it, TimeoutError after ``timeout``
+        seconds."""
+        self._wait(lambda: self._captured or self._failure is not None, timeout, "captured")
+        with self._lock:
+            if self._failure is not None and not self._captured:
+                raise _again(self._failure)
+
+    def wait(self, tier: str | None = None, timeout: float | None = None) -> None:
+        """Wait until the step is committed on ``tier`` (default: the last one that it is flushed to).
+
+        Raises the exception that kept it from it, ConfigError for a tier that this step is not flushed to, and
+        TimeoutError after ``timeout`` seconds.
+        """
+        name = self._resolve(tier)
+        self._wait(
+            lambda: name in self._done or self._failure is not None or name in self._failed,
+            timeout,
+            f"committed on {name}",
+        )
+        with self._lock:
+            if name in self._done:
+                return
+            raise _again(self._failed.get(name) or self._failure)
+
+    def done(self, tier: str | None = None) -> bool:
+        """Say whether the step is committed on ``tier`` (default: the last one that it is flushed to)."""
+        name = self._resolve(tier)
+        with self._lock:
+            return name in self._done
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle step={self.step} attempt={self.attempt} outcome={self.outcome}>"
+
+    # Telling ---------------------------------------------------------------------------------------
+
+    def tell_begun(self, *, bytes: int, lazy: bool, blocked_s: float) -> None:
+        with self._lock:
+            self._stats = SaveStats(bytes=bytes, lazy=lazy, blocked_s=blocked_s)
+
+    def tell_waited(self, seconds: float) -> None:
+        """The training thread waited outside of ``save`` for this capture to end."""
+        with self._lock:
+            self._waited_s += seconds
+
+    def tell_captured(self) -> None:
+        with self._lock:
+            self._captured = True
+            self._captured_s = self._clock() - self._began
+            self._done.add(self._in_memory)
+            if not self._tiers:
+                self._outcome = SaveOutcome.SAVED
+            self._ring()
+
+    def tell_given_up(self, outcome: SaveOutcome, error: BaseException) -> None:
+        """The image will never be complete, skipped or failed; or, superseded, it lies in memory no more.
+
+        What was saved once stays saved: only who waits for a tier that did not get it yet is told.
+        """
+        with self._lock:
+            if self._outcome is SaveOutcome.SAVED:
+                self._failed.update((t, error) for t in self._tiers if t not in self._done)
+                self._ring()
+                return
+            self._outcome = outcome
+            self._failure = error
+            if outcome is SaveOutcome.SUPERSEDED:
+                self._captured = False
+                self._done.discard(self._in_memory)
+                self._failed.clear()
+            self._ring()
+
+    def tell_committed(self, tier: str) -> None:
+        with self._lock:
+            self._done.add(tier)
+            self._failed.pop(tier, None)
+            self._durable_s[tier] = self._clock() - self._began
+            if self._tiers and tier == self._tiers[-1]:
+                self._outcome = SaveOutcome.SAVED
+            self._ring()
+
+    def tell_tier_failed(self, tier: str, error: BaseException) -> None:
+        with self._lock:
+            self._failed[tier] = error
+            if self._tiers and tier == self._tiers[-1]:
+                self._outcome = SaveOutcome.FAILED
+            self._ring()
+
+    def tell_settled(self) -> bool:
+        """Say whether nothing of this save goes on: every tier that it is flushed to has it, or does not take it."""
+        with self._lock:
+            if self._failure is not None:
+                return True
+            return self._captured and all(t in self._done or t in self._failed for t in self._tiers)
+
+    def tell_stopped(self, error: BaseException) -> None:
+        """Nobody goes on with what is still missing; what has failed before stays the reason."""
+        with self._lock:
+            for tier in self._tiers:
+                if tier not in self._done and tier not in self._failed:
+                    self._failed[tier] = error
+            if self._outcome is SaveOutcome.PENDING:
+                self._outcome = SaveOutcome.FAILED
+                if not self._captured:
+                    self._failure = error
+            self._ring()
+
+    def _ring(self) -> None:
+        """Wake everybody who waits; called under the lock."""
+        while self._bells:
+            self._bells.pop().ring()
+
+    def _resolve(self, tier: str | None) -> str:
+        name = tier or (self._tiers[-1] if self._tiers else self._in_memory)
+        if name != self._in_memory and name not in self._tiers:
+            raise ConfigError(
+                f"step {self.step} is not flushed to tier {name!r}; it goes to "
+                f"{', '.join((self._in_memory, *self._tiers))}"
+            )
+        return name
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"step {self.step} was saved by process {self._pid}; a forked child cannot wait for it: wait in "
+                "that process; tierfall.load() reads it here once it is committed"
+            )
+        timeout = as_seconds(timeout, what="timeout")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if (
+            self.before_wait is not None
+        ):  # under capture.verify the image waits for its barrier: this is one
+            self.before_wait(timeout)
+        while True:
+            bell = Bell()
+            with self._lock:
+                if ready():
+                    return
+                self._bells.append(bell)
+            if not bell.wait(None if deadline is None else deadline - time.monotonic()):
+                with self._lock:
+                    self._bells = [other for other in self._bells if other is not bell]
+                    if ready():
+                        return
+                raise TimeoutError(
+                    f"step {self.step} is not {what} after {timeout:g} s; it goes on behind: wait again, or for longer"
+                )
+
+
+def _again(error: BaseException | None) -> BaseException:
+    """Make a fresh exception of the same kind, caused by the original: raised twice, that would grow its traceback."""
+    if error is None:
+        return FlushError("the save was given up")
+    kind = type(error) if isinstance(error, TierfallError) else CaptureError
+    copy = kind(str(error))
+    copy.__dict__.update(error.__dict__)  # such as what tensors a StateChangedError names
+    copy.__cause__ = error
+    return copy

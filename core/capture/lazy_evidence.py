@@ -1,0 +1,157 @@
+"""Evidence: which tensors of a state may be captured lazily, by what was seen of the training loop.
+
+A tensor may be captured lazily where only an optimizer's step changes it, and each step waits for the capture. That is
+evident for the parameters of an optimizer that was seen to step since the last save, and for its state of them; the
+user may declare it of anything (``item(..., changes="on_step")``). Of a frozen parameter it is assumed, as long as
+images are compared with the state. Everything else is copied before save() returns. A save that is given up because
+tensors were changed takes those from the lazily captured; after two such saves in a row all is copied at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from tierfall.core.capture.barrier import Barrier
+from tierfall.core.sampling.samples import is_sampled
+from tierfall.core.state.view import DECLARED, UNSHARED, StateView
+from tierfall.core.types.errors import StateChangedError
+from tierfall.core.types.values import Changes, CheckpointId
+
+logger = logging.getLogger("tierfall")
+
+FAILURES_MAX = 2
+_REMEDY = (
+    "Change them only inside optimizer.step(), or call wait_captured() before the change; to keep the rest lazy, wrap "
+    "what changes in tierfall.item(..., changes='anytime')"
+)
+
+
+class Evidence:
+    """Asked by the thread that saves. The capture thread calls ``failed`` and ``held``; a thread at the barrier calls
+    ``failed`` too, so that the next save knows. ``checked`` says whether images are compared with the state."""
+
+    def __init__(self, barrier: Barrier, *, checked: bool) -> None:
+        self._barrier = barrier
+        self._checked = checked
+        self._said: set[str] = set()
+        self._changed: frozenset[str] = frozenset()
+        self._frozen_change = False
+        self._failures = 0
+        self._given_up: frozenset[str] = frozenset()
+        """What was changed when too many saves had failed; more may be found of saves that were under way then."""
+        # Attempt and step of the last save that has begun, and of the last one that had when a failure was known.
+        self._last = self._answered = (0, -1)
+        self._frozen: frozenset[str] = frozenset()
+        self._chosen: tuple[object, tuple[bool, ...]] | None = None
+
+    def why_blocking(self, *, elsewhere: Collection[str], first: bool) -> str | None:
+        """Say why nothing of this save can be captured lazily, or return None.
+
+        ``elsewhere`` are the kinds of devices, other than the host, that no copy stream serves.
+        """
+        if first:
+            return "it is the first"
+        if elsewhere:
+            return f"part of the state is on {min(elsewhere)}, which is not captured lazily"
+        if self._failures >= FAILURES_MAX:
+            return (
+                f"{FAILURES_MAX} saves in a row were given up, since {_few(self._given_up)} changed between save() "
+                f"and the next optimizer step. {_REMEDY}"
+            )
+        if not self._barrier.seen:
+            return "no optimizer step, wait_captured() or guard() was seen since the last save"
+        return None
+
+    def choose(self, view: StateView) -> tuple[bool, ...]:
+        """Say of each tensor whether it may be captured lazily; the evidence begins anew with ``forget``."""
+        covered = self._barrier.covered()
+        frozen: set[int] = set()
+        unseen: dict[int, str] = {}
+        uncovered = () if view.parameters.keys() <= covered else view.parameters.keys() - covered
+        for number in uncovered:
+            name, parameter = view.parameters[number]
+            if parameter.requires_grad:
+                unseen[number] = name
+            else:
+                frozen.add(number)
+        self._frozen = frozenset(view.parameters[number][0] for number in frozen)
+        if not self._checked or self._frozen_change:
+            frozen.clear()
+        # Where the loop itself waits for the capture before each change, it does so whatever it changes.
+        bracketed = self._barrier.bracketed
+        state = (view.structure, view.plain, view.changes, view.owners)
+        key = (*state, covered, frozen, bracketed, self._changed)
+        if self._chosen is None or self._chosen[0] != key:
+            trusted = None if bracketed else covered | frozen | {DECLARED, UNSHARED}
+            self._chosen = (key, self._choose(view, trusted))
+            if trusted is not None:
+                # Those that the user wrapped in item() have no parameter for an owner.
+                self._say_unseen([unseen[owner] for owner in {*view.owners} & unseen.keys()])
+        return self._chosen[1]
+
+    def _say_unseen(self, names: Collection[str]) -> None:
+        if names:
+            self.say_once(
+                f"copied before save() returns: {_few(names)}; no torch optimizer was seen to step "
+                f"{'it' if len(names) == 1 else 'them'} since the last save"
+            )
+
+    def _choose(self, view: StateView, trusted: Collection[int] | None) -> tuple[bool, ...]:
+        columns = zip(view.names, view.changes, view.owners, strict=True)
+        return tuple(
+            changes is Changes.ON_STEP
+            and (trusted is None or owner in trusted)
+            and name not in self._changed
+            and (not self._checked or is_sampled(view, index))
+            for index, (name, changes, owner) in enumerate(columns)
+        )
+
+    def forget(self) -> None:
+        """Begin to gather evidence anew, as each save does."""
+        self._barrier.forget()
+
+    def say_once(self, text: str) -> None:
+        """Log a warning that was not logged before."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+    # What became of lazy saves ---------------------------------------------------------------------
+
+    def begun(self, id: CheckpointId) -> None:
+        """A lazily captured save has begun."""
+        self._last = (id.attempt, id.step)
+
+    def failed(self, id: CheckpointId, error: BaseException) -> None:
+        """A lazily captured save was given up; it may be said more than once. One that had begun before the failure of
+        another was known is no second failure: nothing was done about the first by then."""
+        if not isinstance(error, StateChangedError):
+            return
+        if (id.attempt, id.step) > self._answered:
+            self._failures += 1
+        self._answered = self._last
+        changed = frozenset(error.tensors) - self._changed
+        self._changed |= changed
+        if self._failures >= FAILURES_MAX and not self._given_up:
+            self._given_up = self._changed
+        if changed & self._frozen:
+            self._frozen_change = True
+        if changed and self._failures < FAILURES_MAX:
+            frozen = " and every other frozen parameter" if changed & self._frozen else ""
+            logger.warning(
+                "from now on save() copies %s%s before it returns, since the training loop made changes there between "
+                "save() and the next optimizer step. %s",
+                _few(changed),
+                frozen,
+                _REMEDY,
+            )
+
+    def held(self) -> None:
+        """A lazily captured save is whole."""
+        self._failures = 0
+
+
+def _few(names: Collection[str]) -> str:
+    first = min(names, default="tensors")
+    return first if len(names) < 2 else f"{first} and {len(names) - 1} more"

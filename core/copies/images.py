@@ -1,0 +1,269 @@
+"""Images as they are read: one shard of one checkpoint on one tier, raw or packed, behind one small contract."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.compression.codec import Unpacker
+from tierfall.core.compression.frame_table import Packed, read_packed
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Commit, Manifest, read_manifest
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.types import keys
+from tierfall.core.types.errors import BackendError, IntegrityError
+from tierfall.core.types.values import CheckpointId, Codec, Shard
+
+logger = logging.getLogger("tierfall")
+
+READ_THREADS = 3
+"""How many chunks of a stored image are read at once."""
+
+
+class ReadableStore(Protocol):
+    """What reading needs of a stored tier."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
+    def read_stored(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
+    def read_into(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        view: memoryview,
+        *,
+        codec: Codec = Codec.NONE,
+    ) -> None: ...
+
+    def read_cached(
+        self,
+        checkpoint: CheckpointId,
+        shard: Shard,
+        offset: int,
+        end: int,
+        views: Iterable[memoryview],
+        *,
+        codec: Codec = Codec.NONE,
+    ) -> bool: ...
+
+
+class Image(Protocol):
+    """One copy of one image.
+
+    ``read`` brings chunk ``index`` into ``buffer``, which is at least as long, or hands out a view of memory that it
+    has already. It checks no digest. ``again``: what was read before was not good, nor may it come from a cache.
+    """
+
+    @property
+    def tier(self) -> str: ...
+
+    @property
+    def in_memory(self) -> bool: ...
+
+    def manifest_bytes(self) -> bytes: ...
+
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview: ...
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        """Bring a chunk that is in the page cache as it is into one view after the other; False where it is not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """A raw image on a stored tier; ``unpacked`` makes of it one that is read as its commit record says."""
+
+    store: ReadableStore
+    id: CheckpointId
+    shard: Shard
+
+    @property
+    def tier(self) -> str:
+        return self.store.name
+
+    @property
+    def in_memory(self) -> bool:
+        return False
+
+    def manifest_bytes(self) -> bytes:
+        return self.store.read_manifest(self.id, self.shard)
+
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
+        start, end = manifest.chunk_range(index)
+        view = buffer[: end - start]
+        self.read_into(start, view, again=again)
+        return view
+
+    def read_into(
+        self, offset: int, view: memoryview, *, codec: Codec = Codec.NONE, again: bool = False
+    ) -> None:
+        """Fill ``view`` from ``offset`` of the image's file."""
+        if again or not self._read_cached(offset, view, codec):
+            self.store.read_into(self.id, self.shard, offset, view, codec=codec)
+
+    def _read_cached(self, offset: int, view: memoryview, codec: Codec) -> bool:
+        end = offset + view.nbytes
+        try:
+            return self.store.read_cached(self.id, self.shard, offset, end, [view], codec=codec)
+        except BackendError:  # the medium may give it all the same, or will say why not
+            logger.debug("%s: a read of the page cache failed", self.tier, exc_info=True)
+            return False
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        start, end = manifest.chunk_range(index)
+        return self.store.read_cached(self.id, self.shard, start, end, views)
+
+
+class PackedImage:
+    """A packed image on a stored tier. Threads share it; beside the buffer each read uses one of a chunk's length."""
+
+    def __init__(self, raw: StoredImage, packed: Packed, *, chunk_bytes: int) -> None:
+        self._raw = raw
+        self._packed = packed
+        self._scratch = BufferPool(bytes=frame_bytes_max(chunk_bytes), count=READ_THREADS)
+        self._local = threading.local()
+
+    @property
+    def tier(self) -> str:
+        return self._raw.tier
+
+    @property
+    def in_memory(self) -> bool:
+        return False
+
+    def manifest_bytes(self) -> bytes:
+        return self._raw.manifest_bytes()
+
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
+        start, end = self._packed.chunk_range(index)
+        raw_start, raw_end = manifest.chunk_range(index)
+        width, view = self._packed.widths[index], buffer[: raw_end - raw_start]
+        if width == 1:
+            with self._scratch.take(end - start) as scratch:
+                return self._unpack(index, scratch[: end - start], view, start, again=again)
+        # The frame is read to where its chunk goes: by then it has been unpacked into the planes.
+        fits = end - start <= len(buffer)
+        frame = (buffer if fits else memoryview(bytearray(end - start)))[: end - start]
+        return self._unpack(index, frame, view, start, again=again)
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        return False  # a frame is nothing that a tensor could hold
+
+    def _unpack(
+        self, index: int, frame: memoryview, view: memoryview, start: int, *, again: bool
+    ) -> memoryview:
+        self._raw.read_into(start, frame, codec=self._packed.codec, again=again)
+        what = f"{self.tier}: chunk {index} of {self._raw.id}"
+        self._unpacker().unpack(frame, view, width=self._packed.widths[index], what=what)
+        return view
+
+    def _unpacker(self) -> Unpacker:
+        if not hasattr(self._local, "unpacker"):
+            self._local.unpacker = Unpacker(self._packed.codec, scratch=self._scratch)
+        unpacker: Unpacker = self._local.unpacker
+        return unpacker
+
+
+@dataclass(frozen=True, slots=True)
+class RegionImage:
+    """An image in host memory: nothing is copied to read it, unless it is another process's to use again."""
+
+    tier: str
+    region: HostRegion
+
+    @property
+    def in_memory(self) -> bool:
+        return True
+
+    def manifest_bytes(self) -> bytes:
+        with self._still_there():
+            return self.region.manifest()
+
+    def read(
+        self, manifest: Manifest, index: int, buffer: memoryview, *, again: bool = False
+    ) -> memoryview:
+        start, end = manifest.chunk_range(index)
+        with self._still_there():
+            view = self.region.image[start:end]
+            if not view.readonly:
+                return view
+            # A trainer that lives may write there at any time: what is checked must be what is used.
+            settled = buffer[: end - start]
+            np.copyto(np.frombuffer(settled, np.uint8), np.frombuffer(view, np.uint8))
+            return settled
+
+    def read_cached(self, manifest: Manifest, index: int, views: Iterable[memoryview]) -> bool:
+        return False  # it lies in memory already
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:  # it was released: another copy, if there is one, is to be read
+            raise IntegrityError(f"{self.tier}: the image left memory: {error}") from error
+
+
+def checked_manifest(image: Image, commit: Commit, shard: Shard) -> Manifest:
+    """Read an image's manifest and hold it against the commit record that vouches for it."""
+    name = keys.manifest_name(shard)
+    what = f"{image.tier}: {name} of {commit.line.checkpoint}"
+    named, stored = commit.file(name), image_file(commit, shard)
+    if named is None or stored is None:
+        raise IntegrityError(f"{what}: its commit record does not name this shard")
+    data = image.manifest_bytes()
+    if len(data) != named.bytes or sha256(data) != named.digest:
+        raise IntegrityError(f"{what}: it is not the manifest that the commit record names")
+    manifest = read_manifest(data, what=what)
+    raw_bytes = stored.file.bytes if stored.codec is Codec.NONE else stored.file.raw_bytes
+    if manifest.line != commit.line or manifest.shard != shard or manifest.image_bytes != raw_bytes:
+        raise IntegrityError(f"{what}: it contradicts its commit record")
+    return manifest
+
+
+def checked_packed(image: StoredImage, commit: Commit, manifest: Manifest) -> Packed | None:
+    """Read how an image is packed, and hold it against the commit record; None where it is raw."""
+    shard = manifest.shard
+    name = keys.stored_name(shard)
+    what = f"{image.tier}: {name} of {commit.line.checkpoint}"
+    named, stored = commit.file(name), image_file(commit, shard)
+    if stored is None or stored.codec is Codec.NONE:
+        return None
+    if named is None:
+        raise IntegrityError(f"{what}: its commit record does not name it")
+    data = image.store.read_stored(image.id, shard)
+    if len(data) != named.bytes or sha256(data) != named.digest:
+        raise IntegrityError(f"{what}: it is not the record that the commit record names")
+    packed = read_packed(data, manifest, what=what)
+    if packed.codec is not stored.codec or packed.stored_bytes != stored.file.bytes:
+        raise IntegrityError(f"{what}: it contradicts its commit record")
+    return packed
+
+
+def unpacked(image: Image, commit: Commit, manifest: Manifest) -> Image:
+    """Return the image as it can be read: where its commit record names a packed file, by the record of its frames."""
+    if not isinstance(image, StoredImage):
+        return image
+    packed = checked_packed(image, commit, manifest)
+    if packed is None:
+        return image
+    return PackedImage(image, packed, chunk_bytes=manifest.chunk_bytes)

@@ -1,0 +1,149 @@
+"""One rank's image of a checkpoint, ready to be read: its good copies, its manifest, and buffers to read through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.copies.cached_reads import Written
+from tierfall.core.copies.chunk_reader import ChunkReader, Tally, count_threads, read_fills
+from tierfall.core.copies.images import Image, checked_manifest, unpacked
+from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.records import Commit, Manifest
+from tierfall.core.image.header import ImageHeader, read_header
+from tierfall.core.load.build import Fill
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    NotSupportedError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.values import CheckpointId, Shard
+
+PASSABLE = (IntegrityError, BackendError, NotSupportedError)
+"""What lets another copy be read, or an older step be tried. Whatever else goes wrong ends a restore."""
+
+NOWHERE = "no tier that answered here holds it"
+NOT_SENT = (
+    "no tier that answered here holds it, and another rank's does: call torch.distributed.init_process_group before "
+    "tierfall.open, or pass process_group, and ranks send each other what they have"
+)
+
+OpenImage = Callable[[str, CheckpointId, Shard], Image]
+
+
+class Job:
+    """One checkpoint, ready to be read: its good copies and its manifest. Used in a with."""
+
+    def __init__(
+        self,
+        images: Sequence[Image],
+        manifest: Manifest,
+        tally: Tally,
+        ring: Ring | None,
+        chunks_max: int | None,
+    ) -> None:
+        self.manifest = manifest
+        self._reader = ChunkReader(images, manifest, tally)
+        self._threads = count_threads(manifest, images, chunks_max)
+        self._own: Ring | None = None
+        if ring is None:
+            size = manifest.chunk_bytes
+            ring = Ring(size) if chunks_max is None else Ring(size, count_max=self._threads)
+            self._own = ring
+        self._ring = ring
+
+    def read_header(self) -> ImageHeader:
+        with self._ring.pool.take(self.manifest.data_start) as buffer:
+            view = self._reader.read(0, buffer)
+            return read_header(
+                view,
+                image_bytes=self.manifest.image_bytes,
+                what=f"header of {self.manifest.line.checkpoint}",
+            )
+
+    def fill(self, fills: Sequence[Fill], written: Written) -> None:
+        ring = self._ring
+        pool, streams = ring.pool, ring.streams
+        read_fills(self._reader, self.manifest, fills, self._threads, pool, streams, written)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._own is not None:
+            self._own.release()
+
+
+def _vouch_for_the_same(one: Commit | None, other: Commit, shard: Shard) -> bool:
+    """Say whether two commit records name the same manifest of a shard: then one reading of it serves both copies."""
+    name = keys.manifest_name(shard)
+    return one is not None and one.line == other.line and one.file(name) == other.file(name)
+
+
+def names_others_only(commit: Commit, shard: Shard) -> bool:
+    """Say whether a record is of a tier that holds images of this checkpoint, and not this one."""
+    image, manifest = image_file(commit, shard), commit.file(keys.manifest_name(shard))
+    return bool(commit.files) and image is None and manifest is None
+
+
+def find_images(
+    checkpoint: KnownCheckpoint,
+    tiers: Sequence[str],
+    open_image: OpenImage,
+    shard: Shard,
+    tally: Tally,
+    *,
+    nowhere: str = NOWHERE,
+) -> tuple[list[Image], Manifest]:
+    """Open the copies of a shard on ``tiers``, fastest first, whose records are good; return them with their manifest.
+
+    Raises IntegrityError where there is none, and the retryable error where one could not be read. Tiers whose record
+    names other ranks' images only are not asked; ``nowhere`` says what it means that all are such.
+    """
+    images: list[Image] = []
+    manifest: Manifest | None = None
+    vouched: Commit | None = None
+    failures: list[TierfallError] = []
+    for tier in tiers:
+        found = checkpoint.copies[tier]
+        if found.commit is not None and names_others_only(found.commit, shard):
+            continue
+        try:
+            if found.commit is None:
+                raise found.damage or IntegrityError(f"{tier}: no commit record")
+            image = open_image(tier, checkpoint.id, shard)
+            if manifest is not None and not _vouch_for_the_same(vouched, found.commit, shard):
+                raise IntegrityError(
+                    f"{tier}: holds another snapshot of {checkpoint.id} than faster tiers do"
+                )
+            try:
+                if manifest is None:
+                    manifest, vouched = checked_manifest(image, found.commit, shard), found.commit
+                image = unpacked(image, found.commit, manifest)
+            except TierfallError as error:
+                tally.note_damage(tier, checkpoint.id, error)
+                raise
+        except PASSABLE as error:
+            failures.append(error)
+            tally.passed_over(f"{checkpoint.id} on {tier}", error)
+            continue
+        images.append(image)
+    if manifest is None or not images:
+        if nowhere == NOT_SENT and not failures:
+            raise UnreachableError(f"this rank's part of {checkpoint.id}: {nowhere}")
+        raise next((e for e in failures if e.retryable), None) or IntegrityError(
+            f"no copy of {checkpoint.id} has good records: "
+            + ("; ".join(map(str, failures)) or nowhere)
+        )
+    return images, manifest

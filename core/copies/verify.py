@@ -1,0 +1,91 @@
+"""Checking copies one after another: the threads and buffers, and telling what was dropped meanwhile from damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.copies.check import CheckableStore, CheckedCopy, CopyCheck, Damage
+from tierfall.core.copies.chunk_reader import BUFFER_BYTES
+from tierfall.core.copies.images import READ_THREADS
+from tierfall.core.format.records import Manifest
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.types.errors import BackendError, KeyNotFoundError, TierfallError
+from tierfall.core.types.values import CheckpointId
+
+__all__ = ["CheckableStore", "CheckedCopy", "Damage", "Verifier"]
+
+
+class Verifier:
+    """Checks copies one after another, by several threads, through buffers that are used again."""
+
+    def __init__(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        """``on_bytes`` is told from several threads how many bytes of images were read."""
+        self._on_bytes = on_bytes
+        self._pool = BufferPool(bytes=1, count=1)
+        self._executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierfall-verify")
+
+    def check_stored(self, store: CheckableStore, id: CheckpointId) -> CheckedCopy:
+        """Check a copy on a stored tier."""
+        check = CopyCheck(self, store.name, id)
+        error: BackendError | None = None
+        try:
+            check.stored(store)
+        except BackendError as failure:
+            error = failure
+        if (check.damage or isinstance(error, KeyNotFoundError)) and _is_gone(store, id):
+            return CheckedCopy(id=id, tier=store.name, gone=True)
+        return check.result(error=error)
+
+    def check_region(self, tier: str, id: CheckpointId, region: HostRegion) -> CheckedCopy:
+        """Check a sealed image in host memory. Beside a living trainer a region that it reuses reads as damaged."""
+        check = CopyCheck(self, tier, id)
+        check.region(region)
+        return check.result(error=None)
+
+    def pool_for(self, manifest: Manifest) -> BufferPool:
+        """Return buffers that hold this image's chunks, as many as memory allows."""
+        largest = frame_bytes_max(max(manifest.data_start, manifest.chunk_bytes))
+        if largest > self._pool.bytes:
+            count = max(1, min(READ_THREADS, BUFFER_BYTES // largest))
+            self._pool = BufferPool(bytes=largest, count=count)
+        return self._pool
+
+    def map(self, check: Callable[[int], None], indexes: Iterable[int]) -> None:
+        """Run ``check`` for every chunk; raises the first failure once all have stopped."""
+        futures = [self._executor.submit(check, index) for index in indexes]
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        if failures:
+            raise failures[0]
+
+    def read(self, bytes: int) -> None:
+        self._on_bytes(bytes)
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _is_gone(store: CheckableStore, id: CheckpointId) -> bool:
+    """A drop removes the commit record first: without one there is no copy any more."""
+    try:
+        store.read_commit(id)
+    except KeyNotFoundError:
+        return True
+    except TierfallError:
+        return False
+    return False

@@ -1,0 +1,76 @@
+"""Typed access to what was parsed from untrusted JSON: no later code has to doubt a member's type or range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError, IntegrityError
+
+T = TypeVar("T")
+
+
+class Members:
+    """Typed access to a parsed object; whatever is missing or of another type is damage."""
+
+    def __init__(self, members: Mapping[str, Any], what: str) -> None:
+        self._members = members
+        self._what = what
+
+    def has(self, name: str) -> bool:
+        return name in self._members
+
+    def get(self, name: str, kind: Any) -> Any:
+        value = self._members.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise IntegrityError(f"{self._what}: member {name!r} is missing or of a wrong type")
+        return value
+
+    def number(self, name: str, low: int, high: int) -> int:
+        value: int = self.get(name, int)
+        if not low <= value <= high:
+            raise IntegrityError(f"{self._what}: {name!r} is {value}, not within {low} to {high}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Read what is true or false; what is not there is false."""
+        value = self._members.get(name, False)
+        if not isinstance(value, bool):
+            raise IntegrityError(f"{self._what}: member {name!r} is neither true nor false")
+        return value
+
+    def list_of(self, name: str, kind: type[T]) -> list[T]:
+        values = self.get(name, list)
+        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
+            raise IntegrityError(f"{self._what}: {name!r} holds an entry of a wrong type")
+        return list(values)
+
+    def parse(self, name: str, parse: Callable[[Any], T], value: Any) -> T:
+        try:
+            return parse(value)
+        except (ValueError, OverflowError) as error:
+            raise IntegrityError(f"{self._what}: {name!r}: {error}") from error
+
+    def real(self, name: str) -> float:
+        value: float = self.parse(name, float, self.get(name, int | float))
+        if not math.isfinite(value):
+            raise IntegrityError(f"{self._what}: {name!r} is {value}, not a finite number")
+        return value
+
+    def name(self, name: str) -> str:
+        """Read what becomes part of a key: nothing that could lead out of a folder."""
+        value: str = self.get(name, str)
+        try:
+            return keys.check_name(value, what=f"{self._what}: {name!r}")
+        except ConfigError as error:
+            raise IntegrityError(str(error)) from error
+
+    def optional(self, name: str, read: Callable[[Members], T]) -> T | None:
+        """Read an object that may be null, but must be there."""
+        if name not in self._members:
+            raise IntegrityError(f"{self._what}: member {name!r} is missing")
+        if self._members[name] is None:
+            return None
+        return read(Members(self.get(name, dict), f"{self._what}: {name}"))

@@ -1,0 +1,396 @@
+"""One header of the headers of all ranks: every tensor whole, with the blocks of it that lie in the ranks' images.
+
+The trees of the ranks are laid over each other: mappings, modules and optimizers by their keys and names, so that
+stages of a pipeline add up. A value, or a tensor that is not cut in blocks, is the same on every rank that has it;
+where it is not, ``own`` says whose counts, and without one it is a conflict, which is said when it is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierfall.core.image.blocks import held, rank_of, unfold
+from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.tree import (
+    CodecNode,
+    ConflictNode,
+    KeptNode,
+    MapNode,
+    ModuleNode,
+    Node,
+    ObjectNode,
+    OptimizerNode,
+    PiecesNode,
+    QuantizedNode,
+    RandomNode,
+    SequenceNode,
+    TensorNode,
+    ValueNode,
+    slots_of,
+)
+from tierfall.core.state.item import OnResize
+from tierfall.core.tensors import names as naming
+from tierfall.core.tensors.dtypes import byte_count
+from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.types.errors import IntegrityError
+from tierfall.core.types.text import ranks_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of a tensor as one rank's image has it: bytes ``start`` to ``end`` of that image's data, what begins at
+    ``offset`` of the whole and is ``lengths`` long."""
+
+    rank: int
+    start: int
+    end: int
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """``header`` describes whole tensors, at places of no image; ``blocks`` are, per slot, where its bytes are, and
+    ``replicas`` where else the very same bytes must be for it to be one tensor."""
+
+    header: ImageHeader
+    blocks: Sequence[tuple[Block, ...]]
+    replicas: Mapping[int, tuple[Block, ...]]
+
+
+def merge_headers(
+    headers: Mapping[int, ImageHeader],
+    *,
+    what: str,
+    own: int | None,
+    rank: int = 0,
+    rules: Mapping[str, OnResize] | None = None,
+) -> Merged:
+    """Lay the headers of all ranks over each other; ``own`` is the rank whose values count where they differ. Without
+    one, ``rules`` say by name what becomes of an entry on ``rank``."""
+    merging = _Merging(unfold(headers), own, rank, (rules or {}) if own is None else {})
+    return merging.merge(what, lambda number: rank_of(number, headers))
+
+
+NOBODY = -1
+_INSIDE = "%"  # of what has no name that a wrapper could stand at
+
+
+class _Conflict(Exception):
+    """Ranks do not have the same; the message says what."""
+
+
+class _Merging:
+    def __init__(
+        self,
+        headers: Mapping[int, ImageHeader],
+        own: int | None,
+        rank: int,
+        rules: Mapping[str, OnResize],
+    ) -> None:
+        self._headers = headers
+        self._rank = rank
+        self._rules = rules
+        self._taken_of: dict[int, int] = {}
+        self._own = NOBODY if own is None else own
+        self._slots: dict[str, int] = {}
+        self._holders: list[dict[int, StoredTensor]] = []
+        self._values: list[Coded] = []
+
+    def merge(self, what: str, rank_of: Callable[[int], int]) -> Merged:
+        for rank, header in self._headers.items():
+            for stored in held(header):
+                slot = self._slots.setdefault(stored.name, len(self._slots))
+                if slot == len(self._holders):
+                    self._holders.append({})
+                self._holders[slot][rank] = stored
+        roots = {rank: header.tree for rank, header in self._headers.items()}
+        tree = self._node(roots, "", top=True)
+        assert isinstance(tree, MapNode), "a tree that is no mapping"
+        wholes, blocks, replicas, end = [], [], {}, 0
+        for slot in range(len(self._holders)):
+            whole, parts, others = self._whole(self._holders_of(slot), end)
+            end = whole.end
+            wholes.append(whole)
+            blocks.append(tuple(replace(block, rank=rank_of(block.rank)) for block in parts))
+            if others:
+                replicas[slot] = others
+        header = ImageHeader(
+            what=what,
+            data_start=0,
+            data_bytes=end,
+            tensors=tuple(wholes),
+            tree=tree,
+            values=tuple(self._values),
+            types=self._types(),
+            merged=True,
+        )
+        return Merged(header=header, blocks=tuple(blocks), replicas=replicas)
+
+    def _types(self) -> dict[str, str] | None:
+        """The classes of all ranks' objects; None where a rank's image does not say."""
+        found: dict[str, str] = {}
+        for header in self._headers.values():
+            if header.types is None:
+                return None
+            found = {**header.types, **found}
+        return found
+
+    # ---- tensors
+
+    def _whole(
+        self, holders: Mapping[int, StoredTensor], start: int
+    ) -> tuple[StoredTensor, tuple[Block, ...], tuple[Block, ...]]:
+        """Describe a tensor whole, with the blocks to read, and those that have to be equal to one of them."""
+        first = holders[self._own] if self._own in holders else next(iter(holders.values()))
+        shape = first.shape if first.piece is None else first.piece.shape
+        whole = StoredTensor(
+            first.name,
+            first.dtype,
+            shape,
+            start,
+            start + byte_count(first.dtype, shape),
+            strides=first.strides if first.piece is None else None,
+        )
+        found: dict[tuple[Any, Any], list[Block]] = {}
+        for rank, stored in holders.items():
+            offset = (0,) * len(shape) if stored.piece is None else stored.piece.offset
+            if stored.written_by is None and (stored.length or not whole.length):
+                block = Block(
+                    rank=rank,
+                    start=stored.start,
+                    end=stored.end,
+                    offset=offset,
+                    lengths=stored.shape,
+                )
+                found.setdefault((offset, stored.shape), []).append(block)
+        own = holders.get(self._own)
+        chosen = tuple(self._choose(same, own) for same in found.values())
+        # What torch says is a replica is one; this rank's own counts; and what differs in shape is a conflict.
+        if first.piece is not None or self._own in holders or len(found) != 1:
+            return whole, chosen, ()
+        (same,) = found.values()
+        return whole, chosen, tuple(block for block in same if block not in chosen)
+
+    def _holders_of(self, slot: int) -> Mapping[int, StoredTensor]:
+        """Who has a tensor: where it is not cut in blocks, only whose counts, and who wrote it for that one."""
+        holders = self._holders[slot]
+        one = self._taken_of.get(slot)
+        if one is None and self._own in holders and all(s.piece is None for s in holders.values()):
+            one = self._own
+        if one is None:
+            return holders
+        return {rank: holders[rank] for rank in (one, holders[one].written_by) if rank in holders}
+
+    def _choose(self, same: Sequence[Block], own: StoredTensor | None) -> Block:
+        """Take this rank's own, or that of the rank that writes it for this one."""
+        rank = self._own if own is None or own.written_by is None else own.written_by
+        return next((block for block in same if block.rank == rank), same[0])
+
+    def _slot(self, slots: Mapping[int, int]) -> int:
+        """The merged slot of what ranks have in slots of their own."""
+        stored = {rank: self._headers[rank].tensors[slot] for rank, slot in slots.items()}
+        names = {tensor.name for tensor in stored.values()}
+        if len(names) > 1:
+            raise _Conflict(f"is tied to other tensors on some ranks: {', '.join(sorted(names))}")
+        slot = self._slots[names.pop()]
+        self._check_same_whole(self._holders_of(slot))
+        return slot
+
+    def _check_same_whole(self, holders: Mapping[int, StoredTensor]) -> None:
+        first_rank, first = next(iter(holders.items()))
+        whole = first.shape if first.piece is None else first.piece.shape
+        here = {(s.piece, s.shape, s.dtype) for s in holders.values() if s.written_by is None}
+        for rank, stored in holders.items():
+            if (
+                stored.written_by is not None
+                and (stored.piece, stored.shape, stored.dtype) not in here
+            ):
+                raise IntegrityError(
+                    f"{stored.name} is not there: rank {stored.written_by} was to write it for rank {rank}"
+                )
+            shape = stored.shape if stored.piece is None else stored.piece.shape
+            cut = (stored.piece is None) != (first.piece is None)
+            if cut or shape != whole or stored.dtype is not first.dtype:
+                raise _Conflict(
+                    f"is {first.dtype} {whole} on rank {first_rank} and {stored.dtype} {shape} on rank {rank}"
+                )
+        blocks = {(s.piece, s.shape): math.prod(s.shape) for s in holders.values() if s.piece}
+        if first.piece is not None and sum(blocks.values()) != math.prod(whole):
+            raise _Conflict("is not there whole: the ranks' blocks do not add up to it")
+
+    # ---- the tree
+
+    def _node(self, nodes: Mapping[int, Node], name: str, *, top: bool = False) -> Node:
+        if name in self._rules:
+            return self._ruled(nodes, self._rules[name])
+        # Where a rank has no block of a tensor, the others say what it is.
+        nodes = {r: n for r, n in nodes.items() if not isinstance(n, PiecesNode)} or nodes
+        kinds = {type(node) for node in nodes.values()}
+        if kinds == {PiecesNode}:
+            return PiecesNode(())
+        if self._own in nodes and len(kinds) > 1:
+            nodes = {self._own: nodes[self._own]}
+        elif len(kinds) > 1:
+            words = ", ".join(f"{type(n).__name__} on rank {r}" for r, n in list(nodes.items())[:4])
+            return ConflictNode(f"is not of one kind: {words}")
+        try:
+            return self._same_kind(nodes, name, top)
+        except _Conflict as conflict:
+            return ConflictNode(str(conflict))
+
+    def _ruled(self, nodes: Mapping[int, Node], rule: OnResize) -> Node:
+        """Take an entry as one rank had it, whatever the others have; or keep what is there."""
+        rank = min(nodes) if rule is OnResize.REPLICATE else self._rank
+        if rule is OnResize.DROP or rank not in nodes:
+            return KeptNode()
+        for slot in slots_of(nodes[rank]):
+            self._taken_of[self._slots[self._headers[rank].tensors[slot].name]] = rank
+        rules, self._rules = self._rules, {}
+        try:
+            return self._node({rank: nodes[rank]}, "")
+        finally:
+            self._rules = rules
+
+    def _same_kind(self, nodes: Mapping[int, Any], name: str, top: bool) -> Node:
+        first = next(iter(nodes.values()))
+        match first:
+            case TensorNode():
+                return TensorNode(self._slot({rank: node.slot for rank, node in nodes.items()}))
+            case ValueNode():
+                return self._value(nodes)
+            case MapNode():
+                return self._mapping(nodes, name, top)
+            case SequenceNode():
+                return self._sequence(nodes, name)
+            case ModuleNode():
+                keys = {name: key for node in nodes.values() for key, name, _ in node.entries}
+                entries = {r: {name: n for _, name, n in x.entries} for r, x in nodes.items()}
+                merged = self._union(entries, lambda below: f"{name}.{below}")
+                return ModuleNode(tuple((keys[name], name, node) for name, node in merged.items()))
+            case OptimizerNode():
+                return self._optimizer(nodes)
+            case QuantizedNode():
+                return replace(
+                    first,
+                    slot=self._slot({rank: node.slot for rank, node in nodes.items()}),
+                    parameters=self._inside({r: n.parameters for r, n in nodes.items()}),
+                )
+            case CodecNode():
+                return CodecNode(first.name, self._inside({r: n.value for r, n in nodes.items()}))
+        state = self._inside({rank: node.state for rank, node in nodes.items()})
+        return RandomNode(state) if isinstance(first, RandomNode) else ObjectNode(state)
+
+    def _inside(self, nodes: Mapping[int, Node]) -> Node:
+        """Merge what is restored as one: a conflict anywhere in it is a conflict of all of it."""
+        merged = self._node(nodes, _INSIDE)
+        conflict = _conflict_in(merged)
+        if conflict is not None:
+            raise _Conflict(conflict)
+        return merged
+
+    def _union(
+        self, entries: Mapping[int, Mapping[Any, Node]], name_of: Callable[[Any], str]
+    ) -> dict[Any, Node]:
+        keys = dict.fromkeys(key for mapping in entries.values() for key in mapping)
+        return {
+            key: self._node({rank: m[key] for rank, m in entries.items() if key in m}, name_of(key))
+            for key in keys
+        }
+
+    def _mapping(self, nodes: Mapping[int, MapNode], name: str, top: bool) -> Node:
+        entries = {rank: dict(node.entries) for rank, node in nodes.items()}
+        if top and self._own == NOBODY:
+            # Another number of ranks has no use for the random state of each of the old ones.
+            entries = {
+                rank: {k: n for k, n in mapping.items() if not isinstance(n, RandomNode)}
+                for rank, mapping in entries.items()
+            }
+        kind = next(iter(nodes.values())).kind
+        merged = self._union(entries, lambda key: naming.join(name, naming.part(key)))
+        return MapNode(kind, tuple(merged.items()))
+
+    def _sequence(self, nodes: Mapping[int, SequenceNode], name: str) -> Node:
+        if len({(node.is_tuple, len(node.nodes)) for node in nodes.values()}) > 1:
+            raise _Conflict("is a sequence of another length or kind on some ranks")
+        first = next(iter(nodes.values()))
+        return SequenceNode(
+            first.is_tuple,
+            tuple(
+                self._node(
+                    {rank: node.nodes[index] for rank, node in nodes.items()}, f"{name}.{index}"
+                )
+                for index in range(len(first.nodes))
+            ),
+        )
+
+    def _value(self, nodes: Mapping[int, ValueNode]) -> Node:
+        coded = {rank: self._headers[rank].values[node.number] for rank, node in nodes.items()}
+        if self._own in nodes:
+            nodes = {self._own: nodes[self._own]}
+        elif any(value != next(iter(coded.values())) for value in coded.values()):
+            groups: dict[str, list[int]] = {}
+            for rank, value in coded.items():
+                groups.setdefault(repr(value)[:40], []).append(rank)
+            said = "; ".join(f"{text} on {ranks_named(r)}" for text, r in list(groups.items())[:3])
+            raise _Conflict(f"differs between the ranks that saved it: {said}")
+        rank, first = next(iter(nodes.items()))
+        self._values.append(self._headers[rank].values[first.number])
+        blobs = tuple(
+            self._slot({r: node.blobs[index] for r, node in nodes.items()})
+            for index in range(len(first.blobs))
+        )
+        return ValueNode(len(self._values) - 1, blobs)
+
+    def _optimizer(self, nodes: Mapping[int, OptimizerNode]) -> Node:
+        if (
+            any(None in node.names for node in nodes.values())
+            or len({len(node.groups) for node in nodes.values()}) > 1
+        ):
+            same = {(node.names, tuple(n for n, _ in node.groups)) for node in nodes.values()}
+            if len(same) > 1:
+                raise _Conflict("has other parameters on some ranks, and does not know their names")
+        names = dict.fromkeys(name for node in nodes.values() for name in node.names)
+        if None in names:
+            first = next(iter(nodes.values()))
+            number_of = {r: list(range(len(first.names))) for r in nodes}
+            all_names = first.names
+        else:
+            numbers = {name: number for number, name in enumerate(names)}
+            number_of = {r: [numbers[n] for n in node.names] for r, node in nodes.items()}
+            all_names = tuple(names)
+        groups = []
+        for index in range(len(next(iter(nodes.values())).groups)):
+            members = dict.fromkeys(
+                number_of[rank][n] for rank, node in nodes.items() for n in node.groups[index][0]
+            )
+            child = self._inside({rank: node.groups[index][1] for rank, node in nodes.items()})
+            groups.append((tuple(members), child))
+        state = self._union(
+            {
+                rank: {number_of[rank][k] if isinstance(k, int) else k: n for k, n in node.state}
+                for rank, node in nodes.items()
+            },
+            lambda key: _INSIDE,
+        )
+        return OptimizerNode(all_names, tuple(groups), tuple(state.items()))
+
+
+def _conflict_in(node: Node) -> str | None:
+    match node:
+        case ConflictNode():
+            return node.reason
+        case MapNode():
+            below: Sequence[Node] = [child for _, child in node.entries]
+        case SequenceNode():
+            below = node.nodes
+        case ModuleNode():
+            below = [child for _, _, child in node.entries]
+        case OptimizerNode():
+            below = [child for _, child in (*node.groups, *node.state)]
+        case _:
+            return None
+    return next((said for child in below if (said := _conflict_in(child)) is not None), None)

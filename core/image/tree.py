@@ -1,0 +1,306 @@
+"""The tree of a stored state, read from untrusted JSON into typed nodes.
+
+A node holds slots, positions in the image's table of tensors, and numbers of values. Reading checks every one, so that
+no later code has to doubt them; whatever is off is a ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tierfall.core.tensors import names as naming
+from tierfall.core.tensors import value_codec
+from tierfall.core.tensors.value_codec import MAPPING_TYPES, Coded
+
+# An object with a state_dict is two nodes, and one level of the walk.
+_DEPTH_MAX = 3 * value_codec.DEPTH_MAX
+SCHEMES = frozenset(
+    {
+        "torch.per_tensor_affine",
+        "torch.per_channel_affine",
+        "torch.per_channel_affine_float_qparams",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNode:
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueNode:
+    number: int
+    blobs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MapNode:
+    kind: str
+    entries: tuple[tuple[Any, Node], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceNode:
+    is_tuple: bool
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNode:
+    """Entries are key in the state_dict, name below the module, and node."""
+
+    entries: tuple[tuple[str, str, Node], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerNode:
+    """``state`` maps a parameter's number, or a key in a tuple of one, to a node."""
+
+    names: tuple[str | None, ...]
+    groups: tuple[tuple[tuple[int, ...], Node], ...]
+    state: tuple[tuple[int | tuple[Any], Node], ...]
+
+    def part(self, key: int | tuple[Any]) -> str:
+        """Name an entry of the state, below ``<optimizer>.state``."""
+        if isinstance(key, tuple):
+            return naming.part(key[0])
+        return self.names[key] or f"%i{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectNode:
+    state: Node
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedNode:
+    slot: int
+    scheme: str
+    axis: int
+    parameters: Node
+
+
+@dataclass(frozen=True, slots=True)
+class CodecNode:
+    name: str
+    value: Node
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNode:
+    state: Node
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesNode:
+    """A tensor of which an image holds no block, or several: only with the images of all ranks is it one."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConflictNode:
+    """What the ranks that saved it do not have alike; no image holds one, only what several are merged into."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptNode:
+    """What a rank is to keep as it has it (``item(on_resize=...)``); no image holds one."""
+
+
+Node = (
+    TensorNode
+    | ValueNode
+    | MapNode
+    | SequenceNode
+    | ModuleNode
+    | OptimizerNode
+    | ObjectNode
+    | QuantizedNode
+    | CodecNode
+    | RandomNode
+    | PiecesNode
+    | ConflictNode
+    | KeptNode
+)
+
+
+class TreeReader:
+    """Reads nodes for a table of ``slots`` tensors and ``values`` values, and notes which of them are used,
+    and which values are an optimizer's groups."""
+
+    def __init__(self, slots: int, values: int) -> None:
+        self._slots = slots
+        self._values = values
+        self.used_slots: set[int] = set()
+        self.used_values: set[int] = set()
+        self.groups: list[ValueNode] = []
+        self.in_pieces = False
+
+    def read(self, data: Coded, depth: int = 0) -> Node:
+        if depth > _DEPTH_MAX:
+            raise ValueError("the tree is nested too deeply")
+        if type(data) is int:
+            return TensorNode(self._slot(data))
+        if not isinstance(data, list) or not data:
+            raise ValueError("a node of the tree is neither a number nor a list")
+        match data:
+            case ["v", int(number), *blobs]:
+                return ValueNode(self._value(number), tuple(map(self._slot, blobs)))
+            case ["d", str(kind), list(keys), list(nodes)] if kind in MAPPING_TYPES:
+                return MapNode(kind, self._entries(keys, nodes, depth))
+            case ["l" | "t" as kind, list(nodes)]:
+                return SequenceNode(kind == "t", tuple(self.read(n, depth + 1) for n in nodes))
+            case ["m", list(keys), list(names), list(nodes)]:
+                return self._module(keys, names or keys, nodes, depth)
+            case ["o", list(names), list(groups), list(state)]:
+                return self._optimizer(names, groups, state, depth)
+        return self._read_wrapper(data, depth)
+
+    def _read_wrapper(self, data: list[Coded], depth: int) -> Node:
+        match data:
+            case ["p", list(slots)] if len(slots) != 1:
+                self.in_pieces = True
+                return PiecesNode(tuple(map(self._slot, slots)))
+            case ["s", child]:
+                return ObjectNode(self.read(child, depth + 1))
+            case ["q", slot, str(scheme), int(axis), child] if scheme in SCHEMES:
+                return QuantizedNode(self._slot(slot), scheme, axis, self.read(child, depth + 1))
+            case ["c", str(name), child]:
+                return CodecNode(name, self.read(child, depth + 1))
+            case ["r", child] if depth == 1:
+                return RandomNode(self.read(child, depth + 1))
+        raise ValueError(f"a node of the tree is of no known kind: {str(data[0])[:20]!r}")
+
+    def _entries(
+        self, keys: list[Coded], nodes: list[Coded], depth: int
+    ) -> tuple[tuple[Any, Node], ...]:
+        if len(keys) != len(nodes):
+            raise ValueError("a mapping of the tree has not as many nodes as keys")
+        read = [
+            (_key(key), self.read(node, depth + 1)) for key, node in zip(keys, nodes, strict=True)
+        ]
+        if len({key for key, _ in read}) != len(read):
+            raise ValueError("a mapping of the tree has a key twice")
+        return tuple(read)
+
+    def _module(
+        self, keys: list[Coded], names: list[Coded], nodes: list[Coded], depth: int
+    ) -> ModuleNode:
+        if not len(keys) == len(names) == len(nodes):
+            raise ValueError("a module of the tree has not as many nodes as keys")
+        if not all(isinstance(text, str) for text in (*keys, *names)):
+            raise ValueError("a key of a module is not a string")
+        if names is keys:
+            names = [naming.module_part(key) for key in keys]
+        if len(set(keys)) != len(keys):
+            raise ValueError("a module of the tree has a key twice")
+        read = [self.read(node, depth + 1) for node in nodes]
+        return ModuleNode(tuple(zip(keys, names, read, strict=True)))
+
+    def _optimizer(
+        self, names: list[Coded], groups: list[Coded], state: list[Coded], depth: int
+    ) -> OptimizerNode:
+        if not all(name is None or isinstance(name, str) for name in names):
+            raise ValueError("the name of an optimizer's parameter is not a string")
+
+        def number(value: Coded) -> int:
+            if type(value) is not int or not 0 <= value < len(names):
+                raise ValueError("an optimizer names a parameter that it does not have")
+            return value
+
+        read_groups = []
+        for entry in groups:
+            numbers, child = _pair(entry, list, object)
+            group = self.read(child, depth + 1)
+            if isinstance(group, ValueNode):
+                self.groups.append(group)
+            elif not isinstance(group, MapNode):
+                raise ValueError("an optimizer's group is not a mapping")
+            read_groups.append((tuple(map(number, numbers)), group))
+        read_state: list[tuple[int | tuple[Any], Node]] = []
+        for entry in state:
+            key, child = _pair(entry, object, object)
+            token = number(key) if type(key) is int else (_key(key),)
+            read_state.append((token, self.read(child, depth + 1)))
+        if len({key for key, _ in read_state}) != len(read_state):
+            raise ValueError("an optimizer has the state of a parameter twice")
+        if sum(len(numbers) for numbers, _ in read_groups) != len(names):
+            raise ValueError("an optimizer's groups do not hold its parameters")
+        return OptimizerNode(tuple(names), tuple(read_groups), tuple(read_state))
+
+    def _slot(self, value: Coded) -> int:
+        if type(value) is not int or not 0 <= value < self._slots:
+            raise ValueError("the tree names a tensor that is not in the table")
+        self.used_slots.add(value)
+        return value
+
+    def _value(self, value: int) -> int:
+        if not 0 <= value < self._values or value in self.used_values or type(value) is bool:
+            raise ValueError("the tree names a value that is not there, or names it twice")
+        self.used_values.add(value)
+        return value
+
+
+def _key(data: Coded) -> Any:
+    if isinstance(data, str):
+        return data
+    if not isinstance(data, list) or len(data) != 1:
+        raise ValueError("a key of the tree is neither a string nor a list of one")
+    return value_codec.decode_key(data[0])
+
+
+def _pair(entry: Coded, first: type, second: type) -> tuple[Any, Any]:
+    if not isinstance(entry, list) or len(entry) != 2:
+        raise ValueError("an entry of an optimizer is not a pair")
+    if not isinstance(entry[0], first) or not isinstance(entry[1], second):
+        raise ValueError("an entry of an optimizer is of a wrong type")
+    return entry[0], entry[1]
+
+
+def leaves(node: Node, name: str) -> Iterator[tuple[str, Node]]:
+    """Yield name and node of everything below ``node`` that is restored as one: tensors, values, objects."""
+    match node:
+        case MapNode():
+            for key, child in node.entries:
+                yield from leaves(child, naming.join(name, naming.part(key)))
+        case SequenceNode():
+            for index, child in enumerate(node.nodes):
+                yield from leaves(child, f"{name}.{index}")
+        case ModuleNode() if node.entries:
+            for _, below, child in node.entries:
+                yield from leaves(child, f"{name}.{below}")
+        case OptimizerNode():
+            for index, (_, child) in enumerate(node.groups):
+                yield from leaves(child, f"{name}.param_groups.{index}")
+            for key, child in node.state:
+                yield from leaves(child, f"{name}.state.{node.part(key)}")
+        case _:
+            yield name, node
+
+
+def slots_of(node: Node) -> Iterator[int]:
+    """Yield every slot that a node's data lies in, some of them repeatedly."""
+    match node:
+        case TensorNode():
+            yield node.slot
+        case ValueNode():
+            yield from node.blobs
+        case PiecesNode():
+            yield from node.slots
+        case QuantizedNode():
+            yield node.slot
+            yield from slots_of(node.parameters)
+        case ObjectNode() | RandomNode():
+            yield from slots_of(node.state)
+        case CodecNode():
+            yield from slots_of(node.value)
+        case _:
+            for _, leaf in leaves(node, ""):
+                if leaf is not node:
+                    yield from slots_of(leaf)

@@ -1,0 +1,297 @@
+"""What a caller asks of a restore beyond the whole: a part, what stays as it is, other names, other classes.
+
+Names are dotted, as in the image; in ``skip`` a ``*`` stands for one component.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.tree import (
+    MapNode,
+    ModuleNode,
+    Node,
+    OptimizerNode,
+    SequenceNode,
+    ValueNode,
+    leaves,
+)
+from tierfall.core.tensors import names as naming
+from tierfall.core.tensors import value_codec
+from tierfall.core.types.errors import RestoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a restore is to do otherwise than to fill all of the state by equal names. ``goes_back``: the state has been
+    trained on, so that keys of its plain mappings may have come since the checkpoint."""
+
+    only: tuple[str, ...] | None = None
+    skip: tuple[str, ...] = ()
+    rename: Mapping[str, str] | None = None
+    retype: tuple[str, ...] = ()
+    strict: bool = True
+    goes_back: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        only: Sequence[str] | None = None,
+        skip: Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        retype: Sequence[str] | None = None,
+        strict: bool = True,
+        goes_back: bool = False,
+    ) -> Choices:
+        """Check what a caller passed; RestoreError for what is no list, or no mapping, of names."""
+        for what, names in (("only", only), ("skip", skip), ("retype", retype)):
+            if isinstance(names, str):
+                raise RestoreError(
+                    f"restore: {what} must be a list of names, such as [{names!r}], not a string"
+                )
+            if names is not None and not all(isinstance(name, str) for name in names):
+                raise RestoreError(f"restore: {what} must be a list of names, not {names!r}")
+        if rename is not None and not _are_names(rename):
+            raise RestoreError(
+                "restore: rename must be a mapping of names to names such as {'encoder': 'backbone'}, not "
+                f"{rename!r}; skip=[...] leaves what has a name as it is"
+            )
+        return cls(
+            only=None if only is None else tuple(only),
+            skip=tuple(skip or ()),
+            rename=rename or None,
+            retype=tuple(retype or ()),
+            strict=strict,
+            goes_back=goes_back,
+        )
+
+
+def _are_names(rename: object) -> bool:
+    return isinstance(rename, Mapping) and all(
+        isinstance(name, str) and name for both in rename.items() for name in both
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a checkpoint that is asked for: dotted prefixes of names, or all of it, but what is skipped."""
+
+    prefixes: tuple[str, ...] | None
+    skips: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Say whether ``name`` is asked for."""
+        asked = self.prefixes is None or any(naming.is_within(name, p) for p in self.prefixes)
+        return asked and not self.skipped(name)
+
+    def touches(self, name: str) -> bool:
+        """Say whether something at or below ``name`` is asked for."""
+        if self.skipped(name):
+            return False
+        return self.has(name) or any(naming.is_within(p, name) for p in self.prefixes or ())
+
+    def skipped(self, name: str) -> bool:
+        """Say whether ``name`` stays as it is in the state."""
+        return any(_matches(name, pattern) for pattern in self.skips)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(wanted) <= len(parts) and all(
+        want in ("*", part) for want, part in zip(wanted, parts, strict=False)
+    )
+
+
+def select(header: ImageHeader, choices: Choices, live: Iterable[str]) -> Selection:
+    """Return what is asked for of a checkpoint, whose names are the state's by now; ``live`` are the state's own.
+    RestoreError where a name is found nowhere."""
+    whole = [name for name, _ in leaves(header.tree, "")]
+    for prefix in choices.only or ():
+        _check_only(prefix, whole, header.what)
+    both = [*stored_names(header), *live] if choices.skip else []
+    for pattern in choices.skip:
+        if not any(_matches(name, pattern) for name in both):
+            raise RestoreError(
+                f"restore: skip={pattern!r} names nothing in {header.what} or in the state; nearest: "
+                f"{_nearest(pattern, both)}"
+            )
+    for name in choices.retype:
+        if header.types is not None and name not in header.types:
+            raise RestoreError(
+                f"restore: retype={name!r} names no optimizer or object of {header.what}; it has "
+                f"{', '.join(sorted(header.types or {})) or 'none'}"
+            )
+    return Selection(choices.only, choices.skip)
+
+
+def _check_only(prefix: str, names: Sequence[str], what: str) -> None:
+    if any(naming.is_within(name, prefix) for name in names):
+        return
+    whole = next((name for name in names if naming.is_within(prefix, name)), None)
+    if whole is not None:
+        raise RestoreError(
+            f"restore: only={prefix!r} asks for a part of {whole!r}, which is restored as one: ask for that"
+        )
+    raise RestoreError(
+        f"restore: {what} holds nothing named {prefix!r}; nearest: {_nearest(prefix, names)}"
+    )
+
+
+def _nearest(wanted: str, names: Iterable[str]) -> str:
+    known = {name[:end] for name in names for end in _ends(name)}
+    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3)
+    return ", ".join(near or sorted(known)[:3])
+
+
+def _ends(name: str) -> list[int]:
+    return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]
+
+
+def stored_names(header: ImageHeader) -> Iterator[str]:
+    """Yield the names of all that is restored as one, and of the entries of plain mappings."""
+    for name, node in leaves(header.tree, ""):
+        yield name
+        if isinstance(node, ValueNode):
+            yield from key_names(plain_value(header, node), name)
+
+
+def key_names(value: object, name: str) -> Iterator[str]:
+    """Yield the names of the entries of a plain mapping, and of those in it; nothing of another value."""
+    if type(value) in value_codec.MAPPINGS:
+        for key, child in value.items():  # type: ignore[attr-defined]
+            try:
+                below = naming.join(name, naming.part(key))
+            except value_codec.Uncodable:  # no checkpoint has such a key
+                continue
+            yield below
+            yield from key_names(child, below)
+
+
+def plain_value(header: ImageHeader, node: ValueNode) -> object:
+    """Return a plain value; None stands for an array, a long text and what a registered codec makes."""
+    return value_codec.decode(header.values[node.number], _Nothing())
+
+
+class _Nothing:
+    """Decodes without the contents of blobs and registered types."""
+
+    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
+        return None
+
+    def registered(self, name: str, value: object) -> object:
+        return None
+
+
+# ---- other names
+
+
+def renamed(header: ImageHeader, rules: Mapping[str, str] | None) -> ImageHeader:
+    """Return a header in which what has the names, or lies below them, that ``rules`` map from has those that they map
+    to. RestoreError where a rule names nothing, or moves something into another mapping."""
+    if not rules:
+        return header
+    names = [*stored_names(header)]
+    for old in rules:
+        if not any(naming.is_within(name, old) for name in names):
+            raise RestoreError(
+                f"restore: rename={{{old!r}: ...}}: {header.what} holds nothing of that name; nearest: "
+                f"{_nearest(old, names)}"
+            )
+    renaming = _Renaming(rules)
+    tree = renaming.node(header.tree, "", "")
+    assert isinstance(tree, MapNode)
+    for old in rules.keys() - renaming.used:
+        raise RestoreError(
+            f"restore: rename={{{old!r}: {rules[old]!r}}}: {old!r} is part of a plain value, or of an object's state, "
+            "which is put back as one; rename that, or change the key after the restore"
+        )
+    types = header.types
+    if types is not None:
+        types = {renaming.name(name): kind for name, kind in types.items()}
+    return replace(header, tree=tree, types=types)
+
+
+class _Renaming:
+    """``used`` are the rules that fitted something."""
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        self._rules = rules
+        self.used: set[str] = set()
+
+    def name(self, name: str) -> str:
+        """Apply the rule with the longest name that fits."""
+        fitting = [old for old in self._rules if naming.is_within(name, old)]
+        if not fitting:
+            return name
+        self.used.update(fitting)
+        longest = max(fitting, key=len)
+        return self._rules[longest] + name[len(longest) :]
+
+    def node(self, node: Node, old: str, new: str) -> Node:
+        match node:
+            case MapNode():
+                entries = [self._entry(key, child, old, new) for key, child in node.entries]
+                return MapNode(node.kind, _distinct(entries, new))
+            case ModuleNode():
+                found = []
+                for key, below, child in node.entries:
+                    name = self.name(f"{old}.{below}")
+                    found.append((key, self._below(name, new, f"{old}.{below}"), child))
+                _distinct([(below, child) for _, below, child in found], new)
+                return ModuleNode(tuple(found))
+            case OptimizerNode():
+                names = tuple(n if n is None else self.name(n) for n in node.names)
+                return OptimizerNode(names, node.groups, node.state)
+            case SequenceNode():
+                places = enumerate(node.nodes)
+                nodes = tuple(self._item(place, child, old, new) for place, child in places)
+                return SequenceNode(node.is_tuple, nodes)
+        return node
+
+    def _entry(self, key: Any, child: Node, old: str, new: str) -> tuple[Any, Node]:
+        before = naming.join(old, naming.part(key))
+        after = self.name(before)
+        if after == naming.join(new, naming.part(key)):
+            return key, self.node(child, before, after)
+        below = self._below(after, new, before)
+        if naming.part(below) != below:
+            raise RestoreError(
+                f"restore: rename={{{before!r}: {after!r}}}: {below!r} is not one plain key; name keys of letters, "
+                "digits and underscores"
+            )
+        return below, self.node(child, before, after)
+
+    def _item(self, place: int, child: Node, old: str, new: str) -> Node:
+        before = f"{old}.{place}"
+        if self.name(before) != f"{new}.{place}":
+            raise RestoreError(
+                f"restore: rename: {before!r} is a place in a sequence, which has no other name"
+            )
+        return self.node(child, before, f"{new}.{place}")
+
+    def _below(self, name: str, parent: str, before: str) -> str:
+        """Return a new name without that of its mapping, or module."""
+        if not parent:
+            return name
+        if not name.startswith(f"{parent}."):
+            raise RestoreError(
+                f"restore: rename: {before!r} would become {name!r}, which is not within {parent!r}: a name can change "
+                "inside its entry of the state, or the entry's own name"
+            )
+        return name[len(parent) + 1 :]
+
+
+def _distinct(entries: list[tuple[Any, Node]], where: str) -> tuple[tuple[Any, Node], ...]:
+    seen: set[Any] = set()
+    for key, _ in entries:
+        if key in seen:
+            raise RestoreError(
+                f"restore: rename gives two entries the name {naming.join(where, str(key))!r}"
+            )
+        seen.add(key)
+    return tuple(entries)

@@ -1,0 +1,224 @@
+"""Restoring a module: its tensors in place, and through ``load_state_dict`` what is no tensor of its own.
+
+A state_dict hook may give keys that are copies or combinations of parameters: written into those, a restore is lost.
+As soon as one entry is such, the module's ``load_state_dict`` gets all of them, as its hooks expect; what is there
+afterwards is compared with what was stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from tierfall.core.image.tree import ModuleNode, Node, QuantizedNode, TensorNode
+from tierfall.core.load.build import CPU
+from tierfall.core.load.plan import Work
+from tierfall.core.tensors import names
+from tierfall.core.tensors.dtensor import Unsharded, is_sharded, like, local_part, local_tensor
+from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.tensors import as_bytes, copy_whole, refusal
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.text import few_of
+
+logger = logging.getLogger("tierfall")
+
+
+class ModuleFiller:
+    """Plans one module as part of a restore."""
+
+    def __init__(
+        self, work: Work, node: ModuleNode, live: nn.Module, name: str, trail: Trail
+    ) -> None:
+        self._work = work
+        self._node = node
+        self._live = live
+        self._name = name
+        self._trail = trail
+        self._scan = work.scans.of(live, name)
+        self._in_place: list[str] = []
+        self._rest: dict[str, Callable[[], object]] = {}
+
+    def plan(self) -> None:
+        work, scan = self._work, self._scan
+        if scan.refused is not None:
+            work.report.refuses(self._name, scan.refused)
+            return
+        state = self._state_dict()
+        keys = {scan.key_name(key): key for key in state}
+        for _, below, child in self._node.entries:
+            full = f"{self._name}.{below}"
+            key = keys.pop(below, None)
+            if not work.selection.has(full):
+                if key is not None and work.selection.skipped(full):
+                    work.fitter.keep(state[key], full)
+                continue
+            if key is None:
+                work.absent(child, full)
+            else:
+                self._entry(key, state[key], child, full)
+        for below, key in keys.items():
+            full = f"{self._name}.{below}"
+            if work.selection.has(full):
+                work.extra(state[key], full, is_object=key in scan.owners)
+        if self._rest or self._loads_by_itself():
+            work.loads.append(lambda: self._load(tuple(state)))
+        else:
+            work.loads.append(self._after_load)
+
+    def _state_dict(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._live.state_dict()
+        except Exception as error:
+            raise RestoreError(
+                f"restore: state_dict() of {names.path(self._trail)} raised {type(error).__name__}: {error}"
+            ) from error
+        return found
+
+    def _loads_by_itself(self) -> bool:
+        """Say whether code that is not torch's own takes part in loading the module, or one in it."""
+        if _is_own(type(self._live), "load_state_dict"):
+            return True
+        kinds = {type(module) for _, _, module in self._scan.places}
+        return any(_is_own(kind, "_load_from_state_dict") for kind in kinds)
+
+    def _entry(self, key: str, live: Any, node: Node, name: str) -> None:
+        """Restore one entry in place, or note how its value is made for load_state_dict."""
+        work = self._work
+        if key in self._scan.owners:
+            self._extra_state(key, self._scan.owners[key], node, live)
+            return
+        if not isinstance(node, (TensorNode, QuantizedNode)) or not isinstance(live, torch.Tensor):
+            device = live.device if isinstance(live, torch.Tensor) else CPU
+            self._through_load(key, node, device)
+            return
+        if is_lazy(live):
+            work.report.refuses(name, f"cannot be restored into: {refusal(live)}")
+            return
+        owner = self._scan.owner_of(key, live)
+        if owner is not None and owner.numel() != live.numel():
+            owner = (
+                None  # a view of its beginning, which a hook made: load_state_dict knows the rest
+            )
+        if owner is None and live.layout is torch.strided and live.numel():
+            if work.fitter.compare(node.slot, live, name):
+                self._copy(key, live, node, name)
+            return
+        self._in_place.append(key)
+        if isinstance(owner, nn.Parameter):
+            work.filled.append(owner)
+        if isinstance(node, QuantizedNode):
+            work.fitter.quantized(node, live if owner is None else owner, name)
+        else:
+            work.fitter.tensor(node.slot, live, name)
+
+    def _copy(
+        self, key: str, live: torch.Tensor, node: TensorNode | QuantizedNode, name: str
+    ) -> None:
+        """Restore what is no memory of the module's: a copy that a hook made."""
+        if not is_sharded(live):
+            self._through_load(key, node, live.device)
+            return
+        builder = self._work.builder
+        if not builder.header.merged or isinstance(node, QuantizedNode):
+            builder.prepare(node, live.device)
+            self._rest[key] = lambda: like(live, builder.build(node, live.device))
+            return
+        try:
+            local, piece = local_part(live)
+        except Unsharded as error:
+            self._work.report.refuses(name, f"cannot be restored into: {error}")
+            return
+        flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
+        builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
+        self._rest[key] = lambda: like(live, flat.view(local.dtype).view(local.shape))
+
+    def _through_load(self, key: str, node: Node, device: torch.device) -> None:
+        builder = self._work.builder
+        builder.prepare(node, device)
+        self._rest[key] = lambda: builder.build(node, device)
+
+    def _extra_state(self, key: str, owner: nn.Module, node: Node, live: Any) -> None:
+        """Restore what a module makes of itself; a tensor of it may have another shape than before."""
+        device = live.device if isinstance(live, torch.Tensor) else CPU
+        if type(owner).set_extra_state is nn.Module.set_extra_state:
+            self._through_load(key, node, device)
+            return
+        builder = self._work.builder
+        builder.prepare(node, device)
+        self._work.puts.append(lambda: owner.set_extra_state(builder.build(node, device)))
+
+    # ---- once the bytes are there
+
+    def _after_load(self) -> None:
+        """Call what is to be called after load_state_dict: all was filled in place."""
+        for _, _, module in reversed(self._scan.places):
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, _IncompatibleKeys([], []))
+
+    def _load(self, keys: tuple[str, ...]) -> None:
+        live, what = self._live, names.path(self._trail)
+        whole = self._state_dict()
+        if tuple(whole) != keys:
+            raise RestoreError(
+                f"restore: state_dict() of {what} returns other keys from call to call; a hook of it must return the "
+                "same ones"
+            )
+        wanted = {key: _digest(whole[key]) for key in self._in_place}
+        built = {key: make() for key, make in self._rest.items()}
+        wanted |= {key: _digest(v) for key, v in built.items() if isinstance(v, torch.Tensor)}
+        whole.update(built)
+        self._work.filled += live.parameters()
+        try:
+            live.load_state_dict(whole)
+        except Exception as error:
+            raise RestoreError(
+                f"restore: load_state_dict of {what} refused its state: {error}"
+            ) from error
+        self._compare(wanted, what)
+
+    def _compare(self, wanted: Mapping[str, bytes], what: str) -> None:
+        after = self._state_dict()
+        wrong = [
+            key
+            for key, digest in wanted.items()
+            if not isinstance(after.get(key), torch.Tensor) or _digest(after[key]) != digest
+        ]
+        if not wrong:
+            return
+        text = (
+            f"restore: load_state_dict of {what} took its state, and its state_dict() is another one: "
+            f"{few_of([*map(repr, wrong)])}"
+        )
+        if not self._work.report.strict:
+            logger.warning("%s", text)
+            return
+        name = f"{self._name}.{self._scan.key_name(wrong[0])}"
+        raise RestoreError(
+            f"{text}; its load hooks must undo what its state_dict hooks do. skip=[{name!r}] leaves an entry out that "
+            "does not matter, strict=False goes on with a warning"
+        )
+
+
+def _is_own(kind: type[nn.Module], method: str) -> bool:
+    """Say whether a class, or one that it is made of, has a method of its own in place of torch's."""
+    definer = next(base for base in kind.__mro__ if method in base.__dict__)
+    return definer.__module__.partition(".")[0] != "torch"
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Digest dtype, shape and bytes of a tensor; of one that several ranks hold, of this rank's part."""
+    local = local_tensor(tensor)
+    flat = as_bytes(local)
+    if flat is None:
+        flat = torch.empty(local.nbytes, dtype=torch.uint8, device=local.device)
+        copy_whole(flat, local)
+    found = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    found.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
+    return found.digest()

@@ -1,0 +1,417 @@
+"""Restoring a stock optimizer: its state tensor by tensor, in the dtype that was saved, and its groups by value.
+
+``Optimizer.load_state_dict`` would cast the state to the parameter's dtype. Here a state tensor goes into the one that
+is there where device, dtype and shape are the same, and into a new one otherwise; state that the checkpoint does not
+have is removed. ``step`` lies where torch puts it: on the CPU, unless the group is capturable or fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tierfall.core.image.header import StoredTensor
+from tierfall.core.image.tree import MapNode, Node, OptimizerNode, TensorNode, ValueNode
+from tierfall.core.load import assign
+from tierfall.core.load.build import CPU
+from tierfall.core.load.plan import Work
+from tierfall.core.state import optimizers
+from tierfall.core.tensors import names
+from tierfall.core.tensors.dtensor import Piece, Unsharded, is_sharded, like, local_part, piece_of
+from tierfall.core.tensors.tensors import dense_strides, strided_copy
+
+_STEP = "step"
+_NAMES = "param_names"
+_ON_DEVICE = ("capturable", "fused")
+
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name, None)
+    for name in (
+        *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam"),
+        *("RMSprop", "Rprop", "SGD", "SparseAdam"),
+    )
+)
+_PER_ELEMENT = frozenset(
+    (
+        *("acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"),
+        *("momentum_buffer", "prev", "square_avg", "step_size", "sum"),
+    )
+)
+"""What these optimizers keep has a value for each element of its parameter, in the entries of these names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """One entry of a parameter's state: what it is built from, None where the tensor that is there is filled; whether
+    it is laid out in memory as its parameter is."""
+
+    entry: Any
+    node: Node | torch.Tensor | None
+    device: torch.device
+    as_parameter: bool = False
+
+
+class OptimizerFiller:
+    """Plans one optimizer as part of a restore."""
+
+    def __init__(self, work: Work, node: OptimizerNode, live: Optimizer, name: str) -> None:
+        self._work = work
+        self._builder = work.builder
+        self._node = node
+        self._live = live
+        self._name = name
+        self._numbering = optimizers.numbering(live, work.scans)
+        self._stored = {tensor.name: tensor for tensor in work.header.tensors}
+
+    def plan(self) -> None:
+        groups = self._match()
+        if groups is None:
+            return
+        live_number, live_groups = groups
+        steps_on_device = self._steps_on_device()
+        for (_, node), index in zip(self._node.groups, live_groups, strict=True):
+            # by the state's number: what is skipped stays as it is there
+            self._group(node, self._live.param_groups[index], f"{self._name}.param_groups.{index}")
+        kept: set[Any] = set()
+        for key, node in self._node.state:
+            name = f"{self._name}.state.{self._node.part(key)}"
+            if not isinstance(key, int):
+                kept.add(key[0])
+                self._state(node, key[0], None, CPU, CPU, name)
+                continue
+            parameter = self._numbering.parameters[live_number[key]]
+            kept.add(id(parameter))
+            step_device = parameter.device if key in steps_on_device else CPU
+            # Under another name it is not found.
+            name_then = "" if self._work.choices.rename else self._node.names[key] or ""
+            stored = self._stored.get(name_then)
+            self._state(node, parameter, stored, parameter.device, step_device, name)
+        self._work.puts.append(lambda: self._remove_others(kept))
+        self._work.renewed.append(f"{self._name}.state")
+
+    # ---- which group and parameter is which
+
+    def _match(self) -> tuple[list[int], list[int]] | None:
+        """Return, per saved number, the number of the live parameter, and per saved group the live group's index."""
+        stored, live = self._node, self._numbering
+        if not (any(stored.names) and any(live.names)):
+            return self._match_by_place()
+        stored_keys = [stored.part(number) for number in range(len(stored.names))]
+        live_keys = {live.part(number): number for number in range(len(live.names))}
+        wanted = [frozenset(stored_keys[n] for n in numbers) for numbers, _ in stored.groups]
+        there = [frozenset(live.part(n) for n in numbers) for numbers in live.groups]
+        order: list[int] = []
+        for index, group in enumerate(wanted):
+            found = next((i for i, g in enumerate(there) if g == group and i not in order), None)
+            if found is None:
+                self._differs(index, group, there)
+                return None
+            order.append(found)
+        if len(order) != len(there):
+            self._work.report.refuses(
+                f"{self._name}.param_groups",
+                f"the checkpoint has {len(order)} groups, the state has {len(there)}: make the optimizer with the "
+                f"groups that it had and call add_param_group() after the restore, or {self._anew()}",
+            )
+            return None
+        if order != sorted(order) and self._work.is_scheduled(self._live):
+            self._work.report.refuses(
+                f"{self._name}.param_groups",
+                f"the groups are in another order, {order}, and a scheduler's learning rates are by the group's place: "
+                "add the groups in the order in which they were",
+            )
+        return [live_keys[key] for key in stored_keys], order
+
+    def _match_by_place(self) -> tuple[list[int], list[int]] | None:
+        # One side does not know names: torch's own rule, group by group and place by place.
+        stored = [len(numbers) for numbers, _ in self._node.groups]
+        live = [len(numbers) for numbers in self._numbering.groups]
+        if stored != live:
+            self._work.report.differs(
+                f"{self._name}.param_groups",
+                f"groups of {stored} parameters",
+                f"groups of {live} (put the optimizer's modules into the state to match them by name)",
+            )
+            return None
+        numbers = list(range(len(self._node.names)))
+        for (stored_group, _), live_group in zip(
+            self._node.groups, self._numbering.groups, strict=True
+        ):
+            for stored_number, live_number in zip(stored_group, live_group, strict=True):
+                numbers[stored_number] = live_number
+        return numbers, list(range(len(live)))
+
+    def _differs(self, index: int, group: frozenset[str], there: Sequence[frozenset[str]]) -> None:
+        nearest = max(there, key=lambda g: len(g & group), default=frozenset())
+        missing = sorted(group - nearest)[:3]
+        more = sorted(nearest - group)[:3]
+        self._work.report.refuses(
+            f"{self._name}.param_groups.{index}",
+            f"no parameter group of the state holds the same {len(group)} parameters; the nearest lacks "
+            f"{missing or 'none of them'} and has besides {more or 'no others'}: group the parameters as they were, or "
+            f"{self._anew()}",
+        )
+
+    def _anew(self) -> str:
+        return f"skip=[{self._name!r}] to begin with a new optimizer"
+
+    def _steps_on_device(self) -> set[int]:
+        found: set[int] = set()
+        for numbers, node in self._node.groups:
+            if isinstance(node, ValueNode):
+                self._builder.prepare(node, CPU)
+                flags: dict[Any, Any] = self._plain(node)
+            else:
+                assert isinstance(node, MapNode), "a group that is no mapping"
+                flags = {
+                    key: self._plain(child)
+                    for key, child in node.entries
+                    if key in _ON_DEVICE and isinstance(child, ValueNode)
+                }
+            if any(flags.get(key) is True for key in _ON_DEVICE):
+                found.update(numbers)
+        return found
+
+    def _plain(self, node: ValueNode) -> Any:
+        return {} if node.blobs else self._builder.value(node)
+
+    # ---- groups
+
+    def _group(self, node: Node, live: dict[str, Any], name: str) -> None:
+        work = self._work
+        if not work.selection.has(name):
+            return
+
+        def asked(key: Any) -> bool:
+            # The names belong to the parameters, which are the live group's in its own order.
+            return key != _NAMES and not work.selection.skipped(f"{name}.{names.part(key)}")
+
+        if isinstance(node, ValueNode):
+            work.puts.append(
+                lambda: _update(
+                    live, {k: v for k, v in self._builder.value(node).items() if asked(k)}
+                )
+            )
+            return
+        assert isinstance(node, MapNode), "a group that is no mapping"
+        for key, child in node.entries:
+            if not asked(key):
+                continue
+            value = live.get(key)
+            if isinstance(child, TensorNode) and value is not None and self._fits(child, value):
+                work.fitter.tensor(child.slot, value, f"{name}.{names.part(key)}")
+                continue
+            device = value.device if isinstance(value, torch.Tensor) else CPU
+            self._builder.prepare(child, device)
+            work.puts.append(self._group_put(live, key, child, device))
+
+    def _group_put(self, live: dict[str, Any], key: Any, node: Node, device: torch.device) -> Any:
+        return lambda: _update(live, {key: self._builder.build(node, device)})
+
+    # ---- state
+
+    def _state(
+        self,
+        node: Node,
+        key: Any,
+        parameter: StoredTensor | None,
+        device: torch.device,
+        step_device: torch.device,
+        name: str,
+    ) -> None:
+        """Restore what is kept under ``key``; ``parameter`` is that one as the image has it."""
+        selection = self._work.selection
+        if not selection.touches(name):
+            return
+        live = self._live.state.get(key)
+        if not isinstance(node, MapNode) or not isinstance(live, dict | None):
+            self._builder.prepare(node, device)
+            self._work.puts.append(lambda: self._replace(key, self._builder.build(node, device)))
+            return
+        made: list[_Made] = []
+        for entry, child in node.entries:
+            below = f"{name}.{names.part(entry)}"
+            if not selection.touches(below):
+                continue
+            target = step_device if entry == _STEP else device
+            value = None if live is None else live.get(entry)
+            if isinstance(child, TensorNode) and self._goes_into(child, value, target, below):
+                made.append(_Made(entry, None, target))
+            else:
+                self._check_piece(child, key, below)
+                self._check_shape(entry, child, key, parameter, below)
+                if self._is_cut(child, key):
+                    made.append(_Made(entry, self._block(child, key, target, below), target))
+                    continue
+                self._builder.prepare(child, target)
+                as_parameter = self._lies_as(parameter, child)
+                made.append(_Made(entry, child, target, as_parameter=as_parameter))
+        whole = selection.has(name)
+        self._work.puts.append(lambda: self._renew(key, made, whole))
+
+    def _check_piece(self, node: Node, parameter: Any, name: str) -> None:
+        """A block of a tensor of several ranks is put beside a parameter of which this rank has the same block."""
+        stored = self._stored_piece(node)
+        if stored is None or _is_block(parameter, stored):
+            return
+        there = "another block, or none" if is_sharded(parameter) else "all of it"
+        self._work.report.differs(
+            name,
+            f"{stored.lengths} at {stored.offset} of {stored.shape}",
+            f"a parameter of which this rank has {there}",
+        )
+
+    def _check_shape(
+        self, entry: Any, node: Node, parameter: Any, stored: StoredTensor | None, name: str
+    ) -> None:
+        """State that has its parameter's shape in the checkpoint is put beside a parameter of that shape alone: a fused
+        optimizer would walk beyond its end. ``stored`` is the parameter as the image has it."""
+        if not isinstance(node, TensorNode) or not isinstance(parameter, torch.Tensor):
+            return
+        shape = _whole_shape(self._builder.header.tensors[node.slot])
+        known = type(self._live) in _ELEMENTWISE and entry in _PER_ELEMENT
+        follows = known or (stored is not None and _whole_shape(stored) == shape)
+        if shape and follows and tuple(parameter.shape) != shape:
+            self._work.report.differs(
+                name, f"shape {shape}", f"a parameter of shape {tuple(parameter.shape)}"
+            )
+
+    def _is_cut(self, node: Node, parameter: Any) -> bool:
+        """Say whether a whole tensor is to be state of a parameter that ranks hold in blocks, and cut as that is."""
+        return (
+            self._builder.header.merged
+            and isinstance(node, TensorNode)
+            and is_sharded(parameter)
+            and self._builder.header.tensors[node.slot].shape == tuple(parameter.shape)
+        )
+
+    def _block(
+        self, node: Node, parameter: Any, device: torch.device, name: str
+    ) -> torch.Tensor | None:
+        """Make memory for this rank's block, which will be filled; None, once reported, where it has none."""
+        assert isinstance(node, TensorNode)
+        dtype = self._builder.header.tensors[node.slot].dtype
+        try:
+            local, piece = local_part(parameter)
+        except Unsharded as error:
+            self._work.report.refuses(name, f"cannot be restored: {error}")
+            return None
+        flat = torch.empty(local.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+        self._builder.add_block(node.slot, flat, piece.offset, tuple(local.shape))
+        return like(parameter, flat.view(dtype).view(local.shape))
+
+    def _stored_piece(self, node: Node) -> Piece | None:
+        if not isinstance(node, TensorNode):
+            return None
+        return self._builder.header.tensors[node.slot].piece
+
+    def _lies_as(self, parameter: StoredTensor | None, node: Node) -> bool:
+        """Say whether state was laid out as its parameter when it was saved, as optimizers make it: fused ones walk
+        both as they lie in memory, so that it is laid out as the parameter that is there now. Where the image has no
+        strides, or not the parameter, it is taken for one where it was."""
+        if not isinstance(node, TensorNode):
+            return False
+        stored = self._builder.header.tensors[node.slot]
+        if stored.piece is not None:
+            return False
+        if self._builder.header.types is None or parameter is None:
+            return True
+        return (stored.shape, stored.strides) == (parameter.shape, parameter.strides)
+
+    def _build(self, made: _Made, parameter: Any) -> Any:
+        if isinstance(made.node, torch.Tensor | None):
+            return made.node
+        if made.as_parameter and isinstance(made.node, TensorNode):
+            return _laid_out_as(parameter, self._builder.tensor(made.node.slot, made.device))
+        built = self._builder.build(made.node, made.device)
+        return built if self._stored_piece(made.node) is None else like(parameter, built)
+
+    def _goes_into(self, node: TensorNode, live: Any, device: torch.device, name: str) -> bool:
+        """Plan to fill a state tensor that is there; False where a new one is needed."""
+        if not isinstance(live, torch.Tensor):
+            return False
+        stored = self._builder.header.tensors[node.slot]
+        shape = stored.shape if stored.piece is None else stored.piece.shape
+        same = self._builder.header.merged or _is_block(live, stored.piece)
+        if tuple(live.shape) != shape or not same:
+            self._work.fitter.compare(node.slot, live, name)
+            return True
+        if not self._fits(node, live) or live.device != device:
+            return False
+        self._work.fitter.tensor(node.slot, live, name)
+        return True
+
+    def _fits(self, node: TensorNode, live: Any) -> bool:
+        stored = self._builder.header.tensors[node.slot]
+        if self._builder.header.merged and is_sharded(live):
+            return live.dtype is stored.dtype and tuple(live.shape) == stored.shape
+        if stored.piece is not None:
+            return piece_of(live) == stored.piece and live.dtype is stored.dtype
+        return (
+            type(live) in (torch.Tensor, torch.nn.Parameter)
+            and live.dtype is stored.dtype
+            and tuple(live.shape) == stored.shape
+        )
+
+    def _renew(self, key: Any, made: Sequence[_Made], whole: bool) -> None:
+        live = self._live.state[key]
+        renewed = {
+            each.entry: live[each.entry] if each.node is None else self._build(each, key)
+            for each in made
+        }
+        if whole:
+            name = self._state_name(key)
+            skipped = self._work.selection.skipped
+            kept = {e: v for e, v in live.items() if skipped(f"{name}.{names.part(e)}")}
+            live.clear()
+            live.update(kept)
+        live.update(renewed)
+
+    def _replace(self, key: Any, value: Any) -> None:
+        self._live.state[key] = assign.merge(self._live.state.get(key), value)
+
+    def _remove_others(self, kept: set[Any]) -> None:
+        for key in list(self._live.state):
+            known = id(key) if isinstance(key, torch.Tensor) else key
+            if known not in kept and self._work.selection.has(self._state_name(key)):
+                del self._live.state[key]
+
+    def _state_name(self, key: Any) -> str:
+        number = self._numbering.numbers.get(id(key))
+        part = (
+            names.part(key)
+            if not isinstance(key, torch.Tensor)
+            else (self._numbering.part(number) if number is not None else "%")
+        )
+        return f"{self._name}.state.{part}"
+
+
+def _whole_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    return tensor.shape if tensor.piece is None else tensor.piece.shape
+
+
+def _laid_out_as(parameter: Any, built: Any) -> Any:
+    """Give state the strides of its parameter."""
+    if type(built) is not torch.Tensor or type(parameter) not in (torch.Tensor, torch.nn.Parameter):
+        return built
+    strides = dense_strides(parameter)
+    if strides is None or built.shape != parameter.shape or not built.is_contiguous():
+        return built
+    return strided_copy(built, strides)
+
+
+def _update(live: dict[str, Any], values: dict[Any, Any]) -> None:
+    for key, value in values.items():
+        live[key] = assign.merge(live.get(key), value)
+
+
+def _is_block(live: torch.Tensor, piece: Piece | None) -> bool:
+    try:
+        return piece_of(live) == piece
+    except Unsharded:
+        return False

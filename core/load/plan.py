@@ -1,0 +1,129 @@
+"""What one restore is planned with: the part that is asked for, and lists of what to do once the bytes are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.tree import KeptNode, Node, RandomNode, ValueNode, leaves
+from tierfall.core.load.build import Builder
+from tierfall.core.load.choices import Choices, Selection, key_names, select
+from tierfall.core.load.match import Fitter
+from tierfall.core.load.mismatch import Report
+from tierfall.core.state import modules
+from tierfall.core.state.item import unwrap
+from tierfall.core.state.modules import Scans
+from tierfall.core.state.walk import is_stateful
+from tierfall.core.tensors import names, value_codec
+
+Action = Callable[[], None]
+_NEVER_MISSED = (RandomNode, KeptNode)
+
+
+@dataclass(slots=True)
+class Work:
+    """The state of planning, shared by the walks over containers, modules and optimizers. ``filled`` are parameters
+    whose values are restored, and whose gradients are of others; ``renewed`` the names below which nothing stays that
+    the checkpoint does not have."""
+
+    state: Mapping[Any, object]
+    header: ImageHeader
+    choices: Choices
+    selection: Selection
+    report: Report
+    scans: Scans
+    builder: Builder = field(init=False)
+    fitter: Fitter = field(init=False)
+    filled: list[nn.Parameter] = field(default_factory=list)
+    renewed: list[str] = field(default_factory=list)
+    puts: list[Action] = field(default_factory=list)
+    loads: list[Action] = field(default_factory=list)
+    last: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.builder = Builder(self.header)
+        self.fitter = Fitter(self.builder, self.report)
+
+    @classmethod
+    def begin(cls, header: ImageHeader, state: Mapping[Any, object], choices: Choices) -> Work:
+        """Check what is asked for against both sides; RestoreError where a name is found nowhere."""
+        live = (name for key, value in state.items() for name in _names_of(key, value))
+        selection = select(header, choices, live)
+        report = Report(choices.strict)
+        return cls(state, header, choices, selection, report, modules.scan_state(state))
+
+    def stages(self) -> tuple[tuple[Action, ...], ...]:
+        """Return what is to be done, stage by stage."""
+        filled = [*self.fitter.copies, *self.fitter.checks]
+        stages = (filled, self.puts, self.loads, [self._clear_gradients], self.last)
+        return tuple(tuple(stage) for stage in stages)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.filled:
+            parameter.grad = None
+
+    def is_scheduled(self, optimizer: Optimizer) -> bool:
+        """Say whether the state holds a learning rate scheduler of an optimizer."""
+        parts = (part for value in self.state.values() for _, part in live_parts(value, ""))
+        return any(isinstance(part, LRScheduler) and part.optimizer is optimizer for part in parts)
+
+    # ---- what one side lacks
+
+    def absent(self, node: Node, name: str) -> None:
+        """Report what the checkpoint has at and below a name, and the state has not."""
+        for leaf_name, leaf in leaves(node, name):
+            nothing = isinstance(leaf, ValueNode) and self.header.values[leaf.number] is None
+            never_missed = nothing or isinstance(leaf, _NEVER_MISSED)
+            if self.selection.has(leaf_name) and not never_missed:
+                self.report.absent(leaf_name)
+
+    def extra(self, live: Any, name: str, *, is_object: bool = False) -> None:
+        """Report what the state has at and below a name, and the checkpoint has not."""
+        if unwrap(live) is None and not is_object:
+            return  # it holds nothing
+        found = [name] if is_object else [*live_names(live, name)]
+        for each in found or [name]:
+            if self.selection.has(each):
+                self.report.extra(each)
+
+
+def _names_of(key: Any, value: object) -> Iterator[str]:
+    try:
+        name = names.part(key)
+    except value_codec.Uncodable:
+        return
+    yield name
+    yield from live_names(value, name)
+    yield from key_names(unwrap(value), name)
+
+
+def live_names(live: Any, name: str) -> Iterator[str]:
+    """Yield the names of the tensors and objects at and below a place of the state."""
+    return (found for found, _ in live_parts(live, name))
+
+
+def live_parts(live: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and objects at and below a place of the state, each with its name."""
+    live = unwrap(live)
+    if depth > value_codec.DEPTH_MAX:
+        return
+    if isinstance(live, nn.Module):
+        scan = modules.scan(live, name)
+        if scan.refused is None:
+            for key, value in live.state_dict().items():
+                yield f"{name}.{scan.key_name(key)}", value
+    elif isinstance(live, torch.Tensor) or is_stateful(live):
+        yield name, live
+    elif type(live) in value_codec.MAPPINGS:
+        for key, child in live.items():
+            yield from live_parts(child, names.join(name, names.part(key)), depth + 1)
+    elif type(live) in (list, tuple):
+        for index, child in enumerate(live):
+            yield from live_parts(child, f"{name}.{index}", depth + 1)

@@ -1,0 +1,128 @@
+"""Choosing: which checkpoints a restore may take, newest first, by what the tiers hold and what was asked for.
+
+"Nothing there" is said only when every tier answered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, StepFolderError, merge
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.values import CheckpointId
+
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to restore: by default the newest step of the live line. ``tier`` names the only tier to read from;
+    ``operation`` and ``advice`` are words for messages."""
+
+    step: int | None = None
+    attempt: int | None = None
+    tier: str | None = None
+    ignore_unreachable: bool = False
+    operation: str = "restore"
+    advice: str = "or pass unreachable='ignore' to go on without it"
+
+
+def choose(listings: Sequence[Listing], request: Request, tally: Tally) -> list[KnownCheckpoint]:
+    """Return what may be restored, newest first; nothing where every tier answered and none holds a checkpoint.
+
+    Raises RestoreError where a tier could not be read that may hold something newer, and where what is there is not
+    what the request names.
+    """
+    _look(listings, request, tally)
+    candidates = _candidates(listings, request, tally)
+    if not candidates:
+        _check_nothing(listings, request, tally)
+    return candidates
+
+
+def _look(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
+    """Refuse to take "could not look" for "nothing there"."""
+    for listing in listings:
+        for damage in listing.damaged:
+            if isinstance(damage, StepFolderError) and not _fits(damage.checkpoint, request):
+                continue
+            tally.passed_over(f"tier {listing.tier}", damage)
+        if listing.error is None or (request.tier is not None and listing.tier != request.tier):
+            continue
+        tally.passed_over(f"tier {listing.tier}", listing.error)
+        if request.ignore_unreachable:
+            logger.warning("restore: goes on without tier %s: %s", listing.tier, listing.error)
+            continue
+        if _found_elsewhere(listings, request):
+            continue
+        named = "name a step (step=...), " if request.step is None else ""
+        raise RestoreError(
+            f"{request.operation}: tier {listing.tier} could not be read and may hold something newer: "
+            f"{listing.error}. Try again, {named}{request.advice}"
+        ) from listing.error
+
+
+def _found_elsewhere(listings: Sequence[Listing], request: Request) -> bool:
+    """A step that was asked for by name, and is there, needs no look at the other tiers."""
+    return request.step is not None and any(
+        copy.id.step == request.step
+        and request.attempt in (None, copy.id.attempt)
+        and copy.damage is None
+        for listing in listings
+        for copy in listing.copies
+    )
+
+
+def _fits(checkpoint: CheckpointId, request: Request) -> bool:
+    return request.step in (None, checkpoint.step) and request.attempt in (None, checkpoint.attempt)
+
+
+def _candidates(
+    listings: Sequence[Listing], request: Request, tally: Tally
+) -> list[KnownCheckpoint]:
+    """Newest first: what the request allows, minus what was deleted or left behind."""
+    candidates = []
+    for checkpoint in reversed(merge(listings)):
+        if request.tier is not None and request.tier not in checkpoint.copies:
+            continue
+        if not _fits(checkpoint.id, request):
+            continue
+        if checkpoint.tombstoned:
+            tally.passed_over(f"step {checkpoint.id}", "deleted by a person")
+        elif checkpoint.abandoned and (request.step is None or request.attempt is None):
+            tally.passed_over(
+                f"step {checkpoint.id}",
+                "its line was left behind; name it by step= and attempt= to go back to it",
+            )
+        else:
+            candidates.append(checkpoint)
+    return candidates
+
+
+def _check_nothing(listings: Sequence[Listing], request: Request, tally: Tally) -> None:
+    """Raise RestoreError unless there is truly nothing: a request that fits none of what is there is no first start."""
+    live = [c for c in merge(listings) if not c.tombstoned]
+    damaged = any(listing.damaged for listing in listings)
+    named = request.step is not None or request.attempt is not None
+    unread = [x.tier for x in listings if x.error is not None and request.tier in (None, x.tier)]
+    if not (live or damaged or named or unread):
+        return
+    asked = "" if request.step is None else f" of step {request.step}"
+    if request.attempt is not None:
+        asked += f" of attempt {request.attempt}"
+    where = f" on tier {request.tier}" if request.tier else ""
+    there = ", ".join(f"{c.id} on {'+'.join(c.copies)}" for c in live[-6:])
+    there = there or ("only something damaged" if damaged else "none")
+    if unread:
+        there += (
+            f"; tier {', '.join(unread)} could not be read, so it is not known whether this is a first start: try "
+            "again, or open with fresh=True to begin anew"
+        )
+    reasons = "; ".join(f"{f.what}: {f.reason}" for f in tally.fallbacks[-6:])
+    raise RestoreError(
+        f"{request.operation}: there is no checkpoint{asked}{where} to restore; there are: {there}"
+        + (f" ({reasons})" if reasons else "")
+    )

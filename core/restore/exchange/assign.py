@@ -1,0 +1,253 @@
+"""Assigning: who reads which chunk for all ranks of a restore, and who gets it then. Pure: the same on all ranks.
+
+What is wanted is ranges of the data of stored ranks' images, as runs of integers; ranks that want the same are one
+group. Every chunk that holds a wanted byte is read once: by a rank that has it on the fastest tier that any has it on,
+if possible one that wants it, and of those the one that has least to read so far.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tierfall.core.load.build import Fill
+
+HEADER = 0
+"""The chunk that is an image's header."""
+
+Holders = Mapping[int, Sequence[tuple[int, Sequence[int]]]]
+"""Of each image: tiers by their place in the chain, fastest first, each with the ranks that can read it there."""
+
+
+class Wanted(NamedTuple):
+    """What is wanted of one image: ``runs``, start and end in turn, of its data, rising, in chunks of ``chunk_bytes``.
+
+    No two runs have bytes of one chunk. Where ``chunk_bytes`` is 0, it is the header that is wanted.
+    """
+
+    chunk_bytes: int
+    runs: tuple[int, ...] = ()
+
+
+class Span(NamedTuple):
+    """The bytes of a chunk, ``low`` to ``high`` of the image's data, that the ranks of a group want."""
+
+    group: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that want the same, by image."""
+
+    ranks: tuple[int, ...]
+    wants: Mapping[int, Wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One chunk, which ``reader`` reads as its ``number``-th, for those in ``spans``."""
+
+    image: int
+    chunk: int
+    reader: int
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def low(self) -> int:
+        return min(span.low for span in self.spans)
+
+    @property
+    def high(self) -> int:
+        return max(span.high for span in self.spans)
+
+
+def name_of(image: int, chunk: int) -> str:
+    """Name a chunk in messages."""
+    what = "the header" if chunk == HEADER else f"chunk {chunk}"
+    return f"{what} of rank {image}'s image"
+
+
+class Unassigned(Exception):
+    """Nobody is left who could read a chunk."""
+
+    def __init__(self, image: int, chunk: int) -> None:
+        super().__init__(name_of(image, chunk))
+        self.image, self.chunk = image, chunk
+
+
+def wanted_of(fills: Iterable[Fill], chunk_bytes: int) -> Wanted:
+    """Describe the bytes of ``fills``, which stand in image order; gaps within a chunk are closed."""
+    return Wanted(chunk_bytes, _joined(((f.start, f.end) for f in fills), chunk_bytes))
+
+
+def still_wanted(spans: Iterable[tuple[int, int]], chunk_bytes: int) -> Wanted:
+    """Describe what is left to want: parts of chunks, in image order."""
+    return Wanted(chunk_bytes, _joined(spans, chunk_bytes))
+
+
+def _joined(ranges: Iterable[tuple[int, int]], chunk_bytes: int) -> tuple[int, ...]:
+    runs: list[int] = []
+    for start, end in ranges:
+        if start == end:
+            continue
+        if runs and (start <= runs[-1] or start // chunk_bytes == (runs[-1] - 1) // chunk_bytes):
+            runs[-1] = max(runs[-1], end)
+        else:
+            runs += (start, end)
+    return tuple(runs)
+
+
+def assign(
+    groups: Sequence[Group],
+    holders: Holders,
+    excluded: Collection[tuple[int, int, int]] = frozenset(),
+) -> list[Item]:
+    """Choose who reads each chunk that a group wants, image after image.
+
+    ``excluded`` are image, chunk and rank of what a rank has failed to read already. Raises Unassigned where nobody
+    else holds a chunk.
+    """
+    readers = _Readers(holders, excluded)
+    members = [frozenset(group.ranks) for group in groups]
+    items: list[Item] = []
+    for image in sorted({image for group in groups for image in group.wants}):
+        for chunk, spans in sorted(_chunks(groups, image).items()):
+            reader = readers.choose(image, chunk, tuple(s.group for s in spans), members)
+            bytes = max(s.high for s in spans) - min(s.low for s in spans)
+            number = readers.charge(reader, max(1, bytes))
+            items.append(
+                Item(image=image, chunk=chunk, reader=reader, number=number, spans=tuple(spans))
+            )
+    return items
+
+
+def _chunks(groups: Sequence[Group], image: int) -> dict[int, list[Span]]:
+    """Say of each chunk which bytes of it the groups want."""
+    found: dict[int, list[Span]] = {}
+    for number, group in enumerate(groups):
+        if image not in group.wants:
+            continue
+        size, runs = group.wants[image]
+        if not size:
+            found.setdefault(HEADER, []).append(Span(number, 0, 0))
+        for start, end in zip(runs[::2], runs[1::2], strict=True):
+            for index in range(start // size, (end - 1) // size + 1):
+                low, high = max(start, index * size), min(end, (index + 1) * size)
+                found.setdefault(1 + index, []).append(Span(number, low, high))
+    return found
+
+
+class _Readers:
+    """What every rank has to read so far, in bytes; the least busy of many is found without looking at all."""
+
+    def __init__(self, holders: Holders, excluded: Collection[tuple[int, int, int]]) -> None:
+        self._holders = holders
+        self._excluded: dict[tuple[int, int], set[int]] = {}
+        for image, chunk, rank in excluded:
+            self._excluded.setdefault((image, chunk), set()).add(rank)
+        self._load: dict[int, int] = {}
+        self._count: dict[int, int] = {}
+        self._queues: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
+
+    def choose(
+        self,
+        image: int,
+        chunk: int,
+        wanting: tuple[int, ...],
+        members: Sequence[frozenset[int]],
+    ) -> int:
+        failed = self._excluded.get((image, chunk), set())
+        for _, holding in self._holders.get(image, ()):
+            if failed:
+                able = tuple(rank for rank in holding if rank not in failed)
+                if able:
+                    return min(_preferred(able, wanting, members), key=self._busy)
+            elif holding:
+                return self._least(tuple(holding), wanting, members)
+        raise Unassigned(image, chunk)
+
+    def charge(self, rank: int, bytes: int) -> int:
+        """Add to what a rank reads; return which of its reads that is."""
+        number = self._count.get(rank, 0)
+        self._count[rank] = number + 1
+        self._load[rank] = self._load.get(rank, 0) + bytes
+        return number
+
+    def _busy(self, rank: int) -> tuple[int, int, int]:
+        return self._load.get(rank, 0), self._count.get(rank, 0), rank
+
+    def _least(
+        self, able: tuple[int, ...], wanting: tuple[int, ...], members: Sequence[frozenset[int]]
+    ) -> int:
+        queue = self._queues.get((able, wanting))
+        if queue is None:
+            queue = [(0, rank) for rank in _preferred(able, wanting, members)]
+            heapq.heapify(queue)
+            self._queues[able, wanting] = queue
+        while True:  # loads only rise: what stands first with its load of now is the least
+            load, rank = queue[0]
+            now = self._load.get(rank, 0)
+            if load == now:
+                return rank
+            heapq.heapreplace(queue, (now, rank))
+
+
+def _preferred(
+    able: Sequence[int], wanting: Sequence[int], members: Sequence[frozenset[int]]
+) -> list[int]:
+    return [rank for rank in able if any(rank in members[g] for g in wanting)] or list(able)
+
+
+# One rank's part -------------------------------------------------------------------------------------
+
+
+class Get(NamedTuple):
+    """What a rank gets of an item that another one reads, or of its own."""
+
+    item: Item
+    low: int
+    high: int
+
+
+def reads_of(items: Iterable[Item], rank: int) -> list[Item]:
+    """Return what a rank reads, in its order."""
+    return [item for item in items if item.reader == rank]
+
+
+def gets_of(
+    items: Iterable[Item], groups: Sequence[Group], rank: int, world_size: int
+) -> list[Get]:
+    """Return what a rank gets from others, in the order in which it takes it.
+
+    First what each of them reads first, then what each reads second: a reader offers its n-th chunk to all as soon as
+    all have its earlier ones, and here nothing later is waited for before that. So none waits for another in a circle.
+    Each rank begins with the one after it, so that not all of them turn to the same.
+    """
+    mine = [get for get in wants_of(items, groups, rank) if get.item.reader != rank]
+    mine.sort(key=lambda get: (get.item.number, (get.item.reader - rank) % world_size))
+    return mine
+
+
+def wants_of(items: Iterable[Item], groups: Sequence[Group], rank: int) -> Iterator[Get]:
+    """Yield what a rank wants of the items, whoever reads it."""
+    own = {number for number, group in enumerate(groups) if rank in group.ranks}
+    for item in items:
+        for span in item.spans:
+            if span.group in own:
+                yield Get(item, span.low, span.high)
+
+
+def takers_of(item: Item, groups: Sequence[Group]) -> list[tuple[int, int, int]]:
+    """Return who gets an item from its reader, and which bytes: rank, low, high; in the order of ranks after it."""
+    takers = [
+        (rank, span.low, span.high)
+        for span in item.spans
+        for rank in groups[span.group].ranks
+        if rank != item.reader
+    ]
+    return sorted(takers, key=lambda t: (t[0] < item.reader, t[0]))

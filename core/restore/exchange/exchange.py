@@ -1,0 +1,354 @@
+"""The exchange of a restore: what several ranks want is read once and handed on, and what only another rank can read is
+read there and sent.
+
+The ranks go in step: each says what it wants of which images (``asking``), all work out who reads it (``assigning``),
+and pass it on (``passing``); what somebody could not read is asked for again, of others. First headers, until all ranks
+have planned, then chunks, until nobody wants any. Where each reads its own image alone, that is all that is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tierfall.core.copies.buffer_ring import Ring
+from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.chunk_reader import BUFFER_BYTES, ChunkReader, Tally
+from tierfall.core.copies.images import READ_THREADS
+from tierfall.core.copies.shard_reader import PASSABLE, OpenImage
+from tierfall.core.format.catalog import KnownCheckpoint
+from tierfall.core.format.commit_files import named_shards
+from tierfall.core.format.records import Manifest
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.load.build import Fill
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.exchange import messages
+from tierfall.core.restore.exchange.assign import (
+    HEADER,
+    Get,
+    Holders,
+    Item,
+    Unassigned,
+    Wanted,
+    assign,
+    still_wanted,
+    wanted_of,
+    wants_of,
+)
+from tierfall.core.restore.exchange.gloo import Connect, LostError, Wire
+from tierfall.core.restore.exchange.messages import Answer, Ask, Failed, Next
+from tierfall.core.restore.exchange.payloads import Chunks, Headers
+from tierfall.core.restore.exchange.rounds import Cargo, Round, pass_on
+from tierfall.core.types.errors import IntegrityError, TierfallError, UnreachableError
+from tierfall.core.types.values import Shard
+
+logger = logging.getLogger("tierfall")
+
+NODES_TRIED = 4
+_SAID = "restore: exchange"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """How the ranks of a restore exchange bytes. ``order`` are the tiers of the chain, fastest first; on those that are
+    ``shared`` all nodes see the same. ``timeout_s`` is how long one rank may keep another waiting."""
+
+    ranks: Ranks
+    connect: Connect
+    order: Sequence[str]
+    shared: Collection[str]
+    timeout_s: float
+
+    def parts(
+        self,
+        checkpoint: KnownCheckpoint,
+        tiers: Sequence[str],
+        open_image: OpenImage,
+        tally: Tally,
+        ring: Ring | None,
+        chunks_max: int | None,
+        nowhere: str,
+    ) -> Parts:
+        """Make the parts of one checkpoint, which all ranks try now."""
+        made = (checkpoint, tiers, open_image, tally, ring, chunks_max, nowhere)
+        return _Exchanged(*made, exchange=self)
+
+
+@dataclass(slots=True)
+class _Talk:
+    """How far the ranks have come. ``over``: nothing more is said of this checkpoint; ``unheard`` is what kept a rank
+    from saying it."""
+
+    over: bool = False
+    unheard: TierfallError | None = None
+    holders: Holders | None = None
+    wire: Wire | None = None
+    next_tag: int = 0
+    failed: list[Failed] = field(default_factory=list)
+    to_tell: list[Failed] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Exchanged(Parts):
+    """The parts of a checkpoint that ranks exchange."""
+
+    exchange: Exchange
+    _talk: _Talk = field(default_factory=_Talk)
+    _known: dict[int, tuple[Manifest, ImageHeader]] = field(default_factory=dict)
+    _bad: dict[Shard, BaseException] = field(default_factory=dict)
+    _images: dict[int, frozenset[int]] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    # What plans ask for ------------------------------------------------------------------------------
+
+    def header(self, shard: Shard) -> ImageHeader:
+        if self._sees(shard.rank):
+            try:
+                self.header_here(shard)
+            except PASSABLE as error:
+                self._note_unread(shard.rank, [HEADER], error)
+        return self._ask([shard.rank])[shard.rank]
+
+    def header_here(self, shard: Shard) -> ImageHeader:
+        header = Parts.header_here(self, shard)
+        self._known[shard.rank] = self.find(shard)[1], header
+        return header
+
+    def headers(self, world_size: int) -> dict[int, ImageHeader]:
+        return self._ask(range(world_size))
+
+    def manifest(self, shard: Shard) -> Manifest:
+        return self._known[shard.rank][0]
+
+    def manifests(self, ranks: Iterable[int], world_size: int) -> dict[int, Manifest]:
+        wanted = [rank for rank in sorted(ranks) if rank < world_size]
+        self._ask(wanted)
+        return {rank: self._known[rank][0] for rank in wanted}
+
+    def _ask(self, images: Sequence[int]) -> dict[int, ImageHeader]:
+        while missing := [image for image in images if image not in self._known]:
+            self._go_on(Ask(wants={image: Wanted(0) for image in missing}, planning=True), {})
+        return {image: self._known[image][1] for image in images}
+
+    def fill(self, fills: Mapping[int, Sequence[Fill]], world_size: int) -> None:
+        sizes = {image: self._known[image][0].chunk_bytes for image in fills}
+        wants = {image: wanted_of(those, sizes[image]) for image, those in fills.items()}
+        wants = {image: want for image, want in wants.items() if want.runs}
+        mine = self.exchange.ranks.shard
+        alone = world_size == mine.world_size and wants.keys() <= {mine.rank}
+        while True:
+            ask = Ask(wants=wants, alone=alone and all(map(self._sees, wants)))
+            next, left = self._go_on(ask, fills)
+            if next is Next.LOCAL:
+                Parts.fill(self, fills, world_size)
+            if next in (Next.LOCAL, Next.DONE):
+                return
+            if next is Next.CHUNKS:
+                wants = _wants_left(left, sizes)
+
+    def give_up(self, error: BaseException) -> TierfallError | None:
+        if self._talk.wire is not None:
+            self._talk.wire.cut()
+        if not self._talk.over:
+            stopped = str(error) if isinstance(error, TierfallError) else repr(error)
+            # Whoever has lost another rank does not wait for it as long as for one that is slow.
+            patience_s = None if isinstance(error, LostError) else self.exchange.timeout_s
+            try:
+                self._say(Ask(stopped=stopped), patience_s)
+            except TierfallError as lost:
+                logger.debug("the other ranks do not hear that this one gives up: %s", lost)
+            self._talk.over = True
+        return self._talk.unheard
+
+    # One step, with all ranks ------------------------------------------------------------------------
+
+    def _go_on(self, ask: Ask, fills: Mapping[int, Sequence[Fill]]) -> tuple[Next, list[Get]]:
+        """Say what this rank wants, and do with all others what follows; return that, and what did not come of it.
+
+        Raises what ``PASSABLE`` has, on all ranks, where something cannot be read by any, and LostError where another
+        rank gave up, or is gone.
+        """
+        answer = self._say(ask, self.exchange.timeout_s)
+        talk = self._talk
+        if answer.next in (Next.LOCAL, Next.DONE):
+            talk.over = True
+            return answer.next, []
+        assert talk.holders is not None
+        try:
+            items = assign(answer.groups, talk.holders, self._excluded())
+        except Unassigned as nobody:
+            talk.over = True
+            raise self._unreadable(nobody) from None
+        round = Round(items=items, groups=answer.groups, first_tag=talk.next_tag)
+        talk.next_tag = round.next_tag
+        if answer.next is Next.HEADERS:
+            return answer.next, self._pass_headers(round, frozenset(ask.wants))
+        return answer.next, self._pass_chunks(round, fills)
+
+    def _say(self, ask: Ask, timeout_s: float | None) -> Answer:
+        talk, ranks = self._talk, self.exchange.ranks
+        seen = self._seen() if talk.holders is None else None
+        ask, talk.to_tell = replace(ask, sees=seen, failed=talk.to_tell), []
+        try:
+            said = ranks.agree(_SAID, ask.members(), self._decide, timeout_s=timeout_s)
+        except TierfallError as lost:
+            talk.over, talk.unheard = True, lost
+            raise
+        answer = messages.read_answer(said)
+        talk.failed += answer.failed
+        if answer.holders is not None:
+            talk.holders = answer.holders
+        if answer.stopped is not None:
+            talk.over = True
+            rank, why = answer.stopped
+            raise LostError(f"rank {rank} gave up: {why}")
+        if answer.next in (Next.HEADERS, Next.CHUNKS) and talk.wire is None:
+            name = f"tierfall/exchange/{said['name']}"
+            shard = ranks.shard
+            talk.wire = self.exchange.connect(
+                name, shard.rank, shard.world_size, self.exchange.timeout_s
+            )
+        return answer
+
+    def _decide(self, bodies: Mapping[int, Any]) -> dict[str, Any]:
+        """Rank 0's part: what all do next, and a name for the wire that nobody has used before."""
+        exchange = self.exchange
+        nodes = enumerate(exchange.ranks.topology.nodes)
+        node_of = {rank: node for node, ranks in nodes for rank in ranks}
+
+        def place_of(tier: int, rank: int) -> int | None:
+            return None if exchange.order[tier] in exchange.shared else node_of[rank]
+
+        return {**messages.decide(bodies, place_of), "name": secrets.token_hex(8)}
+
+    def _excluded(self) -> set[tuple[int, int, int]]:
+        """Who need not try to read which chunk: the ranks of a node on which one has failed to, and, after some nodes
+        that have, all: what lies where all see it is not read by each of a thousand ranks before it counts as damaged.
+        """
+        topology = self.exchange.ranks.topology
+        tried: dict[tuple[int, int], set[int]] = {}
+        for failed in self._talk.failed:
+            node = next(n for n, ranks in enumerate(topology.nodes) if failed.rank in ranks)
+            for chunk in failed.chunks:
+                tried.setdefault((failed.image, chunk), set()).add(node)
+        return {
+            (image, chunk, rank)
+            for (image, chunk), nodes in tried.items()
+            for node in (nodes if len(nodes) < NODES_TRIED else range(len(topology.nodes)))
+            for rank in topology.nodes[node]
+        }
+
+    def _pass_headers(self, round: Round, wanted: frozenset[int]) -> list[Get]:
+        cargo = Headers(self._reader, wanted, self.exchange.order, self.tally)
+        self._pass(round, cargo, READ_THREADS)
+        self._known |= cargo.known
+        return []
+
+    def _pass_chunks(self, round: Round, fills: Mapping[int, Sequence[Fill]]) -> list[Get]:
+        self.touched = True
+        sizes = {i: want.chunk_bytes for group in round.groups for i, want in group.wants.items()}
+        largest = max(sizes.values())
+        ring = self.ring or Ring(largest)
+        threads = max(1, min(READ_THREADS, ring.count, BUFFER_BYTES // largest))
+        incoming = Ring(largest, count_max=threads, streams=ring.streams)
+        try:
+            cargo = Chunks(
+                self._reader,
+                fills,
+                sizes,
+                self.exchange.order,
+                self.tally,
+                self.written,
+                ring=ring,
+                incoming=incoming,
+            )
+            try:
+                self._pass(round, cargo, threads)
+            finally:
+                cargo.finish()
+        finally:
+            incoming.release()
+            if self.ring is None:
+                ring.release()
+        rank = self.exchange.ranks.shard.rank
+        wanted = wants_of(round.items, round.groups, rank)
+        return [get for get in wanted if (get.item.image, get.item.chunk) not in cargo.got]
+
+    def _pass(self, round: Round, cargo: Cargo, threads: int) -> None:
+        shard, wire = self.exchange.ranks.shard, self._talk.wire
+        assert wire is not None
+        failures = pass_on(wire, round, shard.rank, shard.world_size, cargo, threads)
+        by_image: dict[int, list[tuple[Item, BaseException]]] = {}
+        for item, error in failures:
+            by_image.setdefault(item.image, []).append((item, error))
+        for image, those in by_image.items():
+            self._note_unread(image, [item.chunk for item, _ in those], _worst(e for _, e in those))
+
+    # What this rank can read -------------------------------------------------------------------------
+
+    def _saved_by(self) -> int:
+        return self.world_size(self.exchange.ranks.shard.world_size)
+
+    def _seen(self) -> dict[int, frozenset[int]]:
+        """The images that the records of each tier name here, by the tier's place in the chain."""
+        if self._images is None:
+            copies = {tier: self.checkpoint.copies[tier].commit for tier in self.tiers}
+            self._images = {
+                self.exchange.order.index(tier): named_shards(commit, self._saved_by())
+                for tier, commit in copies.items()
+                if commit is not None
+            }
+        return self._images
+
+    def _sees(self, image: int) -> bool:
+        return any(image in images for images in self._seen().values())
+
+    def _reader(self, image: int) -> tuple[ChunkReader, Manifest]:
+        """Open an image, once; threads share it."""
+        shard = Shard(image, self._saved_by())
+        with self._lock:
+            if shard in self._bad:
+                raise self._bad[shard]
+            try:
+                images, manifest = self.find(shard)
+            except PASSABLE as error:
+                self._bad[shard] = error
+                raise
+        return ChunkReader(images, manifest, self.tally), manifest
+
+    def _note_unread(self, image: int, chunks: Sequence[int], error: BaseException) -> None:
+        """Keep for the next time that ranks speak what this one could not read."""
+        failed = Failed(
+            rank=self.exchange.ranks.shard.rank,
+            image=image,
+            chunks=tuple(chunks),
+            retryable=getattr(error, "retryable", False),
+            text=str(error),
+        )
+        self._talk.to_tell.append(failed)
+
+    def _unreadable(self, nobody: Unassigned) -> TierfallError:
+        """Say why nobody can read a chunk; it may pass if that of anybody may."""
+        tried = [
+            f for f in self._talk.failed if f.image == nobody.image and nobody.chunk in f.chunks
+        ]
+        said = "; ".join(f"rank {f.rank}: {f.text}" for f in tried) or self.nowhere
+        kind = UnreachableError if any(f.retryable for f in tried) else IntegrityError
+        return kind(f"no rank can read {nobody}: {said}")
+
+
+def _worst(errors: Iterable[BaseException]) -> BaseException:
+    """The first error that may pass, or else the first."""
+    errors = list(errors)
+    return next((e for e in errors if getattr(e, "retryable", False)), errors[0])
+
+
+def _wants_left(left: Iterable[Get], sizes: Mapping[int, int]) -> dict[int, Wanted]:
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for get in left:
+        spans.setdefault(get.item.image, []).append((get.low, get.high))
+    return {image: still_wanted(sorted(those), sizes[image]) for image, those in spans.items()}

@@ -1,0 +1,267 @@
+"""Passing on: one round of an exchange, in which every rank reads what it was assigned and hands it to who wants it.
+
+A few threads read, a few others receive, each in the order that was assigned; so no more chunks are in memory than
+there are threads, and none of them waits for one that waits for it. Each chunk goes as a *head*, which says how long it
+is and where it was read, and its bytes; of one that cannot be read only the head goes, and says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.restore.exchange.assign import (
+    Get,
+    Group,
+    Item,
+    gets_of,
+    name_of,
+    reads_of,
+    takers_of,
+)
+from tierfall.core.restore.exchange.gloo import LostError, Wire
+from tierfall.core.runtime.buffers import Buffer
+from tierfall.core.runtime.wait import Bell
+
+T = TypeVar("T")
+_UNREAD = -1
+_HEAD_BYTES = 24
+
+
+class Head(NamedTuple):
+    """What goes ahead of a chunk: how many bytes follow, by its place in the chain the tier that they were read from,
+    and how many of them come before the header, where that is what is sent."""
+
+    bytes: int
+    tier: int = 0
+    first: int = 0
+
+
+class Loaded(NamedTuple):
+    """What was read: bytes that begin at ``low`` of the image's data; ``head`` says the rest."""
+
+    view: memoryview
+    low: int
+    head: Head
+
+
+class Cargo(Protocol):
+    """What is passed on, headers or chunks: how it is read, and what is done with it here."""
+
+    def room(self, item: Item) -> AbstractContextManager[Buffer]:
+        """Lend what an item is read into."""
+        ...
+
+    def load(self, item: Item, buffer: Buffer) -> Loaded:
+        """Read and verify an item. Raises one of PASSABLE where no copy that this rank can reach is good."""
+        ...
+
+    def load_alone(self, item: Item, buffer: Buffer) -> None:
+        """Read an item that this rank alone wants, and keep it; raises as ``load`` does."""
+        ...
+
+    def keep(self, item: Item, loaded: Loaded, buffer: Buffer) -> None:
+        """Take what this rank wants of what it has read itself."""
+        ...
+
+    def room_for(self, get: Get, head: Head) -> AbstractContextManager[Buffer]:
+        """Lend what bytes from another rank are received into."""
+        ...
+
+    def take(self, get: Get, head: Head, buffer: Buffer) -> None:
+        """Take what has come from another rank."""
+        ...
+
+
+@dataclass(slots=True)
+class Failures:
+    """What this rank could not read, and why. Threads share it."""
+
+    items: list[tuple[Item, BaseException]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, item: Item, error: BaseException) -> None:
+        with self._lock:
+            self.items.append((item, error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What is passed on at once. ``first_tag`` is above all tags of earlier rounds."""
+
+    items: Sequence[Item]
+    groups: Sequence[Group]
+    first_tag: int
+
+    @property
+    def next_tag(self) -> int:
+        return self.first_tag + 2 * (1 + max((item.number for item in self.items), default=-1))
+
+
+def pass_on(
+    wire: Wire, round: Round, rank: int, world_size: int, cargo: Cargo, threads: int
+) -> list[tuple[Item, BaseException]]:
+    """Read what ``rank`` was assigned, hand it on, and take what it wants of the others; return what it could not read.
+
+    Raises LostError where a rank is gone, and whatever else goes wrong here; the wire is cut then.
+    """
+    failures = Failures()
+    hand = _Hand(wire, round, rank, cargo, failures)
+    reads = reads_of(round.items, rank)
+    gets = gets_of(round.items, round.groups, rank, world_size)
+    run_all([(threads, hand.read, reads), (threads, hand.receive, gets)], wire.cut)
+    return failures.items
+
+
+class _Hand:
+    def __init__(
+        self, wire: Wire, round: Round, rank: int, cargo: Cargo, failures: Failures
+    ) -> None:
+        self._wire, self._round, self._rank = wire, round, rank
+        self._cargo, self._failures = cargo, failures
+
+    def read(self, item: Item) -> None:
+        takers = takers_of(item, self._round.groups)
+        with self._cargo.room(item) as buffer:
+            loaded: Loaded | None = None
+            try:
+                if not takers:
+                    self._cargo.load_alone(item, buffer)
+                    return
+                loaded = self._cargo.load(item, buffer)
+            except PASSABLE as error:
+                self._failures.note(item, error)
+            sendings = [
+                sending
+                for rank, low, high in takers
+                for sending in self._send(item, rank, low, high, loaded)
+            ]
+            if loaded is not None:
+                self._cargo.keep(item, loaded, buffer)
+            for sending, rank in sendings:
+                self._named(item, sending.wait, f"to rank {rank}")
+
+    def _send(
+        self, item: Item, rank: int, low: int, high: int, loaded: Loaded | None
+    ) -> Iterable[tuple[Any, int]]:
+        """Begin to send what a rank wants of an item, or word that it could not be read."""
+        tag = self._tag(item)
+        head, view = Head(_UNREAD), memoryview(b"")
+        if loaded is not None:
+            view = loaded.view[low - loaded.low : high - loaded.low] if high else loaded.view
+            head = loaded.head._replace(bytes=len(view))
+        where = f"to rank {rank}"
+        send = self._wire.send
+        yield self._named(item, lambda: send(rank, tag, _packed(head)), where), rank
+        if len(view):
+            bytes = torch.frombuffer(view, dtype=torch.uint8)
+            yield self._named(item, lambda: send(rank, tag + 1, bytes), where), rank
+
+    def receive(self, get: Get) -> None:
+        item, where = get.item, f"from rank {get.item.reader}"
+        tag, receive = self._tag(item), self._wire.receive
+        said = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
+        self._named(item, lambda: receive(item.reader, tag, said), where)
+        head = Head(*said.view(torch.int64).tolist())
+        if head.bytes == _UNREAD:
+            return
+        if get.high and head.bytes != get.high - get.low:
+            raise LostError(f"{_name(item)}: rank {item.reader} sends {head.bytes} bytes of it")
+        with self._cargo.room_for(get, head) as buffer:
+            bytes = torch.frombuffer(buffer.view, dtype=torch.uint8, count=head.bytes)
+            self._named(item, lambda: receive(item.reader, tag + 1, bytes), where)
+            self._cargo.take(get, head, buffer)
+
+    def _tag(self, item: Item) -> int:
+        return self._round.first_tag + 2 * item.number
+
+    def _named(self, item: Item, do: Callable[[], T], where: str) -> T:
+        """Let what is lost be lost by name."""
+        try:
+            return do()
+        except LostError as error:
+            raise LostError(f"{_name(item)}, {where}: {error}") from error
+
+
+def _name(item: Item) -> str:
+    return name_of(item.image, item.chunk)
+
+
+def _packed(head: Head) -> torch.Tensor:
+    return torch.tensor(head, dtype=torch.int64).view(torch.uint8)
+
+
+Work = tuple[int, Callable[[Any], None], Sequence[Any]]
+"""What is done by so many threads, to things that are begun in their order."""
+
+
+def run_all(works: Iterable[Work], cut: Callable[[], None]) -> None:
+    """Do all works at once. Raises the first failure, or what interrupts the caller, once all threads have stopped:
+    ``cut`` ends what they wait for."""
+    crew = _Crew(cut)
+    for count, do, things in works:
+        crew.add(min(count, len(things)), do, iter(things))
+    crew.run()
+
+
+class _Crew:
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut = cut
+        self._stop = threading.Event()
+        self._over = Bell()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._running = 0
+        self._failures: list[BaseException] = []
+
+    def add(self, count: int, do: Callable[[Any], None], left: Iterator[Any]) -> None:
+        self._threads += [
+            threading.Thread(target=self._work, args=(do, left), name="tierfall-exchange")
+            for _ in range(count)
+        ]
+
+    def run(self) -> None:
+        self._running = len(self._threads)
+        try:
+            for thread in self._threads:
+                thread.start()
+            if self._threads:
+                self._over.wait()
+        except BaseException:  # Ctrl-C: what is under way ends, what waits is not begun
+            self._end()
+            raise
+        finally:
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _work(self, do: Callable[[Any], None], left: Iterator[Any]) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    thing = next(left, None)
+                if thing is None:
+                    return
+                do(thing)
+        except BaseException as error:  # noqa: BLE001 - an outcome: raised in run
+            with self._lock:
+                self._failures.append(error)
+            self._end()
+        finally:
+            with self._lock:
+                self._running -= 1
+                last = not self._running
+            if last:
+                self._over.ring()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._cut()

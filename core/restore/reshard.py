@@ -1,0 +1,150 @@
+"""Resharding: a checkpoint of other ranks, or of another layout, into what this rank holds.
+
+A rank that finds its own part laid out as it holds it reads that, and of other ranks' parts what those wrote for it
+(``elsewhere``). Else the headers of all parts are merged (``image.merging``), and of each part those ranges are read
+that this rank needs (``spreading``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tierfall.core.copies.checkpoint_reader import Parts
+from tierfall.core.copies.shard_reader import PASSABLE
+from tierfall.core.format.records import Manifest
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.merge import Block, Merged, merge_headers
+from tierfall.core.load.build import Fill, Want
+from tierfall.core.restore.dedup_reads import find_elsewhere
+from tierfall.core.restore.reshard_reads import spread
+from tierfall.core.state.item import OnResize
+from tierfall.core.tensors.written_memory import LiveMemory
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.values import Shard
+
+logger = logging.getLogger("tierfall")
+
+
+class Plan(Protocol):
+    """Where the bytes of an image go; ``wants`` is the same of one that is merged. ``written`` names what a plan that
+    failed has written to, ``leaves`` what of that another one would leave so."""
+
+    @property
+    def fills(self) -> Sequence[Fill]: ...
+
+    @property
+    def wants(self) -> Sequence[Want]: ...
+
+    def written(self, targets: Iterable[torch.Tensor]) -> list[LiveMemory]: ...
+
+    def leaves(self, written: Iterable[LiveMemory]) -> list[str]: ...
+
+
+MakePlan = Callable[[ImageHeader], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """What becomes of entries when other ranks saved them: ``rules`` by name, or the values of one rank, whatever the
+    others had."""
+
+    values_of: int | None = None
+    rules: Mapping[str, OnResize] = field(default_factory=dict)
+
+
+def plan_parts(
+    parts: Parts, make_plan: MakePlan, shard: Shard, resize: Resize
+) -> tuple[Plan, Callable[[], None]]:
+    """Plan to restore what this rank, ``shard``, holds; return the plan, and what reads all that it needs.
+
+    Raises RestoreError where the state does not fit what was saved.
+    """
+    world_size = parts.world_size(shard.world_size)
+    if world_size == shard.world_size:
+        header = parts.header(shard)
+        if not header.complete:
+            return _reshard(parts, make_plan, world_size, shard.rank, Resize(values_of=shard.rank))
+        manifests = parts.manifests(header.writers, world_size)
+        elsewhere = find_elsewhere(header, manifests, shard.rank)
+        try:
+            plan = make_plan(header)
+        except RestoreError as error:
+            if world_size == 1:
+                raise
+            return _in_another_layout(parts, make_plan, shard, header, error)
+        return plan, lambda: parts.fill(elsewhere.divide(plan.fills, shard.rank), world_size)
+    return _reshard(parts, make_plan, world_size, shard.rank, resize)
+
+
+def _in_another_layout(
+    parts: Parts, make_plan: MakePlan, shard: Shard, header: ImageHeader, error: RestoreError
+) -> tuple[Plan, Callable[[], None]]:
+    """Plan with the parts of all ranks where this rank's own does not fit, for ``error``. That is what is raised where
+    they cannot be read, unless ranks held tensors together: then another layout is what they are needed for."""
+    own = Resize(values_of=shard.rank)
+    try:
+        return _reshard(parts, make_plan, shard.world_size, shard.rank, own)
+    except PASSABLE as unread:
+        if any(stored.piece is not None for stored in header.tensors):
+            raise
+        logger.warning("restore: the parts of other ranks cannot be read either: %s", unread)
+        raise error from None
+
+
+def _reshard(
+    parts: Parts, make_plan: MakePlan, world_size: int, rank: int, resize: Resize
+) -> tuple[Plan, Callable[[], None]]:
+    merged = merge_parts(parts, world_size, rank, resize)
+    plan = make_plan(merged.header)
+    return plan, plan_reads(parts, merged, world_size, plan.wants)
+
+
+def merge_parts(parts: Parts, world_size: int, rank: int, resize: Resize) -> Merged:
+    """Read the headers of all parts, and lay them over each other, for ``rank`` of those that restore."""
+    headers = parts.headers(world_size)
+    what = f"{parts.checkpoint.id} of {world_size} ranks"
+    return merge_headers(headers, what=what, own=resize.values_of, rank=rank, rules=resize.rules)
+
+
+def plan_reads(
+    parts: Parts, merged: Merged, world_size: int, wants: Iterable[Want]
+) -> Callable[[], None]:
+    """Return what reads all that is wanted of whole tensors, once their headers are merged."""
+    compared = {block.rank for slot in merged.replicas for block in _alike(merged, slot)}
+    manifests = parts.manifests(compared, world_size)
+    reads = spread(merged, wants, same=_known_equal(merged, manifests))
+
+    def fill() -> None:
+        parts.manifests(reads.fills, world_size)  # of those whose headers were not read before
+        parts.fill(reads.fills, world_size)
+        reads.finish()
+
+    return fill
+
+
+def _alike(merged: Merged, slot: int) -> tuple[Block, ...]:
+    """The one block of a tensor, and what has to be equal to it."""
+    return (*merged.blocks[slot], *merged.replicas[slot])
+
+
+def _known_equal(
+    merged: Merged, manifests: Mapping[int, Manifest]
+) -> Iterable[tuple[Block, Block]]:
+    """Yield the replicas that lie at one place of images whose chunks there have the same digests: the same bytes."""
+    for slot, others in merged.replicas.items():
+        (first,) = merged.blocks[slot]
+        for block in others:
+            if (first.start, first.end) == (block.start, block.end) and _digests(
+                manifests[first.rank], first
+            ) == _digests(manifests[block.rank], block):
+                yield first, block
+
+
+def _digests(manifest: Manifest, block: Block) -> tuple[int, tuple[str, ...]]:
+    low, high = block.start // manifest.chunk_bytes, (block.end - 1) // manifest.chunk_bytes
+    return manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]

@@ -1,0 +1,199 @@
+"""Spreading: what is wanted of whole tensors, as reads of the ranks' images that hold blocks of them.
+
+A block that is wanted and one that is stored have a box in common. Where that is one run of bytes in both, it is read
+to where it belongs; else the stored rows that it lies in are read aside, and the box is copied out of them after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from tierfall.core.image.header import StoredTensor
+from tierfall.core.image.merge import Block, Merged
+from tierfall.core.load.build import Fill, Want
+from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.text import ranks_named
+
+
+class _Run(NamedTuple):
+    """A range of the data of one rank's image."""
+
+    rank: int
+    start: int
+    end: int
+
+
+class _Copy(NamedTuple):
+    """What is copied out of rows that were read aside."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+class _Check(NamedTuple):
+    """Two replicas that must be equal."""
+
+    name: str
+    ranks: tuple[int, int]
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+@dataclass(slots=True)
+class Spread:
+    """``fills`` of each rank's image, in image order. Once all are read, ``finish`` does the rest."""
+
+    fills: dict[int, list[Fill]] = field(default_factory=dict)
+    _shared: list[_Copy] = field(default_factory=list)
+    _copies: list[_Copy] = field(default_factory=list)
+    _checks: list[_Check] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Copy what was read aside to where it belongs. Raises RestoreError where what counted as replicas differs."""
+        with torch.no_grad():
+            for target, source in self._shared:
+                target.copy_(source)
+        for check in self._checks:
+            if not torch.equal(check.one, check.other):
+                raise RestoreError(
+                    f"{check.name} is a tensor of its own on {ranks_named(check.ranks)}, and they differ: say "
+                    "what another number of ranks gets by tierfall.item(..., on_resize='per_rank', 'replicate' or "
+                    f"'drop') around it in the state, or leave it as it is by skip=[{check.name!r}]"
+                )
+        with torch.no_grad():
+            for target, source in self._copies:
+                target.copy_(source)
+
+
+def spread(merged: Merged, wants: Iterable[Want], *, same: Iterable[tuple[Block, Block]]) -> Spread:
+    """Plan the reads for ``wants``; ``same`` are replicas that are known to be equal, and need not be read."""
+    plan = _Plan(merged, frozenset(same))
+    for want in wants:
+        plan.add(want)
+    return plan.done()
+
+
+class _Plan:
+    def __init__(self, merged: Merged, same: frozenset[tuple[Block, Block]]) -> None:
+        self._merged = merged
+        self._same = same
+        self._spread = Spread()
+        self._runs: dict[_Run, list[torch.Tensor]] = {}
+        self._names: dict[_Run, str] = {}
+        self._checked: set[int] = set()
+
+    def add(self, want: Want) -> None:
+        stored = self._merged.header.tensors[want.slot]
+        offset = want.offset or (0,) * len(stored.shape)
+        lengths = stored.shape if want.lengths is None else want.lengths
+        for block in self._merged.blocks[want.slot]:
+            self._box(stored, block, want.target, offset, lengths)
+        if want.slot not in self._checked and want.slot in self._merged.replicas:
+            self._checked.add(want.slot)
+            self._check(stored, want.slot)
+
+    def done(self) -> Spread:
+        """Put the runs into image order. Those that overlap, and are not one, are read aside together."""
+        cluster: list[_Run] = []
+        for run in sorted(self._runs):
+            if cluster and (run.rank != cluster[0].rank or run.start >= _end(cluster)):
+                self._close(cluster)
+                cluster = []
+            cluster.append(run)
+        if cluster:
+            self._close(cluster)
+        return self._spread
+
+    def _close(self, cluster: Sequence[_Run]) -> None:
+        first = cluster[0]
+        targets = tuple(self._runs[first])
+        end = _end(cluster)
+        if len(cluster) > 1:
+            aside = torch.empty(end - first.start, dtype=torch.uint8)
+            for run in cluster:
+                part = aside[run.start - first.start : run.end - first.start]
+                self._spread._shared += [_Copy(target, part) for target in self._runs[run]]
+            targets = (aside,)
+        fill = Fill(name=self._names[first], start=first.start, end=end, targets=targets)
+        self._spread.fills.setdefault(first.rank, []).append(fill)
+
+    def _read(self, rank: int, start: int, end: int, target: torch.Tensor, name: str) -> None:
+        if end > start:
+            run = _Run(rank, start, end)
+            self._runs.setdefault(run, []).append(target)
+            self._names[run] = name
+
+    def _box(
+        self,
+        stored: StoredTensor,
+        block: Block,
+        target: torch.Tensor,
+        offset: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        """Read what a wanted block and a stored one have in common."""
+        low = [max(a, b) for a, b in zip(offset, block.offset, strict=True)]
+        ends = zip(offset, lengths, block.offset, block.lengths, strict=True)
+        size = [min(a + n, b + m) - at for (a, n, b, m), at in zip(ends, low, strict=True)]
+        if any(n <= 0 for n in size):
+            return
+        item = stored.dtype.itemsize
+        in_stored = [at - b for at, b in zip(low, block.offset, strict=True)]
+        in_wanted = [at - a for at, a in zip(low, offset, strict=True)]
+        length = math.prod(size) * item
+        if _is_run(size, block.lengths) and _is_run(size, lengths):
+            start = block.start + _place(in_stored, block.lengths) * item
+            to = _place(in_wanted, lengths) * item
+            self._read(block.rank, start, start + length, target[to : to + length], stored.name)
+            return
+        rows, row = size[0], math.prod(block.lengths[1:]) * item
+        start = block.start + in_stored[0] * row
+        aside = torch.empty(rows * row, dtype=torch.uint8)
+        self._read(block.rank, start, start + rows * row, aside, stored.name)
+        source = _cut(aside.view(rows, *block.lengths[1:], item), [0, *in_stored[1:]], size)
+        whole = target.view(*lengths, item)
+        self._spread._copies.append(_Copy(_cut(whole, in_wanted, size), source))
+
+    def _check(self, stored: StoredTensor, slot: int) -> None:
+        """Read what else must be equal, where nothing says yet that it is."""
+        (first,) = self._merged.blocks[slot]
+        others = [b for b in self._merged.replicas[slot] if (first, b) not in self._same]
+        if not others:
+            return
+        one = torch.empty(first.end - first.start, dtype=torch.uint8)
+        self._read(first.rank, first.start, first.end, one, stored.name)
+        for block in others:
+            other = torch.empty(block.end - block.start, dtype=torch.uint8)
+            self._read(block.rank, block.start, block.end, other, stored.name)
+            ranks = (first.rank, block.rank)
+            self._spread._checks.append(_Check(stored.name, ranks, one, other))
+
+
+def _is_run(size: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Say whether a box of ``size`` is one run in a block of ``lengths``: after its first dimension of more than one,
+    all are whole."""
+    first = next((i for i, n in enumerate(size) if n > 1), len(size))
+    return all(n == m for n, m in zip(size[first + 1 :], lengths[first + 1 :], strict=True))
+
+
+def _end(cluster: Sequence[_Run]) -> int:
+    return max(run.end for run in cluster)
+
+
+def _place(at: Sequence[int], lengths: Sequence[int]) -> int:
+    """The number of an element in a block, row by row."""
+    number = 0
+    for index, length in zip(at, lengths, strict=True):
+        number = number * length + index
+    return number
+
+
+def _cut(tensor: torch.Tensor, at: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    for dimension, (start, length) in enumerate(zip(at, size, strict=True)):
+        tensor = tensor.narrow(dimension, start, length)
+    return tensor

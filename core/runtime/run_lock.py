@@ -1,0 +1,329 @@
+"""The run lock: which process owns a run's host memory on this machine.
+
+It is a POSIX record lock (``fcntl.lockf``): the kernel frees it when the owner dies, also while children forked from
+the owner (data loader workers) live on; a ``flock`` would stay with them. Its price: a process that closes *any*
+descriptor of the file loses the lock. So a process opens a lock file once, and a registry of what it holds is asked
+before any file is opened. This module must not know what the lock protects.
+
+The file stays behind after a release. Where somebody else unlinks it, ``take`` notices that it locked an inode without
+a name, and begins again; the owner takes it anew (``take_again``). After a fork the child owns nothing: a lock belongs
+to the process that took it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import stat
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierfall.core.format import documents
+from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, LockError
+
+_MAX_TRIES = 100
+_MAX_OWNER_BYTES = 4096
+# Cleaners of temporary files go by age.
+_TOUCH_EVERY_S = 3600.0
+# Linux's struct flock: type, whence, start, length, pid.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The process that holds a lock; what its note in the file does not say (yet) is None.
+
+    ``start_ticks`` is the process's start time in clock ticks since boot: with it a pid that was used again is told
+    apart from the owner.
+    """
+
+    pid: int
+    start_ticks: int | None = None
+    node: str | None = None
+    since_wall_s: float | None = None
+
+    def __str__(self) -> str:
+        since = "an unknown time"
+        if self.since_wall_s is not None:
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_wall_s))
+        node = f" on {self.node}" if self.node else ""
+        return f"process {self.pid}{node}, since {since}"
+
+
+@dataclass(slots=True)
+class _Held:
+    """One lock of this process. ``spare_fds`` must not be closed before the lock is given back."""
+
+    pid: int
+    run: str
+    owner: Owner
+    spare_fds: list[int]
+
+
+# The kernel keeps these locks per process, so the registry is per process too: keyed by (st_dev, st_ino).
+_registry: dict[tuple[int, int], _Held] = {}
+_registry_guard = threading.Lock()
+
+
+class RunLock:
+    """Ownership of one slot of a run on this machine, from ``take`` to ``release`` or the process's death."""
+
+    def __init__(self, path: Path, fd: int, identity: tuple[int, int]) -> None:
+        self.path = path
+        self._fd = fd
+        self._identity = identity
+        self._pid = os.getpid()
+        self._released = False
+
+    @classmethod
+    def take(cls, path: Path, *, run: str) -> RunLock:
+        """Take the lock at ``path``, whose folder exists, or raise at once.
+
+        Raises LockError, naming the owner, where another process holds it; ConfigError where this process holds it
+        already, or the file is a link, no regular file, or another user's.
+        """
+        with _registry_guard:
+            for _ in range(_MAX_TRIES):
+                _refuse_second(path, run)
+                taken = cls._take_once(path, run)
+                if taken is not None:
+                    return taken
+        raise LockError(
+            f"lock of run {run}: {path} was removed {_MAX_TRIES} times while it was being locked; find out who "
+            "removes it"
+        )
+
+    @classmethod
+    def _take_once(cls, path: Path, run: str) -> RunLock | None:
+        fd = _open(path, os.O_RDWR | os.O_CREAT, run)
+        identity = _identity(os.fstat(fd))
+        held = _held(identity)
+        if held is not None:
+            # The name came to mean a file that this process has locked since we looked: closing would free that lock.
+            held.spare_fds.append(fd)
+            raise _second(path, run)
+        try:
+            _check_file(os.fstat(fd), path, run)
+            _lock(fd, path, run)
+            if _identity_at(path) != identity:
+                os.close(fd)
+                return None
+            owner = _write_owner(fd, run)
+        except BaseException:
+            os.close(fd)
+            raise
+        _registry[identity] = _Held(pid=os.getpid(), run=run, owner=owner, spare_fds=[])
+        return cls(path, fd, identity)
+
+    @staticmethod
+    def owner(path: Path) -> Owner | None:
+        """Say who holds the lock at ``path``, without touching it; None where nobody does or there is no file."""
+        with _registry_guard:
+            identity = _identity_at(path)
+            if identity is None:
+                return None
+            held = _held(identity)
+            if held is not None:
+                return held.owner
+            fd = _open(path, os.O_RDONLY, "?")
+            held = _held(_identity(os.fstat(fd)))
+            if held is not None:
+                held.spare_fds.append(fd)
+                return held.owner
+            try:
+                return _owner_of(fd, path)
+            finally:
+                os.close(fd)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process owns the lock: no longer after a release, and never in a forked child."""
+        return not self._released and os.getpid() == self._pid
+
+    def is_there(self) -> bool:
+        """Say whether the path still names the file that is locked, or nothing is locked any more; a file that does not
+        seem to be in use is touched. Raises BackendError where that cannot be found out."""
+        with _registry_guard:
+            if not self.held:
+                return True
+            if _identity_at(self.path) != self._identity:
+                return False
+            if time.time() - os.fstat(self._fd).st_mtime > _TOUCH_EVERY_S:
+                os.utime(self._fd)
+            return True
+
+    def take_again(self) -> None:
+        """Lock the file at the path anew where somebody has removed it; its folder exists. Raises as ``take`` does:
+        what was locked stays so."""
+        held = None if self.is_there() else _registry.get(self._identity)
+        if held is None:
+            return
+        taken = RunLock.take(self.path, run=held.run)
+        with _registry_guard:
+            if not self._released:
+                self._fd, taken._fd = taken._fd, self._fd
+                self._identity, taken._identity = taken._identity, self._identity
+        taken.release()
+
+    def release(self) -> None:
+        """Give the lock back; the file stays. In a forked child this only forgets it. May be called twice."""
+        with _registry_guard:
+            if self._released:
+                return
+            self._released = True
+            held = _registry.pop(self._identity, None)
+            if os.getpid() == self._pid:
+                os.ftruncate(self._fd, 0)
+            for fd in held.spare_fds if held else ():
+                os.close(fd)
+            os.close(self._fd)
+
+
+def _refuse_second(path: Path, run: str) -> None:
+    identity = _identity_at(path)
+    if identity is not None and _held(identity) is not None:
+        raise _second(path, run)
+
+
+def _second(path: Path, run: str) -> ConfigError:
+    return ConfigError(
+        f"a second Checkpointer of run {run!r} in this process (lock {path}): use the first one, close it before "
+        "opening another, or choose another run name"
+    )
+
+
+def _held(identity: tuple[int, int]) -> _Held | None:
+    """What this process holds; an entry inherited over a fork is the parent's."""
+    held = _registry.get(identity)
+    return held if held is not None and held.pid == os.getpid() else None
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _identity_at(path: Path) -> tuple[int, int] | None:
+    try:
+        return _identity(os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BackendError(f"lock: looking at {path} failed: {error}") from error
+
+
+def _open(path: Path, flags: int, run: str) -> int:
+    # O_NONBLOCK: a pipe by that name must not make us wait; on a regular file it changes nothing.
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _unusable(path, run, "a link, a folder or a pipe, not a regular file") from error
+        raise BackendError(
+            f"lock of run {run}: opening {path} failed: {error}; expected a folder that this user may write to"
+        ) from error
+
+
+def _check_file(status: os.stat_result, path: Path, run: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _unusable(path, run, "not a regular file")
+    if status.st_uid != os.geteuid():
+        raise _unusable(path, run, f"owned by user {status.st_uid}, not by {os.geteuid()}")
+
+
+def _unusable(path: Path, run: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"lock of run {run}: {path} is {why}; remove it, or set another `folder` or run name"
+    )
+
+
+def _lock(fd: int, path: Path, run: str) -> None:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            owner = _owner_of(fd, path) or "a process that ended just now"
+            raise LockError(
+                f"run {run!r} is owned on this machine by {owner} (lock {path}): wait for it, end it, or choose "
+                "another run name"
+            ) from error
+        raise BackendError(
+            f"lock of run {run}: locking {path} failed: {error}; set `folder` to a file system with record locks"
+        ) from error
+
+
+def _owner_of(fd: int, path: Path) -> Owner | None:
+    """Ask the kernel who holds the lock, and the file for the rest, where the file speaks of the same process."""
+    kind, pid = _query(fd)
+    if kind == fcntl.F_UNLCK:
+        return None
+    noted = _read_owner(fd, path)
+    # A pid that is not visible from here (another pid namespace) is reported as 0 or less.
+    if noted is not None and (pid <= 0 or noted.pid == pid):
+        return noted
+    return Owner(pid=pid)
+
+
+def _query(fd: int) -> tuple[int, int]:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _whence, _start, _length, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    return kind, pid
+
+
+def _write_owner(fd: int, run: str) -> Owner:
+    owner = Owner(
+        pid=os.getpid(),
+        start_ticks=own_start_ticks(),
+        node=platform.node(),
+        since_wall_s=time.time(),
+    )
+    note = documents.seal(
+        {
+            "run": run,
+            "pid": owner.pid,
+            "start_ticks": owner.start_ticks,
+            "node": owner.node,
+            "since_wall_s": owner.since_wall_s,
+        }
+    )
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, note, 0)
+    return owner
+
+
+def _read_owner(fd: int, path: Path) -> Owner | None:
+    """Read the owner's note; None where it is not (yet) there or not whole: the kernel's word counts, not the note."""
+    data = os.pread(fd, _MAX_OWNER_BYTES, 0)
+    try:
+        note = documents.open_sealed(data, what=f"owner note in {path}")
+    except (IntegrityError, ConfigError):
+        return None
+    pid = note.get("pid")
+    if not isinstance(pid, int):
+        return None
+    return Owner(
+        pid=pid,
+        start_ticks=_typed(note.get("start_ticks"), int),
+        node=_typed(note.get("node"), str),
+        since_wall_s=_typed(note.get("since_wall_s"), int | float),
+    )
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    return value if isinstance(value, kind) else None
+
+
+def own_start_ticks() -> int | None:
+    """Read this process's start time, field 22 of /proc/self/stat; None where there is no /proc."""
+    try:
+        text = Path("/proc/self/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, and may itself hold spaces and parentheses.
+    return int(text.rpartition(")")[2].split()[19])

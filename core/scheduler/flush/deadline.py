@@ -1,0 +1,184 @@
+"""Draining: towards a deadline, each tier takes first what can still arrive, and does not begin what cannot.
+
+The plan is a policy's, made afresh as copies come and rates turn out; what is decided here is only how it is carried
+out: in which order lanes take their copies, and which copy that was begun gives way. With other ranks, rank 0 plans for
+all by its own images and rates, and what was begun is finished: the others may be further. It belongs to the
+coordinator's thread, reads no clock and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from tierfall.core.scheduler.flush.lane import Lane
+from tierfall.core.scheduler.flush.throughput import Rates
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.types.drain_outlook import DrainDecision
+from tierfall.core.types.errors import FlushError
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.view import CheckpointView, CopyView, View
+
+logger = logging.getLogger("tierfall")
+AGAIN_S = 0.5
+"""How long a plan holds, in seconds: rates change, and time passes."""
+
+
+class PlanDrain(Protocol):
+    def __call__(
+        self, view: View, *, bytes_per_s: Mapping[str, float | None], left_s: float
+    ) -> tuple[DrainDecision, ...]: ...
+
+
+class GaveWayError(FlushError):
+    """A copy was taken back for one that can still arrive before the deadline; it is owed as before."""
+
+
+class Draining:
+    """See the module. Several may ask for a drain at once: the earliest deadline counts. ``others`` are the other
+    ranks; ``share_of`` says at which share of its rate a tier was written, as it yields to training: a drain does
+    not, on any rank."""
+
+    def __init__(
+        self, *, ledger: Ledger, lanes: Mapping[str, Lane], rates: Rates, plan_drain: PlanDrain
+    ) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._rates = rates
+        self._plan_drain = plan_drain
+        self.others = Alone(ledger)
+        self.plan: tuple[DrainDecision, ...] = ()
+        self._until_s: dict[object, float] = {}
+        self._hurried_s: dict[object, float] = {}
+        self._planned_at_s = 0.0
+        self.share_of: Callable[[str], float] = lambda tier: 1.0
+        self._shares: dict[str, float] = {}
+
+    @property
+    def active(self) -> bool:
+        """Say whether lanes go by a drain's plan."""
+        return bool(self._until_s)
+
+    @property
+    def hurries(self) -> bool:
+        """Say whether there is a deadline, whoever plans for it."""
+        return bool(self._until_s or self._hurried_s)
+
+    def hurry(self, asker: object, until_s: float) -> None:
+        """Know of a deadline that rank 0 plans for, until ``asker`` ends it, or it has passed."""
+        self._hurried_s[asker] = until_s
+
+    def begin(self, asker: object, until_s: float, now_s: float) -> tuple[DrainDecision, ...]:
+        """Work towards a deadline until ``asker`` ends it, or it has passed; return what is to be expected.
+
+        A rank that does not decide only hurries: it yields to nobody meanwhile, and nothing is known there.
+        """
+        if not self.others.decides:
+            self.hurry(asker, until_s)
+            return ()
+        if not self.active:
+            self._shares = {tier: self.share_of(tier) for tier in self._lanes}
+        self._until_s[asker] = until_s
+        self._make_plan(now_s)
+        return self.plan
+
+    def end(self, asker: object) -> None:
+        """Go on as before, unless somebody else drains."""
+        self._until_s.pop(asker, None)
+        self._hurried_s.pop(asker, None)
+        if not self._until_s:
+            self.plan = ()
+
+    def tick(self, now_s: float) -> None:
+        """Plan again where the last plan is old or misses something, and let copies give way by it."""
+        known = (*self._until_s.items(), *self._hurried_s.items())
+        for asker in [asker for asker, until_s in known if until_s <= now_s]:
+            self.end(asker)
+        if self.active and (now_s >= self._planned_at_s + AGAIN_S or self._is_outdated()):
+            self._make_plan(now_s)
+
+    def next_s(self) -> float | None:
+        """Say when to plan again at the latest: as long as something is owed."""
+        if not self.active or not self.plan:
+            return None
+        return min(self._planned_at_s + AGAIN_S, *self._until_s.values())
+
+    def turns(self, tier: str, waiting: Iterable[Entry]) -> list[Entry]:
+        """Put what a tier is owed in the order of the plan, without what is not to begin; what the plan does not speak
+        of comes last."""
+        places = {d.checkpoint: place for place, d in enumerate(self.plan) if d.tier == tier}
+        held = {d.checkpoint for d in self.plan if d.tier == tier and not d.goes}
+        return sorted(
+            (entry for entry in waiting if entry.id not in held),
+            key=lambda entry: places.get(entry.id, len(self.plan)),
+        )
+
+    def is_held_back(self, id: CheckpointId, tier: str) -> bool:
+        """Say whether a copy is owed, and not to be begun before the deadline."""
+        return any(
+            d.checkpoint == id and d.tier == tier and not d.goes and not d.gives_way
+            for d in self.plan
+        )
+
+    # Planning --------------------------------------------------------------------------------------
+
+    def _make_plan(self, now_s: float) -> None:
+        self._planned_at_s = now_s
+        self.plan = self._plan_drain(
+            self._view(),
+            bytes_per_s={tier: self._bytes_per_s(tier) for tier in self._lanes},
+            left_s=min(self._until_s.values()) - now_s,
+        )
+        for decision in self.plan:
+            if decision.gives_way and not self.others.land_only:
+                self._give_way(decision)
+
+    def _bytes_per_s(self, tier: str) -> float | None:
+        """How fast copies will come: as they did, but for what the tier was held back by until now."""
+        delivered = self._rates.delivered_bytes_per_s(tier)
+        possible = self._rates.write_bytes_per_s(tier)
+        if delivered is None or possible is None:
+            return delivered
+        share = self._shares.get(tier, 1.0)
+        return delivered if share == 1.0 else min(possible, delivered / share)
+
+    def _is_outdated(self) -> bool:
+        """Say whether a copy has come, or another is owed, since the plan was made."""
+        known = {(d.checkpoint, d.tier) for d in self.plan}
+        owed = {(e.id, tier) for e in self._ledger.open() for tier in e.owed}
+        left = self._ledger.abandoned() if owed - known else frozenset()
+        return bool(known - owed) or any(id not in left for id, _ in owed - known)
+
+    def _view(self) -> View:
+        """The ledger's view, with what has arrived of each copy."""
+        view = self._ledger.view()
+        return replace(view, checkpoints=tuple(self._with_arrived(one) for one in view.checkpoints))
+
+    def _with_arrived(self, checkpoint: CheckpointView) -> CheckpointView:
+        arrived: dict[str, int] = {}
+        entry = self._ledger.entries[checkpoint.id]
+        for tier, lane in self._lanes.items():
+            if lane.active is not None and lane.active.entry.id == checkpoint.id:
+                arrived[tier] = lane.active.done_bytes
+            elif tier in entry.landed and entry.geometry is not None:
+                arrived[tier] = entry.geometry.image_bytes
+        if not arrived:
+            return checkpoint
+        copies = {
+            tier: replace(
+                checkpoint.copies.get(tier, CopyView(state=CopyState.ARRIVING, bytes=0)),
+                arrived_bytes=count,
+            )
+            for tier, count in arrived.items()
+        }
+        return replace(checkpoint, copies={**checkpoint.copies, **copies})
+
+    def _give_way(self, decision: DrainDecision) -> None:
+        lane, id = self._lanes[decision.tier], decision.checkpoint
+        if lane.is_at(id) and not lane.is_ending(id):
+            lane.give_up(
+                GaveWayError(f"flush of {id} to {decision.tier} gives way: {decision.reason}")
+            )

@@ -1,0 +1,166 @@
+"""Saves: what becomes of each snapshot from the beginning of its capture until its image is sealed, or given up.
+
+It belongs to the coordinator's thread, and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from tierfall.core.capture.events import (
+    CaptureAdvanced,
+    CaptureBegun,
+    CaptureFailed,
+    CaptureSealed,
+    SaveGivenUp,
+)
+from tierfall.core.scheduler.flush.backlog import Pressure
+from tierfall.core.scheduler.flush.flusher import Flusher
+from tierfall.core.scheduler.flush.lane import Lane
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger.notes import Notes
+from tierfall.core.scheduler.ledger.one_rank import Alone
+from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
+
+logger = logging.getLogger("tierfall")
+
+
+class Saves:
+    """Takes the events of captures. ``others`` are the other ranks of the run; ``pressure`` counts what is to come to
+    each tier: not what was given up before it was a checkpoint."""
+
+    def __init__(
+        self, *, ledger: Ledger, lanes: Mapping[str, Lane], flusher: Flusher, pressure: Pressure
+    ) -> None:
+        self._ledger = ledger
+        self._lanes = lanes
+        self._flusher = flusher
+        self._pressure = pressure
+        self.others = Alone(ledger)
+        self.notes = Notes()
+
+    def take(
+        self,
+        event: CaptureBegun | CaptureAdvanced | CaptureSealed | CaptureFailed | SaveGivenUp,
+    ) -> None:
+        match event:
+            case CaptureBegun():
+                self._begun(event)
+            case CaptureAdvanced():
+                if entry := self._ledger.entries.get(event.id):
+                    entry.final_chunks = event.final_chunks
+            case CaptureSealed():
+                self._sealed(event.id)
+            case CaptureFailed():
+                self._capture_failed(event)
+            case SaveGivenUp():
+                self.others.has_begun_save(event.id)
+                self.others.lost(event.id, event.error, event.outcome)
+
+    def _begun(self, event: CaptureBegun) -> None:
+        snapshot = event.snapshot
+        entry = Entry(
+            id=snapshot.id,
+            ordinal=snapshot.line.ordinal,
+            started_from=snapshot.line.started_from,
+            shard=snapshot.shard,
+            attempt_id=snapshot.line.attempt_id,
+            geometry=snapshot.geometry,
+            region=snapshot.region,
+            snapshot=snapshot,
+            handle=snapshot.handle,
+            share=snapshot.share,
+        )
+        self.others.has_begun_save(entry.id)
+        entry.owed.update(name for name in event.tiers if name in self._lanes)
+        entry.set_state(self._ledger.host, CopyState.ARRIVING, snapshot.geometry.image_bytes)
+        self._ledger.entries[entry.id] = entry
+        self.notes.save_begun(entry)
+        self._pressure.saved(entry.id, event.tiers, self._ledger.now_s)
+        if (fenced := self._flusher.fenced) is not None:
+            entry.give_up(tuple(entry.owed), fenced)
+        self._flusher.save_begun(entry)
+        for tier, error in self.others.was_given_up(entry.id).items():
+            entry.give_up([tier], error)
+        if (lost := self.others.was_lost(entry.id)) is not None:
+            self.give_up(entry, *lost)
+            self.others.saved_in_vain(entry)
+
+    def _sealed(self, id: CheckpointId) -> None:
+        entry = self._ledger.entries[id]
+        assert entry.snapshot is not None
+        entry.manifest = entry.snapshot.manifest
+        entry.commit = entry.snapshot.commit
+        entry.snapshot = None
+        assert entry.geometry is not None
+        entry.final_chunks = entry.geometry.chunk_count
+        if entry.lost:
+            self._unseal(entry)
+        else:
+            self.notes.captured(entry)
+            self.others.sealed(entry)
+
+    def found_damaged(self, id: CheckpointId, why: str) -> None:
+        """A reader of this rank has found that an image in memory is not what was written. Where a tier has the
+        checkpoint, it leaves; where none has, it stays for what is good of it, and is told."""
+        entry, host = self._ledger.entries.get(id), self._ledger.host
+        if entry is None or entry.state(host) is not CopyState.SEALED or host in entry.damage:
+            return
+        logger.error("%s: %s is damaged in memory: %s", host, id, why)
+        has_another = any(state is CopyState.COMMITTED for state in entry.states.values())
+        if has_another and entry.parts is None:
+            self._unseal(entry)
+        else:
+            entry.tell_damage(host, why)
+
+    def _unseal(self, entry: Entry) -> None:
+        """An image in memory is of no use any more, nor to any later start."""
+        if entry.region is not None and entry.region.sealed:
+            entry.region.unseal()
+        entry.awaits_others = False
+        entry.set_state(self._ledger.host, CopyState.LEAVING)
+
+    def give_up(self, entry: Entry, error: BaseException, outcome: SaveOutcome) -> None:
+        """Another rank has lost its part of a checkpoint: this one's is of no use."""
+        if entry.lost or entry.state(self._ledger.host) is CopyState.LEAVING:
+            return
+        entry.lost = True
+        self._pressure.gone(entry.id)
+        self.notes.save_ended(entry.id, outcome, error)
+        self._flusher.errors.append(error)
+        logger.error("%s", error)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(outcome, error)
+        entry.owed.clear()
+        self._stop_lanes(entry, error)
+        if entry.snapshot is None:
+            self._unseal(entry)
+
+    def _capture_failed(self, event: CaptureFailed) -> None:
+        id, error = event.id, event.error
+        self._pressure.gone(id)
+        entry = self._ledger.entries.get(id)
+        if entry is None:  # it was interrupted before it was announced, or reported before
+            event.region.release()
+            self.others.lost(id, error, SaveOutcome.FAILED)
+            return
+        if entry.snapshot is None:
+            return
+        if not entry.lost:
+            self.notes.save_ended(id, SaveOutcome.FAILED, error)
+        self._flusher.errors.append(error)
+        logger.error("save: step %d is given up: %s", id.step, error)
+        if entry.handle is not None:
+            entry.handle.tell_given_up(SaveOutcome.FAILED, error)
+        entry.owed.clear()
+        entry.snapshot = None
+        entry.set_state(self._ledger.host, CopyState.LEAVING)
+        self._stop_lanes(entry, error)
+        if not entry.lost:
+            self.others.lost(id, error, SaveOutcome.FAILED)
+
+    def _stop_lanes(self, entry: Entry, error: BaseException) -> None:
+        for lane in self._lanes.values():
+            if lane.active is not None and lane.active.entry is entry:
+                lane.give_up(error)

@@ -1,0 +1,151 @@
+"""Damaged copies: what any reader finds comes to the ledger of all ranks, and is written anew where that is possible.
+
+    any rank                 rank 0                            every rank
+    finds damage         ->  the copy counts for nothing   ->  the copy counts for nothing
+                             it can be repaired: owe it    ->  it is owed, and brought as any other copy
+
+A repair replaces the files in place, each once all of it was read from a good copy and verified, the commit record
+last: what is still good in a damaged copy stays until then. It evicts nothing, and comes after what a tier does not
+have yet. It belongs to the coordinator's thread and does no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from tierfall.core.ranks.message_tree import Council, Topic
+from tierfall.core.ranks.ranks import Announced, News, Told
+from tierfall.core.scheduler.group.commits import Commits
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.view import CheckpointView, View
+
+logger = logging.getLogger("tierfall")
+_FOUND, _REPAIR = "damage_found", "damage_repaired"
+
+
+class WantsRepair(Protocol):
+    def __call__(self, view: View, checkpoint: CheckpointView, tier_name: str) -> bool: ...
+
+
+class Damages:
+    """See the module. ``tiers`` are those that copies are brought to. Other ranks are reached by ``council``, and
+    ``commits`` says what all of them have given up. ``has_lost`` is told of a tier that has a good copy less;
+    ``may_write`` says whether this process may bring copies at all."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        tiers: Iterable[str],
+        wants_repair: WantsRepair,
+        has_lost: Callable[[str], None],
+        may_write: Callable[[], bool],
+        council: Council | None = None,
+        commits: Commits | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self._tiers = frozenset(tiers)
+        self._wants_repair = wants_repair
+        self._has_lost = has_lost
+        self._may_write = may_write
+        self._council = council
+        self._commits = commits
+        self._tried: set[tuple[str, CheckpointId]] = set()
+
+    def found(self, tier: str, id: CheckpointId, why: str, *, repairable: bool = True) -> None:
+        """A reader of this rank has found that a copy is not what was written; not ``repairable``: its commit record
+        has gone, too."""
+        entry = self._ledger.entries.get(id)
+        if entry is None or entry.state(tier) is not CopyState.COMMITTED:
+            return  # it is known, or the copy has left meanwhile
+        if self._council is None:
+            self._note(entry, tier, why, repairable)
+        else:
+            self._council.tell(_topic(_FOUND, id, tier), [why, repairable])
+
+    def plan_repairs(self, only: Entry | None = None) -> None:
+        """Owe the tiers what can be repaired now, of all checkpoints or of one; for rank 0. A repair that failed is not
+        tried again by this process."""
+        if not self._may_write() or not (self._commits is None or self._commits.decides):
+            return
+        entries = self._ledger.repairable() if only is None else (only,)
+        wanted = [(e, tier) for e in entries for tier in e.repairable if self._may_repair(e, tier)]
+        if not wanted:
+            return
+        view = self._ledger.view()
+        views = {checkpoint.id: checkpoint for checkpoint in view.checkpoints}
+        for entry, tier in sorted(wanted, key=lambda one: (one[0].id, one[1])):
+            if self._wants_repair(view, views[entry.id], tier):
+                self._tried.add((tier, entry.id))
+                self._begin(entry, tier)
+
+    def _may_repair(self, entry: Entry, tier: str) -> bool:
+        """Say whether all ranks of now can bring what they have saved of it: other ranks' images are not theirs."""
+        ours = entry.parts is not None or entry.shard == self._ledger.shard
+        return (
+            ours
+            and tier in self._tiers
+            and entry.commit is not None
+            and entry.state(tier) is CopyState.ABSENT
+            and entry.id not in self._ledger.scattered
+            and tier not in entry.owed
+            and (tier, entry.id) not in self._tried
+            and not (self._commits is not None and self._commits.has_ended(tier, entry.id))
+        )
+
+    def _begin(self, entry: Entry, tier: str) -> None:
+        if self._council is None:
+            self._owe(entry, tier)
+        else:
+            self._council.announce(_topic(_REPAIR, entry.id, tier), entry.damage[tier])
+
+    @staticmethod
+    def is_about(news: News) -> bool:
+        """Say whether this is what hears of it."""
+        return news.topic[0] in (_FOUND, _REPAIR)
+
+    def hear(self, news: News) -> None:
+        """Hear what a rank has found, or what rank 0 says of it."""
+        what, step, attempt, tier = news.topic
+        id, tier = CheckpointId(int(step), int(attempt)), str(tier)
+        entry = self._ledger.entries.get(id)
+        match news:
+            case Told(body=[why, repairable]):
+                if entry is not None and entry.state(tier) is CopyState.COMMITTED:
+                    assert self._council is not None
+                    text = f"rank {news.rank}: {why}"
+                    self._council.announce(_topic(_FOUND, id, tier), [text, repairable])
+            case Announced(body=[why, repairable]) if what == _FOUND and entry is not None:
+                if entry.state(tier) is CopyState.COMMITTED:
+                    self._note(entry, tier, why, repairable)
+            case Announced() if what == _REPAIR:
+                self._repair_together(entry, id, tier, str(news.body))
+
+    def _note(self, entry: Entry, tier: str, why: str, repairable: bool) -> None:
+        logger.error("%s: %s is damaged, and protects nothing: %s", tier, entry.id, why)
+        entry.note_damage(tier, why, repairable=repairable)
+        if not repairable:
+            entry.bytes.pop(tier, None)  # it has gone: it takes no room that could be made
+        self._has_lost(tier)
+        self.plan_repairs(entry)
+
+    def _repair_together(self, entry: Entry | None, id: CheckpointId, tier: str, why: str) -> None:
+        """Bring this rank's part, though that may be whole: a checkpoint is committed when all have brought theirs."""
+        assert self._council is not None
+        if entry is None or entry.commit is None:
+            self._council.tell(_topic("cannot", id, tier), "it does not know the checkpoint")
+            return
+        if tier not in entry.damage:
+            entry.note_damage(tier, why, repairable=True)
+        self._owe(entry, tier)
+
+    def _owe(self, entry: Entry, tier: str) -> None:
+        logger.info("%s: %s is damaged, and is written anew", tier, entry.id)
+        entry.owed.add(tier)
+
+
+def _topic(what: str, id: CheckpointId, tier: str) -> Topic:
+    return (what, id.step, id.attempt, tier)

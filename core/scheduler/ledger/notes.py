@@ -1,0 +1,216 @@
+"""Noting: what the coordinator's parts say of what happens, as events at the clock's time.
+
+It belongs to the coordinator's thread, decides nothing and does no I/O: whoever is told takes events at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierfall.core.scheduler.ledger.ledger import Entry
+from tierfall.core.scheduler.ledger.tasks import DropCopy
+from tierfall.core.types import events
+from tierfall.core.types.events import Notify
+from tierfall.core.types.values import CheckpointId, SaveOutcome
+
+REMEMBERED = 1024
+
+
+class Flush(Protocol):
+    """A copy to a tier that is under way: how often it was tried, and what was read of each source so far."""
+
+    @property
+    def tier(self) -> str: ...
+
+    @property
+    def edge_bytes(self) -> Mapping[str, int]: ...
+
+    @property
+    def tries(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """A copy that has begun, and what its lane had read from each source by then."""
+
+    since_s: float
+    read: dict[str, int]
+
+
+class Notes:
+    """See the module. ``now_s`` is the coordinator's time; it is set before anything happens."""
+
+    def __init__(self, notify: Notify = events.ignore) -> None:
+        self._notify = notify
+        self.now_s = 0.0
+        self._saves: dict[CheckpointId, float] = {}
+        self._ended: dict[CheckpointId, float] = {}
+        self._copies: dict[str, _Copying] = {}
+
+    # Saves -------------------------------------------------------------------------------------------
+
+    def save_begun(self, entry: Entry) -> None:
+        self._remember(self._saves, entry.id)
+        self._notify(
+            events.SaveBegun(
+                at_s=self.now_s, id=entry.id, bytes=_size(entry), tiers=tuple(sorted(entry.owed))
+            )
+        )
+
+    def captured(self, entry: Entry) -> None:
+        stats = entry.handle.stats if entry.handle is not None else None
+        self._notify(
+            events.Captured(
+                at_s=self.now_s,
+                id=entry.id,
+                bytes=_size(entry),
+                seconds=self.now_s - self._saves.get(entry.id, self.now_s),
+                blocked_s=stats.blocked_s if stats else 0.0,
+                lazy=stats.lazy if stats else False,
+            )
+        )
+
+    def save_ended(self, id: CheckpointId, outcome: SaveOutcome, error: BaseException) -> None:
+        """Say so once, whoever finds it out first."""
+        self._saves.pop(id, None)
+        if id in self._ended:
+            return
+        self._remember(self._ended, id)
+        self._notify(
+            events.SaveEnded(at_s=self.now_s, id=id, outcome=outcome, reason=_reason(error))
+        )
+
+    def _remember(self, times: dict[CheckpointId, float], id: CheckpointId) -> None:
+        times[id] = self.now_s
+        if len(times) > REMEMBERED:
+            del times[next(iter(times))]
+
+    # Copies ------------------------------------------------------------------------------------------
+
+    def flush_begun(self, flush: Flush, entry: Entry) -> None:
+        self._copies[flush.tier] = _Copying(self.now_s, dict(flush.edge_bytes))
+        self._notify(
+            events.FlushBegun(
+                at_s=self.now_s,
+                id=entry.id,
+                tier=flush.tier,
+                bytes=_size(entry),
+                tries=flush.tries,
+            )
+        )
+
+    def flush_done(self, flush: Flush, entry: Entry) -> None:
+        begun = self._copies.pop(flush.tier, _Copying(self.now_s, {}))
+        sources = {
+            source: read - begun.read.get(source, 0)
+            for source, read in flush.edge_bytes.items()
+            if read > begun.read.get(source, 0)
+        }
+        self._notify(
+            events.FlushDone(
+                at_s=self.now_s,
+                id=entry.id,
+                tier=flush.tier,
+                bytes=_size(entry),
+                seconds=self.now_s - begun.since_s,
+                sources=sources,
+            )
+        )
+
+    def flush_stalled(
+        self, tier: str, id: CheckpointId, error: BaseException, again_s: float
+    ) -> None:
+        self._notify(
+            events.FlushStalled(
+                at_s=self.now_s,
+                id=id,
+                tier=tier,
+                reason=_reason(error),
+                again_s=max(0.0, again_s - self.now_s),
+            )
+        )
+
+    def flush_failed(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        begun = self._copies.pop(tier, _Copying(self.now_s, {}))
+        self._notify(
+            events.FlushFailed(
+                at_s=self.now_s,
+                id=id,
+                tier=tier,
+                reason=_reason(error),
+                seconds=self.now_s - begun.since_s,
+            )
+        )
+
+    def flush_given_up(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        self._notify(events.FlushGivenUp(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
+
+    def set_aside(self, tier: str, id: CheckpointId, error: BaseException) -> None:
+        self._notify(events.SetAside(at_s=self.now_s, id=id, tier=tier, reason=_reason(error)))
+
+    def committed(self, tier: str, id: CheckpointId, bytes: int) -> None:
+        since_s = self._saves.get(id)
+        self._notify(
+            events.Committed(
+                at_s=self.now_s,
+                id=id,
+                tier=tier,
+                bytes=bytes,
+                seconds=None if since_s is None else self.now_s - since_s,
+            )
+        )
+
+    # Leaving -----------------------------------------------------------------------------------------
+
+    def evicted(self, tier: str, entry: Entry, reason: str) -> None:
+        self._notify(
+            events.Evicted(
+                at_s=self.now_s,
+                id=entry.id,
+                tier=tier,
+                bytes=entry.bytes.get(tier, 0),
+                reason=reason,
+            )
+        )
+
+    def dropped(self, task: DropCopy, bytes: int, seconds: float) -> None:
+        self._notify(
+            events.Dropped(
+                at_s=self.now_s,
+                id=task.id,
+                tier=task.tier,
+                bytes=bytes,
+                reason=task.reason,
+                seconds=seconds,
+                unfinished=task.unfinished,
+            )
+        )
+
+    def drop_failed(self, task: DropCopy, error: BaseException) -> None:
+        self._notify(
+            events.DropFailed(at_s=self.now_s, id=task.id, tier=task.tier, reason=_reason(error))
+        )
+
+    # Trouble -----------------------------------------------------------------------------------------
+
+    def tier_failing(self, tier: str, error: BaseException) -> None:
+        self._notify(events.TierFailing(at_s=self.now_s, tier=tier, reason=_reason(error)))
+
+    def tier_recovered(self, tier: str) -> None:
+        self._notify(events.TierRecovered(at_s=self.now_s, tier=tier))
+
+    def failed(self, doing: str, error: BaseException) -> None:
+        self._notify(events.Failed(at_s=self.now_s, doing=doing, reason=_reason(error)))
+
+
+def _size(entry: Entry) -> int:
+    """The bytes of this rank's image, where they are known by now."""
+    if entry.geometry is not None:
+        return entry.geometry.image_bytes
+    return entry.commit.image_bytes if entry.commit is not None else 0
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or repr(error)

@@ -1,0 +1,75 @@
+"""Torch optimizers: which of them are stock, and how their parameters are numbered and named.
+
+A stock optimizer is saved and restored tensor by tensor, since ``load_state_dict`` casts state to the parameter's
+dtype. One whose class, object or hooks change what ``state_dict`` or ``load_state_dict`` do is asked through them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tierfall.core.state.modules import Scans
+
+
+def is_stock(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    if kind.state_dict is not Optimizer.state_dict:
+        return False
+    if kind.load_state_dict is not Optimizer.load_state_dict:
+        return False
+    own = optimizer.__dict__
+    if "state_dict" in own or "load_state_dict" in own:
+        return False
+    return not any(own.get(hooks) for hooks in _HOOKS)
+
+
+_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The parameters of an optimizer in the order of their groups: number, and name where the state has their module.
+
+    A parameter's number is the one that ``state_dict`` gives it.
+    """
+
+    parameters: tuple[torch.Tensor, ...]
+    numbers: dict[int, int]
+    names: tuple[str | None, ...]
+    groups: tuple[tuple[int, ...], ...]
+    found_in: tuple[list[int], tuple[str | None, ...], list[int]]
+    """The parameters' ids and names, and how many each group has: all that the rest follows from."""
+
+    def part(self, number: int) -> str:
+        """Name a parameter's state, below ``<optimizer>.state``."""
+        return self.names[number] or f"%i{number}"
+
+
+def numbering(optimizer: Optimizer, scans: Scans, before: Numbering | None = None) -> Numbering:
+    """Number the parameters of an optimizer; ``before`` is what was found at an earlier time, or nothing."""
+    parameters = tuple(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
+    ids = [*map(id, parameters)]
+    names = tuple(map(itemgetter(0), map(scans.parameters.get, ids, repeat((None,)))))
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    if before is not None and before.found_in == (ids, names, lengths):
+        return replace(before, parameters=parameters)
+    numbers = dict(zip(reversed(ids), range(len(ids) - 1, -1, -1), strict=True))  # the first counts
+    groups = [map(numbers.__getitem__, map(id, g["params"])) for g in optimizer.param_groups]
+    return Numbering(
+        parameters, numbers, names, tuple(map(tuple, groups)), found_in=(ids, names, lengths)
+    )
+
+
+def group_values(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -1,0 +1,96 @@
+"""What a walk of a state finds: its tensors, its values written down, and the tree that holds them.
+
+A node of the tree is a tuple that compares cheaply (two walks of one structure give equal trees) and holds no value
+that may change: those stand aside, in ``values``.
+
+    7                                   tensor number 7 of the view
+    ("v", 3, 8, 9)                      value number 3, whose blobs are the tensors 8 and 9
+    ("d", kind, keys, nodes)            a mapping that holds tensors; a key is str, or (coded,) for any other type
+    ("l", nodes), ("t", nodes)          a list, a tuple
+    ("m", keys, names, nodes)           a module's state_dict; names is () where they equal the keys
+    ("o", names, groups, state)         a stock optimizer: per parameter its name or None, per group numbers and node
+    ("s", node)                         an object with state_dict and load_state_dict
+    ("q", number, scheme, axis, node)   a quantized tensor's integers, and a node for its scale and zero point
+    ("c", name, node)                   a value of a registered type, written as something that holds tensors
+    ("r", node)                         the random state of the process
+    ("p", (7, 8))                       a tensor of which this rank holds so many blocks, none or two and more
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tierfall.core.state.item import OnResize
+from tierfall.core.tensors import names as naming
+from tierfall.core.tensors.dtensor import Piece
+from tierfall.core.tensors.names import Trail
+from tierfall.core.tensors.value_codec import Coded
+from tierfall.core.types.values import Changes
+
+Node = Any  # int, or one of the tuples above
+
+NO_OWNER = -1
+"""The owner of a tensor that no optimizer's step is known to change."""
+DECLARED = 0
+"""The owner of a tensor that the user wrapped in ``item(..., changes="on_step")``."""
+UNSHARED = -2
+"""The owner of a tensor that a state_dict hook made, and that nothing but the view holds: nobody can change it."""
+
+
+class SourceTensor(NamedTuple):
+    """One stored tensor: its name in the image, itself (detached), when it may change, and where it stands."""
+
+    name: str
+    tensor: torch.Tensor
+    changes: Changes
+    trail: Trail
+
+    @property
+    def path(self) -> str:
+        """Where the tensor stands, as Python code would reach it: ``state["model"]["layer.weight"]``."""
+        return naming.path(self.trail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateView:
+    """A state at one moment: its tensors (aliases resolved), and its values written down.
+
+    Of each tensor, in columns: itself, detached (``sources``), its address in bytes (``pointers``), when it may
+    change, whose step changes it (``owners``: the id of a parameter, for the parameter and its optimizer state;
+    DECLARED; UNSHARED; NO_OWNER), its place, whether its elements can be copied as they lie (``plain``), the strides
+    of one that is dense and not contiguous (``strides``), and where it lies in a tensor of several ranks (``pieces``).
+    ``parameters`` are those of all modules in the state, and bare ones: by id, the name and itself. ``rules`` say by
+    name what becomes of entries when the number of ranks changes, where it is not the default. ``types`` are the
+    classes of optimizers and of other objects with a state_dict, by name. ``structure`` holds all that a layout
+    depends on: equal structures have equal layouts.
+    """
+
+    names: tuple[str, ...]
+    sources: list[torch.Tensor]
+    pointers: array[int]
+    changes: tuple[Changes, ...]
+    owners: tuple[int, ...]
+    trails: tuple[Trail, ...]
+    plain: tuple[bool, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    parameters: Mapping[int, tuple[str, nn.Parameter]]
+    optimizers: tuple[Optimizer, ...]
+    tree: Node
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    pieces: tuple[Piece | None, ...]
+    values: list[Coded]
+    rules: Mapping[str, OnResize]
+    types: Mapping[str, str]
+    structure: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        return tuple(map(SourceTensor, self.names, self.sources, self.changes, self.trails))

@@ -1,0 +1,140 @@
+"""A checkpoint of several ranks by the header of one of them and the merged index: no other header is read.
+
+The header says what the state is made of, with that rank's values; the index says where every block of its tensors
+lies. That is all, as long as no other rank has a tensor that this header does not name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+
+from tierfall.core.image.blocks import unfold, with_pieces
+from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.merge import Block, Merged
+from tierfall.core.image.tree import PiecesNode, TensorNode, leaves
+from tierfall.core.tensor_index.index import Index
+from tierfall.core.tensors.dtypes import byte_count
+from tierfall.core.types.errors import IntegrityError
+
+_FURTHER = re.compile(r"%p\d+\Z")
+"""How an image that holds several blocks of a tensor names all but the first; a ``%`` of a name of the state's is
+escaped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor, whole; the names that blocks of it have in the index; and what this rank's image has of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    own: StoredTensor | None
+
+
+def lay_over(header: ImageHeader, rank: int, index: Index, *, what: str) -> Merged | None:
+    """Merge as ``merge_headers`` does for ``rank``, whose header this is; blocks are looked up as they are asked for.
+
+    None where the header and the index do not say enough, or do not fit: then all headers have to be read. Ties are as
+    this header has them, and what is whole here is this rank's own, whatever others have under its name.
+    """
+    own = unfold({rank: header})[rank]
+    names: dict[str, list[str]] = {}
+    for name in index.names:
+        names.setdefault(_whole_name(name), []).append(name)
+    elsewhere = [name for name, node in leaves(own.tree, "") if isinstance(node, PiecesNode)]
+    here = [_whole_name(stored.name) for stored in own.tensors]
+    if names.keys() != {*here, *elsewhere}:
+        return None
+    sources: list[_Source] = []
+    known: list[StoredTensor | None] = [*own.tensors, *(None for _ in elsewhere)]
+    for name, stored in zip([*here, *elsewhere], known, strict=True):
+        source = _source(name, names[name], stored, index)
+        if source is None:
+            return None
+        sources.append(source)
+    slots = iter(range(len(own.tensors), len(sources)))
+    tree = with_pieces(own.tree, lambda _: TensorNode(next(slots)))
+    wholes, end = [], 0
+    for source in sources:
+        start, end = end, end + byte_count(source.dtype, source.shape)
+        wholes.append(StoredTensor(source.name, source.dtype, source.shape, start, end))
+    whole = ImageHeader(
+        what=what,
+        data_start=0,
+        data_bytes=end,
+        tensors=tuple(wholes),
+        tree=tree,
+        values=own.values,
+        merged=True,
+    )
+    return Merged(header=whole, blocks=_Blocks(rank, sources, index), replicas={})
+
+
+def _whole_name(name: str) -> str:
+    return _FURTHER.sub("", name)
+
+
+def _source(
+    name: str, names: Iterable[str], stored: StoredTensor | None, index: Index
+) -> _Source | None:
+    """What a tensor is; None where ranks say different things of it, or a replica of it is not known to be one."""
+    kinds = {kind for one in names for kind in index.kinds(one)}
+    if len(kinds) != 1:
+        return None
+    dtype, shape = kinds.pop()
+    if stored is None:
+        blocks = [b for one in names for tensor in index.find(one) for b in tensor.blocks]
+        if len(blocks) > 1 and any(block.lengths == shape for block in blocks):
+            return None
+        return _Source(name, dtype, shape, tuple(names), None)
+    whole = stored.shape if stored.piece is None else stored.piece.shape
+    if (dtype, shape) != (stored.dtype, whole):
+        return None
+    return _Source(name, dtype, shape, tuple(names), stored)
+
+
+class _Blocks(Sequence[tuple[Block, ...]]):
+    """By slot, the blocks that a tensor is read from: each once, this rank's own where it has it."""
+
+    def __init__(self, rank: int, sources: Sequence[_Source], index: Index) -> None:
+        self._rank = rank
+        self._sources = sources
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @overload
+    def __getitem__(self, slot: int) -> tuple[Block, ...]: ...
+    @overload
+    def __getitem__(self, slot: slice) -> Sequence[tuple[Block, ...]]: ...
+    def __getitem__(self, slot: int | slice) -> tuple[Block, ...] | Sequence[tuple[Block, ...]]:
+        if isinstance(slot, slice):
+            return [self[number] for number in range(len(self))[slot]]
+        source = self._sources[slot]
+        own = source.own
+        first = self._rank if own is None or own.written_by is None else own.written_by
+        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Block]] = {}
+        for name in source.names:
+            for tensor in self._index.find(name):
+                for block in tensor.blocks:
+                    alike.setdefault((block.offset, block.lengths), []).append(block)
+        if own is not None and own.piece is None:  # not cut: only what counts for this rank
+            alike = {key: [b for b in same if b.rank == first] for key, same in alike.items()}
+        chosen = tuple(
+            next((block for block in same if block.rank == first), same[0])
+            for same in alike.values()
+            if same
+        )
+        if sum(math.prod(block.lengths) for block in chosen) != math.prod(source.shape):
+            raise IntegrityError(
+                f"{source.name} is not there whole: the ranks' blocks do not add up to it"
+            )
+        return chosen

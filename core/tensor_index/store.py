@@ -1,0 +1,108 @@
+"""Finding the merged index of a checkpoint on a tier, or making it of the manifests that lie there.
+
+Manifests are read by several threads, some at a time: those of a thousand ranks do not lie in memory at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from tierfall.core.format import documents
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.json_fields import Members
+from tierfall.core.format.records import Commit
+from tierfall.core.tensor_index.builder import IndexMaker
+from tierfall.core.tensor_index.index import Index, read_index
+from tierfall.core.types import keys
+from tierfall.core.types.errors import BackendError, IntegrityError, NotSupportedError
+from tierfall.core.types.values import CheckpointId, Shard
+
+logger = logging.getLogger("tierfall")
+
+READ_THREADS = 8
+_AT_ONCE = 4 * READ_THREADS
+
+
+class IndexStore(Protocol):
+    """What the index needs of a stored tier."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_manifest(self, checkpoint: CheckpointId, shard: Shard) -> bytes: ...
+
+    def read_index(self, checkpoint: CheckpointId) -> bytes: ...
+
+
+def open_index(store: IndexStore, commit: Commit) -> Index:
+    """Return the index of a checkpoint that is committed on a tier: the one that its record names, or, where that is
+    not there or not good, one made of the manifests.
+
+    Raises as ``make_index`` does.
+    """
+    if commit.file(keys.INDEX_NAME) is not None:
+        try:
+            return named_index(store, commit)
+        except (BackendError, IntegrityError, NotSupportedError) as error:
+            logger.warning("%s; the manifests are read instead", error)
+    return read_index(make_index(store, commit), what=_what(store, commit))
+
+
+def named_index(store: IndexStore, commit: Commit) -> Index:
+    """Return the index that a commit record names. Raises IntegrityError where it does not, or it is not good; and what
+    keeps it from being read."""
+    return read_index(checked_index(store, commit), what=_what(store, commit))
+
+
+def checked_index(store: IndexStore, commit: Commit) -> bytes:
+    """Read the index that a commit record names, and hold it against that. Raises IntegrityError where it is not it."""
+    what = _what(store, commit)
+    named = commit.file(keys.INDEX_NAME)
+    if named is None:
+        raise IntegrityError(f"{what}: its commit record does not name it")
+    data = store.read_index(commit.line.checkpoint)
+    if len(data) != named.bytes or sha256(data) != named.digest:
+        raise IntegrityError(f"{what}: it is not the index that the commit record names")
+    return data
+
+
+def _what(store: IndexStore, commit: Commit) -> str:
+    return f"{store.name}: {keys.INDEX_NAME} of {commit.line.checkpoint}"
+
+
+def make_index(store: IndexStore, commit: Commit) -> bytes:
+    """Make the index of the manifests that a commit record names, which must be those of all ranks.
+
+    Raises IntegrityError where a manifest is not good, CapacityError where there are too many blocks, and whatever
+    keeps the tier from being read.
+    """
+    maker = IndexMaker(commit.world_size)
+    for shard, data in _manifests(store, commit):
+        what = f"{store.name}: {keys.manifest_name(shard)} of {commit.line.checkpoint}"
+        pieces: list[Any] = Members(documents.open_sealed(data, what=what), what).get(
+            "pieces", list
+        )
+        maker.add(shard.rank, pieces, what=what)
+    return maker.encode()
+
+
+def _manifests(store: IndexStore, commit: Commit) -> Iterator[tuple[Shard, bytes]]:
+    shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
+    digests = {file.name: file.digest for file in commit.files}
+
+    def read(shard: Shard) -> bytes:
+        data = store.read_manifest(commit.line.checkpoint, shard)
+        if sha256(data) != digests.get(keys.manifest_name(shard)):
+            raise IntegrityError(
+                f"{store.name}: {keys.manifest_name(shard)} of {commit.line.checkpoint}: it is not the manifest that "
+                "the commit record names"
+            )
+        return data
+
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierfall-index") as executor:
+        for first in range(0, len(shards), _AT_ONCE):
+            some: Sequence[Shard] = shards[first : first + _AT_ONCE]
+            yield from zip(some, executor.map(read, some), strict=True)

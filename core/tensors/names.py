@@ -1,0 +1,98 @@
+"""How a place in the state is named in the image (``model.layer.0.weight``) and in messages (``state["model"]``).
+
+Names are injective: keys join by ``.``; in a user's own keys ``%``, ``.`` and ``/`` become %25, %2E and %2F; an empty
+key is ``%e``, a lone surrogate ``%uD800``, and keys that are not str carry a tag (``%i0`` is the int 0). The keys of a
+module's state_dict keep their dots.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from tierfall.core.tensors import value_codec
+
+_UNSAFE = re.compile(r"[%./\ud800-\udfff]")
+_UNSAFE_IN_MODULE = re.compile(r"[%/\ud800-\udfff]")
+_METADATA = "__metadata__"
+
+# A place: its parent and the key in it; None is the state itself. Turned into text only when a message needs it.
+Trail = tuple[Any, object] | None
+
+
+def part(key: object) -> str:
+    """Name one key of a user's container."""
+    if type(key) is str:
+        if key.isidentifier() and key != _METADATA:
+            return key
+        return _escape(key, _UNSAFE)
+    if type(key) is bool:
+        return f"%b{int(key)}"
+    if key is None:
+        return "%n"
+    if type(key) is int and abs(key) < value_codec.INT_LIMIT:
+        return f"%i{key}"
+    return "%k" + _UNSAFE.sub(
+        _percent, json.dumps(value_codec.encode_atom(key), separators=(",", ":"))
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def module_part(key: str) -> str:
+    """Name a key of a module's state_dict; its dots stay."""
+    if key.isascii() and "%" not in key and "/" not in key and key and key != _METADATA:
+        return key
+    return _escape(key, _UNSAFE_IN_MODULE)
+
+
+def module_parts(keys: Iterable[str]) -> Iterable[str]:
+    """Name many keys; the same where all are plain, which is seen of all at once."""
+    keys = tuple(keys)
+    text = "".join(keys)
+    plain = text.isascii() and "%" not in text and "/" not in text
+    if plain and "" not in keys and _METADATA not in keys:
+        return keys
+    return map(module_part, keys)
+
+
+def join(prefix: str, part_: str) -> str:
+    return f"{prefix}.{part_}" if prefix else part_
+
+
+def is_within(name: str, prefix: str) -> bool:
+    """Say whether ``name`` is ``prefix`` or lies below it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def path(trail: Trail) -> str:
+    """Write a place the way Python code would reach it."""
+    keys = []
+    while trail is not None:
+        trail, key = trail
+        if isinstance(key, str):
+            keys.append(f"[{json.dumps(key, ensure_ascii=False)}]")
+        else:
+            keys.append(f"[{_short(key)}]")
+    return "state" + "".join(reversed(keys))
+
+
+def _short(key: object) -> str:
+    if type(key) is int and abs(key) >= value_codec.INT_LIMIT:
+        return hex(key)[:40]
+    return repr(key)[:80]
+
+
+def _escape(key: str, unsafe: re.Pattern[str]) -> str:
+    if key == "":
+        return "%e"
+    if key == _METADATA:
+        return "%5F_metadata__"
+    return unsafe.sub(_percent, key)
+
+
+def _percent(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"%u{code:04X}" if code > 0xFF else f"%{code:02X}"

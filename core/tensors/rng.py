@@ -1,0 +1,59 @@
+"""The random state of the process: Python, NumPy where it is loaded, torch on the CPU and on every CUDA device in use.
+
+It is written as plain values and tensors of steady sizes, so that it never moves anything in the image.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import torch
+
+from tierfall.core.tensors import numpy_values
+from tierfall.core.types.errors import RestoreError
+
+ENTRY = "rng"
+
+
+def capture() -> dict[str, Any]:
+    """Return the random state now; every tensor in it is a copy."""
+    version, internal, gauss = random.getstate()
+    np = numpy_values.numpy()
+    state: dict[str, Any] = {
+        "python": {
+            "version": version,
+            "state": torch.frombuffer(array("q", internal), dtype=torch.int64),
+            "gauss": gauss,
+        },
+        "torch": torch.get_rng_state(),
+    }
+    if np is not None and hasattr(np, "random"):
+        state["numpy"] = np.random.get_state(legacy=False)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def apply(state: Any) -> None:
+    """Set the random state that ``capture`` returned; RestoreError where it is not one."""
+    try:
+        _apply_python(state["python"])
+        torch.set_rng_state(state["torch"])
+        np = numpy_values.numpy()
+        if np is not None and "numpy" in state:
+            np.random.set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            for index, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(saved, index)
+    except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        raise RestoreError(
+            f"restore: the random state in the checkpoint does not fit this process ({error}); "
+            "leave it out with only=[...], or put your own entry 'rng' into the state"
+        ) from error
+
+
+def _apply_python(saved: Any) -> None:
+    internal = tuple(saved["state"].tolist())
+    random.setstate((saved["version"], internal, saved["gauss"]))

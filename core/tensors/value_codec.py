@@ -1,0 +1,306 @@
+"""Python values as tagged JSON, both ways, without pickle; and the registry of users' own codecs.
+
+A value that JSON has is written as itself. Everything else, and a dict that could be taken for a tag, is an object with
+the member ``%``. Big bytes, long strings, arrays and generator states are *blobs*: they stand in the image as tensors,
+and their value holds a number that the caller resolves. Decoding trusts nothing: whatever is off is a ValueError,
+which callers turn into an error that names the place. This module knows neither tensors nor paths.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from inspect import isclass
+from typing import Any, Protocol
+
+import torch
+
+from tierfall.core.tensors import dtypes, numpy_values
+from tierfall.core.types.errors import ConfigError
+
+TAG = "%"
+INT_LIMIT = 1 << 63
+BLOB_BYTES = 64 << 10
+DEPTH_MAX = 64
+
+Coded = Any  # what json.dumps takes
+
+
+class Uncodable(TypeError):
+    """A value that no codec writes; the caller knows where it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A user's way to write values of one type as values that tierfall writes."""
+
+    type: type
+    name: str
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+
+
+class Blobs(Protocol):
+    """What decoding asks of its caller: the contents of blobs, and values of registered types."""
+
+    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object: ...
+
+    def registered(self, name: str, value: object) -> object: ...
+
+
+# The registry is process-wide because register_codec is: a type has one codec wherever it stands.
+_BY_TYPE: dict[type, Codec] = {}
+_BY_NAME: dict[str, Codec] = {}
+
+
+def register_codec(
+    type: type, name: str, encode: Callable[[Any], object], decode: Callable[[Any], object]
+) -> None:
+    """Teach tierfall to save values of exactly ``type``, under ``name``, as what ``encode`` returns. A name that the
+    type had before is still read.
+
+    ``encode`` returns anything that can stand in a state; ``decode`` gets that back and returns the value. Raises
+    ConfigError where the type is built in or the name belongs to another type, and where one of the four is none.
+    """
+    _check_codec(type, name, encode, decode)
+    if type in MAPPINGS or type in _ATOMS or type in (list, tuple, set, torch.Tensor):
+        raise ConfigError(f"register_codec: {type.__qualname__} has a codec of tierfall's own")
+    taken = _BY_NAME.get(name)
+    if taken is not None and taken.type is not type:
+        raise ConfigError(
+            f"register_codec: the name {name!r} belongs to {taken.type.__qualname__}; choose another"
+        )
+    _BY_TYPE[type] = _BY_NAME[name] = Codec(type, name, encode, decode)
+
+
+def _check_codec(type: object, name: object, encode: object, decode: object) -> None:
+    if not isclass(type):
+        raise ConfigError(f"register_codec: {type!r} is not a type; the type comes first")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"register_codec: {name!r} is not a name; expected text")
+    for what, given in (("encode", encode), ("decode", decode)):
+        if not callable(given):
+            raise ConfigError(f"register_codec: {what} is {given!r}, which cannot be called")
+
+
+def codec_for(type: type) -> Codec | None:
+    return _BY_TYPE.get(type)
+
+
+def codec_named(name: str) -> Codec | None:
+    return _BY_NAME.get(name)
+
+
+# ---- writing
+
+
+def encode_atom(value: object, depth: int = 0) -> Coded:
+    """Write a value that holds no blobs: the atoms, and tuples and sets of them. Raises Uncodable."""
+    encode = _ATOMS.get(type(value))
+    if encode is not None:
+        return encode(value)
+    if depth > DEPTH_MAX:
+        raise Uncodable(f"it is nested deeper than {DEPTH_MAX} levels")
+    if type(value) is tuple:
+        return tagged("tuple", [encode_atom(v, depth + 1) for v in value])
+    if type(value) is set:
+        # Sorted by their text: the same set gives the same bytes in every process.
+        return tagged("set", sorted((encode_atom(v, depth + 1) for v in value), key=json.dumps))
+    scalar = numpy_values.encode_scalar(value)
+    if scalar is None:
+        raise Uncodable(f"{type(value).__module__}.{type(value).__qualname__} has no codec")
+    return {TAG: "scalar", "d": scalar[0], "v": scalar[1]}
+
+
+def tagged(tag: str, value: Coded) -> Coded:
+    return {TAG: tag, "v": value}
+
+
+def encode_run(values: Iterable[object]) -> list[Coded] | None:
+    """Write a list of finite floats, or of machine integers, at once; None where it holds anything else."""
+    kinds = set(map(type, values))
+    if kinds == {float} and all(map(math.isfinite, values)):  # type: ignore[arg-type]
+        return list(values)
+    if kinds == {int} and min(values) > -INT_LIMIT and max(values) < INT_LIMIT:  # type: ignore[type-var, operator]
+        return list(values)
+    return None
+
+
+def encode_items(kind: str, keys: list[object], coded: list[Coded]) -> Coded:
+    """Write a mapping from its keys and its values, the latter written already."""
+    if kind == "dict" and all(type(key) is str for key in keys) and TAG not in keys:
+        return dict(zip(keys, coded, strict=True))
+    return tagged(kind, [[encode_atom(k), v] for k, v in zip(keys, coded, strict=True)])
+
+
+def _encode_int(value: int) -> Coded:
+    return value if -INT_LIMIT < value < INT_LIMIT else tagged("int", hex(value))
+
+
+def _encode_float(value: float) -> Coded:
+    # As bits where JSON has no number for it: a not-a-number keeps its payload.
+    return value if math.isfinite(value) else tagged("float", struct.pack(">d", value).hex())
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_ATOMS: dict[type, Callable[[Any], Coded]] = {
+    type(None): _same,
+    bool: _same,
+    str: _same,
+    int: _encode_int,
+    float: _encode_float,
+    bytes: lambda value: tagged("bytes", base64.b64encode(value).decode("ascii")),
+    torch.dtype: lambda value: tagged("dtype", dtypes.name_of(value)),
+    torch.Size: lambda value: tagged("size", list(value)),
+    torch.device: lambda value: tagged("device", str(value)),
+}
+
+MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+MAPPING_TYPES: dict[str, Callable[[], dict[Any, Any]]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+}
+
+
+# ---- reading
+
+
+def decode(coded: Coded, blobs: Blobs, depth: int = 0) -> Any:
+    """Read a value back; ValueError where the JSON is not what ``encode`` writes."""
+    if depth > 2 * DEPTH_MAX:
+        raise ValueError("a value is nested too deeply")
+    if isinstance(coded, list):
+        return [decode(value, blobs, depth + 1) for value in coded]
+    if not isinstance(coded, dict):
+        return coded
+    if TAG not in coded:
+        return {key: decode(value, blobs, depth + 1) for key, value in coded.items()}
+    tag = coded[TAG]
+    read = _TAGS.get(tag) if isinstance(tag, str) else None
+    if read is not None:
+        return read(_member(coded, "v", object))
+    return _decode_nested(str(tag), coded, blobs, depth)
+
+
+def _decode_nested(tag: str, coded: dict[str, Any], blobs: Blobs, depth: int) -> Any:
+    match tag:
+        case "tuple":
+            return tuple(decode(v, blobs, depth + 1) for v in _member(coded, "v", list))
+        case "set":
+            return {hashable(decode(v, blobs, depth + 1)) for v in _member(coded, "v", list)}
+        case "dict" | "ordered" | "counter":
+            return _decode_items(tag, _member(coded, "v", list), blobs, depth)
+        case "scalar":
+            return numpy_values.decode_scalar(
+                _member(coded, "d", str), _hex(_member(coded, "v", str))
+            )
+        case "codec":
+            value = decode(_member(coded, "v", object), blobs, depth + 1)
+            return blobs.registered(_member(coded, "n", str), value)
+        case "blob":
+            return blobs.blob(_member(coded, "t", int), _member(coded, "k", str), coded)
+    raise ValueError(f"a value has the unknown tag {tag[:40]!r}")
+
+
+def _decode_items(kind: str, items: list[Any], blobs: Blobs, depth: int) -> dict[Any, Any]:
+    result = MAPPING_TYPES[kind]()
+    for entry in items:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise ValueError("a mapping's entry is not a pair")
+        result[decode_key(entry[0])] = decode(entry[1], blobs, depth + 1)
+    return result
+
+
+class _NoBlobs:
+    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
+        raise ValueError("a key holds a blob")
+
+    def registered(self, name: str, value: object) -> object:
+        raise ValueError("a key has a registered type")
+
+
+_NO_BLOBS = _NoBlobs()
+
+
+def decode_key(coded: Coded) -> Any:
+    """Read a key of a mapping: hashable, and without blobs."""
+    return coded if type(coded) is str else hashable(decode(coded, _NO_BLOBS))
+
+
+def hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ValueError(f"a key or a member of a set cannot be hashed: {error}") from error
+    return value
+
+
+def _member(coded: dict[str, Any], name: str, kind: type) -> Any:
+    if name not in coded or not isinstance(coded[name], kind) or isinstance(coded[name], bool):
+        raise ValueError(f"a tagged value lacks its member {name!r}")
+    return coded[name]
+
+
+def _hex(text: str) -> bytes:
+    return bytes.fromhex(text)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a tagged value is not a string")
+    return value
+
+
+def _decode_bytes(value: Any) -> bytes:
+    try:
+        return base64.b64decode(_text(value), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"bytes are not base64: {error}") from error
+
+
+def _decode_float(value: Any) -> float:
+    data = _hex(_text(value))
+    if len(data) != 8:
+        raise ValueError("a float is not 8 bytes")
+    result: float = struct.unpack(">d", data)[0]
+    return result
+
+
+def _decode_dtype(value: Any) -> torch.dtype:
+    dtype = dtypes.from_name(value)
+    if dtype is None:
+        raise ValueError(f"torch {torch.__version__} has no dtype {str(value)[:40]!r}")
+    return dtype
+
+
+def _decode_size(value: Any) -> torch.Size:
+    if not isinstance(value, list) or not all(type(v) is int and abs(v) < INT_LIMIT for v in value):
+        raise ValueError("a size is not a list of integers")
+    return torch.Size(value)
+
+
+def _decode_device(value: Any) -> torch.device:
+    try:
+        return torch.device(_text(value))
+    except RuntimeError as error:
+        raise ValueError(f"not a device: {str(value)[:40]!r}") from error
+
+
+_TAGS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda value: int(_text(value), 16),
+    "float": _decode_float,
+    "bytes": _decode_bytes,
+    "dtype": _decode_dtype,
+    "size": _decode_size,
+    "device": _decode_device,
+}

@@ -1,0 +1,60 @@
+"""Memory of the tensors of a state: which of it was written to, and which of that a plan fills."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+
+from tierfall.core.tensors.tensors import span
+
+
+class Range(NamedTuple):
+    """Addresses on a device."""
+
+    device: torch.device
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """From the first to the last element of a tensor that is not empty."""
+        return cls(tensor.device, *span(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveMemory:
+    """Memory of a tensor that the caller owns, and the tensor's name in the state."""
+
+    name: str
+    range: Range
+
+
+class Ranges:
+    """A set of addresses."""
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self._starts: dict[torch.device, list[int]] = {}
+        self._ends: dict[torch.device, list[int]] = {}
+        for device, start, end in sorted(ranges, key=lambda r: (str(r.device), r.start)):
+            starts, ends = self._starts.setdefault(device, []), self._ends.setdefault(device, [])
+            if ends and start <= ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                starts.append(start)
+                ends.append(end)
+
+    def overlaps(self, range: Range) -> bool:
+        """Say whether a range has addresses of the set."""
+        ends = self._ends.get(range.device, [])
+        at = bisect_right(ends, range.start)
+        return at < len(ends) and self._starts[range.device][at] < range.end
+
+    def contains(self, range: Range) -> bool:
+        """Say whether the set has all addresses of a range."""
+        starts = self._starts.get(range.device, [])
+        at = bisect_right(starts, range.start) - 1
+        return at >= 0 and range.end <= self._ends[range.device][at]

@@ -1,0 +1,42 @@
+"""Small words of messages; nothing here knows what the messages are about."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+
+_NAMED_MAX = 8
+_VOWELS = ("a", "e", "i", "o", "un")
+
+
+def with_article(noun: str) -> str:
+    """Put ``a`` or ``an`` before a noun, by its letters: ``an int``, ``a dict``."""
+    return f"{'an' if noun.lower().startswith(_VOWELS) else 'a'} {noun}"
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Name a few ranks of many: ``rank 3``, ``ranks 2, 3``, ``ranks 0, 1, ... and 4 more``."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED_MAX]))}{more}"
+
+
+def few_of(things: Sequence[str]) -> str:
+    """Name a few of many, and say how many more there are."""
+    more = len(things) - 4
+    return ", ".join(things[:4]) + (f" and {more} more" if more > 0 else "")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Word a hint at the known word that was probably meant; empty where none is near."""
+    by_shape = {name.lower().replace("-", "_"): name for name in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
+    return f'; did you mean "{by_shape[near[0]]}"?' if near else ""
+
+
+def float_to_json(value: float) -> float | str:
+    """Write a float so that every value survives JSON, not-a-number and infinities included."""
+    return value if math.isfinite(value) else repr(value)

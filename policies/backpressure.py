@@ -1,0 +1,217 @@
+"""Superseding: which snapshot in memory is given up, where memory is full, for the one that is to be saved now.
+
+Pure: (view, tier, what would fit) -> decisions, each with its reason. Only what lies in memory alone is given up, and
+only where nothing that was promised hangs on it; what a stored tier holds leaves memory by eviction, and is not lost by
+that. The tiers that an image waits for say whether it may go (``when_full``), and which goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tierfall.core.types.values import CheckpointId, CopyState, WhenFull
+from tierfall.core.types.view import CheckpointView, Decision, TierRules, Verdict, View
+from tierfall.policies.eviction import reason_to_leave_memory
+from tierfall.policies.flush import owed_in_time
+from tierfall.policies.protection import (
+    beginning_of_the_line,
+    line_is_safe_without,
+    newest_on_its_way,
+    only_source_for,
+    reason_to_keep,
+)
+
+Fits = Callable[[frozenset[CheckpointId]], bool]
+
+
+def plan_superseding(view: View, tier_name: str, *, fits: Fits) -> tuple[Decision, ...]:
+    """Decide on the images of a host tier, up to the first that is given up: no other one is.
+
+    First come, oldest first, those that a tier may supersede, then, newest first, those that only wait for tiers that
+    skip what they cannot take. None is given up where room is about to come by itself, nor where giving up all that may
+    go would not make enough. ``fits`` says whether the save would have room if those images were gone.
+    """
+    tier = view.tier(tier_name)
+    held = _in_turn(view, tier)
+    reasons = {c.id: reason_to_hold(view, c, tier) for c in held}
+    leaving = _leaving(view, tier)
+    room_comes = fits(leaving)
+    in_vain = not fits(leaving | {id for id, reason in reasons.items() if reason is None})
+    decisions = []
+    for checkpoint in held:
+        reason = reasons[checkpoint.id]
+        if reason is None and room_comes:
+            reason = "what is just leaving memory makes room enough"
+        if reason is None and in_vain:
+            reason = "to give up all that may go would not make room enough"
+        verdict = Verdict.DROP if reason is None else Verdict.KEEP
+        decisions.append(
+            Decision(
+                checkpoint=checkpoint.id,
+                tier=tier_name,
+                verdict=verdict,
+                reason=reason or _why_it_goes(view, checkpoint, tier),
+                bytes=checkpoint.copies[tier_name].bytes,
+            )
+        )
+        if verdict is Verdict.DROP:
+            break
+    return tuple(decisions)
+
+
+def _in_turn(view: View, tier: TierRules) -> tuple[CheckpointView, ...]:
+    """Sort the images of a host tier by who goes first, if any may."""
+    held = sorted(view.on(tier.name), key=lambda c: (c.live, c.id))
+    skipped = [c for c in held if c.live and when_full_of(view, c, tier) is WhenFull.SKIP]
+    return (*(c for c in held if c not in skipped), *reversed(skipped))
+
+
+def when_full_of(view: View, checkpoint: CheckpointView, tier: TierRules) -> WhenFull:
+    """Say what is to become of an image that memory holds for tiers that are behind: it is waited for if any of them
+    is, else superseded if any may do that, else skipped."""
+    rules = {rule for _, rule in _rules_of(view, checkpoint, tier)}
+    if WhenFull.WAIT in rules:
+        return WhenFull.WAIT
+    return WhenFull.SKIP if rules == {WhenFull.SKIP} else WhenFull.SUPERSEDE
+
+
+def _rules_of(
+    view: View, checkpoint: CheckpointView, tier: TierRules
+) -> tuple[tuple[str, WhenFull], ...]:
+    """Name the tiers that an image is held for and that take copies, each with its rule. One without a rule of its own
+    is waited for, unless the host tier supersedes."""
+    supersedes = tier.when_full is WhenFull.SUPERSEDE
+    inherited = WhenFull.SUPERSEDE if supersedes else WhenFull.WAIT
+    return tuple(
+        (name, view.tier(name).when_full or inherited)
+        for name in only_source_for(view, checkpoint, tier)
+        if name not in view.failing
+    )
+
+
+def _why_it_goes(view: View, checkpoint: CheckpointView, tier: TierRules) -> str:
+    if when_full_of(view, checkpoint, tier) is WhenFull.SKIP:
+        waiting = ", ".join(only_source_for(view, checkpoint, tier))
+        return f"it is the newest on its way that nothing hangs on, and {waiting} skips it"
+    return "it is the oldest on its way that nothing hangs on"
+
+
+def reason_to_hold(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Say why an image in memory is not to be given up, or return None."""
+    if view.restoring:
+        return "a restore is reading"
+    if checkpoint.pinned:
+        return "pinned"
+    return (
+        _why_not_on_its_way(view, checkpoint, tier)
+        or _who_is_waited_for(view, checkpoint, tier)
+        or beginning_of_the_line(view, checkpoint)
+        or owed_in_time(view, checkpoint)
+        or _why_it_would_be_missed(view, checkpoint, tier)
+    )
+
+
+def _why_not_on_its_way(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    if checkpoint.tombstoned:
+        return "deleted by a person already"
+    if checkpoint.settling:
+        return "a copy of it, or an order about it, is under way"
+    if leaving := [t.name for t in view.tiers if t != tier and _is_leaving(checkpoint, t)]:
+        return f"{', '.join(leaving)} has it until it is dropped there, and a pin may keep it"
+    if below := [t.name for t in view.tiers if t != tier and checkpoint.readable_on(t.name)]:
+        return f"not lost by leaving memory: {', '.join(below)} has it"
+    return None if checkpoint.owed else "on its way to no tier"
+
+
+def _who_is_waited_for(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    if when_full_of(view, checkpoint, tier) is not WhenFull.WAIT:
+        return None
+    waiting = [n for n, rule in _rules_of(view, checkpoint, tier) if rule is WhenFull.WAIT]
+    return f"{', '.join(waiting)} is waited for (when_full: wait)"
+
+
+def _why_it_would_be_missed(view: View, checkpoint: CheckpointView, tier: TierRules) -> str | None:
+    """Invariant 3, for what lies in memory alone."""
+    if not checkpoint.live:
+        safe = line_is_safe_without(view, checkpoint, tier)
+        return None if safe else "its line was left behind, but the new one is not as safe yet"
+    if checkpoint.id == max(c.id for c in view.on(tier.name) if c.live):
+        return "the newest in memory"
+    if lost := newest_on_its_way(view, checkpoint):
+        return f"the newest on its way to where it survives the loss of a {lost}"
+    return None
+
+
+def _is_leaving(checkpoint: CheckpointView, tier: TierRules) -> bool:
+    return checkpoint.state(tier.name) is CopyState.LEAVING
+
+
+def _leaving(view: View, tier: TierRules) -> frozenset[CheckpointId]:
+    """Name the images that leave memory as soon as nobody reads them any more."""
+    held = view.on(tier.name)
+    return frozenset(
+        c.id
+        for c in view.checkpoints
+        if _is_leaving(c, tier)
+        or (c in held and reason_to_leave_memory(view, c, tier, held) is not None)
+    )
+
+
+_GIVES_UP = (WhenFull.SKIP, WhenFull.SUPERSEDE)
+
+
+NOBODY: frozenset[CheckpointId] = frozenset()
+
+
+def plan_relief(view: View, tier_name: str, *, missing_bytes: int) -> tuple[Decision, ...]:
+    """Give up what one checkpoint on a full tier is owed to tiers that are behind, so that it may be dropped there; the
+    decisions name those tiers. Nothing, where all that may be given up would not make ``missing_bytes`` free."""
+    tier = view.tier(tier_name)
+    may_go = [c for c in view.on(tier_name) if _may_go(view, c, tier)]
+    if sum(c.copies[tier_name].bytes for c in may_go) < missing_bytes:
+        return ()
+    skipped = [c for c in may_go if _rules(view, c, tier) == {WhenFull.SKIP}]
+    superseded = [c for c in may_go if c not in skipped]
+    for checkpoint in (*superseded, *reversed(skipped)):
+        which = "newest" if checkpoint in skipped else "oldest"
+        return tuple(
+            Decision(
+                checkpoint=checkpoint.id,
+                tier=behind,
+                verdict=Verdict.DROP,
+                reason=f"{tier_name} is full of what {behind} is owed, and of that it is the {which} that nothing "
+                "hangs on",
+                bytes=checkpoint.copies[tier_name].bytes,
+            )
+            for behind in only_source_for(view, checkpoint, tier)
+        )
+    return ()
+
+
+def _rules(view: View, checkpoint: CheckpointView, tier: TierRules) -> set[WhenFull]:
+    waiting = only_source_for(view, checkpoint, tier)
+    return {view.tier(name).when_full or WhenFull.WAIT for name in waiting}
+
+
+def _may_go(view: View, checkpoint: CheckpointView, tier: TierRules) -> bool:
+    waiting = only_source_for(view, checkpoint, tier)
+    if not waiting or not _rules(view, checkpoint, tier) <= set(_GIVES_UP):
+        return False
+    leaving = any(checkpoint.state(t.name) is CopyState.LEAVING for t in view.tiers)
+    held = (
+        view.restoring
+        or not checkpoint.live
+        or checkpoint.settling
+        or leaving
+        or beginning_of_the_line(view, checkpoint)
+        or owed_in_time(view, checkpoint)
+        or newest_on_its_way(view, checkpoint)
+    )
+    if held:
+        return False
+    alone = replace(checkpoint, owed=checkpoint.owed - set(waiting))
+    as_if = replace(
+        view, checkpoints=tuple(alone if c.id == alone.id else c for c in view.checkpoints)
+    )
+    return reason_to_keep(as_if, alone, tier, NOBODY) is None

@@ -1,0 +1,70 @@
+"""Yielding: how much of a tier's rate a flush may take, by what it does to the training's steps. Pure.
+
+Steps that a flush went on beside are held against steps without one. Where they are longer, by more than steps differ
+anyway, the flush is slowed to half; where they are not any more, it is let go a quarter faster. Between these two
+nothing changes, so that the pace does not swing with every step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierfall.core.types.units import format_share
+
+STEPS_MIN = 8
+"""So many steps of each kind are needed to tell."""
+RISE = 0.05
+FALL = 0.02
+SLOWER = 0.5
+FASTER = 1.25
+LEAST = 0.1
+"""A flush goes on at a tenth of its rate at least."""
+SPARE = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yielding:
+    """The share of a tier's rate that a flush may take (1: all), and why."""
+
+    share: float
+    reason: str
+
+
+def plan_yield(
+    *, idle_s: Sequence[float], busy_s: Sequence[float], share: float, least: float
+) -> Yielding:
+    """Choose the share for the next steps. ``idle_s`` are the seconds of steps without a flush, ``busy_s`` of those
+    beside one that took ``share``; it takes ``least`` at least, whatever it does."""
+    least = min(1.0, max(LEAST, least))
+    if min(len(idle_s), len(busy_s)) < STEPS_MIN:
+        return Yielding(share=share, reason=f"too few steps are known, of {STEPS_MIN} of each kind")
+    usual_s = statistics.median(idle_s)
+    rise = statistics.median(busy_s) / usual_s - 1.0
+    differ = statistics.median(abs(each - usual_s) for each in idle_s) / usual_s
+    if rise > max(RISE, 2 * differ):
+        slower = max(least, share * SLOWER)
+        if slower >= share:
+            reason = f"steps take {format_share(rise)} longer, and it goes no slower than {format_share(least)}"
+            return Yielding(share=max(share, least), reason=reason)
+        return Yielding(share=slower, reason=f"steps take {format_share(rise)} longer beside it")
+    if rise < FALL and share < 1.0:
+        faster = min(1.0, max(least, share * FASTER))
+        return Yielding(share=faster, reason="steps take no longer beside it")
+    return Yielding(share=max(share, least), reason="steps take about as long beside it")
+
+
+def least_share(
+    *,
+    image_bytes: int,
+    every_s: float,
+    within_s: float | None,
+    bytes_per_s: float,
+) -> float:
+    """Return the share of its rate that a tier needs to keep up with the saves, and to keep what was promised in time;
+    a tenth more, since nothing is that exact. ``every_s`` is how far apart its checkpoints come."""
+    times = [seconds for seconds in (every_s, within_s) if seconds]
+    if not times or bytes_per_s <= 0:
+        return LEAST
+    return min(1.0, max(LEAST, SPARE * image_bytes / min(times) / bytes_per_s))

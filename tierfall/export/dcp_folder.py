@@ -1,0 +1,57 @@
+"""A folder of ``torch.distributed.checkpoint``, written by its own writer in one process.
+
+``dcp.load`` reads any block of any tensor of it into any layout. Nothing but an export imports this: DCP is slow to
+load.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tierfall.core.types.errors import BackendError
+from tierfall.export.torch_file import first_cause
+
+
+class _Writer(FileSystemWriter):
+    """Names the folder as it will be called, not as it is until then."""
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        super().__init__(folder, thread_count=1, sync_files=True)  # with more, failures are lost
+        self._final = path
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
+
+
+def save_dcp(state: Mapping[str, Any], folder: Path, path: Path) -> None:
+    """Write a state into ``folder``, which is to become ``path``. Raises BackendError where DCP cannot write it, and
+    what lies behind that where it says so."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+            metadata = save(dict(state), storage_writer=_Writer(folder, path), no_dist=True)
+    except CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+        raise _cause(failures[0], path) from error
+    except (ValueError, RuntimeError) as error:
+        raise _cause(error, path) from error
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    for info in (metadata.storage_data or {}).values():
+        if info.offset + info.length > sizes.get(info.relative_path, 0):
+            raise BackendError(f"export to {path}: {info.relative_path} is shorter than DCP says")
+
+
+def _cause(error: BaseException, path: Path) -> BaseException:
+    if isinstance(error, RuntimeError) and (first := first_cause(error)) is not None:
+        return first
+    if isinstance(error, OSError) or not isinstance(error, Exception):
+        return error
+    return BackendError(f"export to {path}: DCP could not write it: {error}")

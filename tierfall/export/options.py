@@ -1,0 +1,134 @@
+"""What an export is asked for, what it says of itself, and how its files are named and laid out."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tierfall.core.copies.chunk_reader import Fallback, Tally
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.tensors import dtypes
+from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import CheckpointId
+from tierfall.export.select import Part, values_of
+
+NAMES_SHOWN = 4
+
+
+class Format(StrEnum):
+    """What is written."""
+
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
+_SUFFIXES = {Format.SAFETENSORS: ".safetensors", Format.TORCH: ".pt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to export: the parts named by ``only`` (none: all of it) into the folder ``to``."""
+
+    to: Path
+    format: Format
+    only: tuple[str, ...] = ()
+    replace: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written, from which tiers it was read (in bytes), what was passed over, and what is worth knowing."""
+
+    id: CheckpointId
+    path: Path
+    bytes: int
+    tensors: int
+    sources: Mapping[str, int]
+    fallbacks: tuple[Fallback, ...]
+    notes: tuple[str, ...]
+
+
+def exported(
+    id: CheckpointId, path: Path, tensors: int, tally: Tally, notes: Sequence[str]
+) -> Exported:
+    """Say what was written at ``path``, a file or a folder of files."""
+    files = [path] if path.is_file() else list(path.iterdir())
+    return Exported(
+        id=id,
+        path=path,
+        bytes=sum(file.stat().st_size for file in files),
+        tensors=tensors,
+        sources=dict(tally.bytes),
+        fallbacks=tuple(tally.fallbacks),
+        notes=tuple(notes),
+    )
+
+
+def file_name(run: str, id: CheckpointId, wish: Wish) -> str:
+    """Name the file of an export. Raises ConfigError where a part's name cannot name one."""
+    name = f"{run}-step-{id.step:08d}"
+    if len(wish.only) == 1:
+        (name,) = wish.only
+        if "/" in name or name.startswith("."):
+            raise ConfigError(f"--only {name!r}: it cannot name a file")
+    return name + _SUFFIXES[wish.format]
+
+
+def lay_out(
+    header: ImageHeader, named: Mapping[str, int], slots: Sequence[int], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[int, list[int]], int]:
+    """Return the header of a safetensors file that holds the tensors ``named``, where in the file each of their slots
+    begins (once for each name), and its length.
+
+    Tensors stand in the order of ``slots``, which must keep each aligned to its items.
+    """
+    order = {slot: number for number, slot in enumerate(slots)}
+    true = {
+        name: [dtypes.name_of(tensor.dtype), list(tensor.shape)]
+        for name, slot in named.items()
+        if dtypes.code_of((tensor := header.tensors[slot]).dtype) is None
+    }
+    said = {"tierfall.dtypes": json.dumps(true)} if true else {}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata, **said}}
+    places: dict[int, list[int]] = {}
+    end = 0
+    for name, slot in sorted(named.items(), key=lambda item: (order[item[1]], item[0])):
+        tensor = header.tensors[slot]
+        code, shape = dtypes.code_of(tensor.dtype), list(tensor.shape)
+        if code is None:
+            code, shape = dtypes.RAW_CODE, [tensor.length]
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.length]}
+        places.setdefault(slot, []).append(end)
+        end += tensor.length
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    placed = {slot: [len(head) + at for at in starts] for slot, starts in places.items()}
+    return head, placed, len(head) + end
+
+
+def left_out(parts: Sequence[Part]) -> list[str]:
+    left = [name for part in parts for name in values_of(part)]
+    if not left:
+        return []
+    return [f"left out, since safetensors holds tensors alone: {some(left)}; --format torch has it"]
+
+
+def as_bytes(header: ImageHeader, named: Mapping[str, int]) -> list[str]:
+    raw = [n for n, slot in named.items() if dtypes.code_of(header.tensors[slot].dtype) is None]
+    if not raw:
+        return []
+    return [
+        f"as bytes, since safetensors' loader has no such dtype (see tierfall.dtypes): {some(raw)}"
+    ]
+
+
+def some(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,133 @@
+"""A part of a checkpoint's state, named as ``--only`` names it, and the tensors in it under the names that they get.
+
+It works on an image's header alone: nothing here reads bytes or touches a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tierfall.core.image.header import ImageHeader
+from tierfall.core.image.tree import (
+    CodecNode,
+    MapNode,
+    ModuleNode,
+    Node,
+    ObjectNode,
+    RandomNode,
+    SequenceNode,
+    TensorNode,
+    ValueNode,
+    leaves,
+    slots_of,
+)
+from tierfall.core.tensors import names
+from tierfall.core.types.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One entry of a state and everything below it; ``name`` is dotted, and empty for the whole state."""
+
+    name: str
+    node: Node
+
+
+def select(header: ImageHeader, only: Sequence[str]) -> tuple[Part, ...]:
+    """Find the parts that ``only`` names, or the whole state where it names none.
+
+    Raises ConfigError for a name that nothing has, saying which there are.
+    """
+    parts = []
+    for name in only:
+        node = _find(header.tree, name)
+        if node is None:
+            there = ", ".join(names.part(key) for key, _ in header.tree.entries)
+            raise ConfigError(
+                f"--only {name!r}: nothing of that name is in the checkpoint; expected one of {there}, or, with dots, "
+                "what lies below"
+            )
+        parts.append(Part(name, node))
+    for part in parts:
+        if any(names.is_within(part.name, other.name) for other in parts if other is not part):
+            raise ConfigError(f"--only {part.name!r}: it is named twice, or lies within another")
+    return tuple(parts) or (Part("", header.tree),)
+
+
+def _find(node: Node, name: str) -> Node | None:
+    """Return what lies at a dotted name below a node."""
+    match node:
+        case MapNode():
+            named = [(names.part(key), child) for key, child in node.entries]
+        case SequenceNode():
+            named = [(str(index), child) for index, child in enumerate(node.nodes)]
+        case ModuleNode():
+            return _find_in_module(node, name)
+        case ObjectNode() | RandomNode():
+            return _find(node.state, name)
+        case _:
+            return None
+    for key, child in named:
+        if name == key:
+            return child
+        if names.is_within(name, key):
+            return _find(child, name.removeprefix(f"{key}."))
+    return None
+
+
+def _find_in_module(node: ModuleNode, name: str) -> Node | None:
+    """A module's entries have dots in their names: what lies below one of them is a state of its own."""
+    for _, below, child in node.entries:
+        if below == name:
+            return child
+    inner = tuple(
+        (below.removeprefix(f"{name}."), below.removeprefix(f"{name}."), child)
+        for _, below, child in node.entries
+        if names.is_within(below, name)
+    )
+    return ModuleNode(inner) if inner else None
+
+
+def tensors_of(header: ImageHeader, part: Part, *, full_names: bool) -> dict[str, int]:
+    """Name the tensors of a part, with their places in the image's table; what is tied stands under each of its names.
+
+    ``full_names`` keeps the name of the part in front.
+    """
+    found: dict[str, int] = {}
+    for name, slot in _named(header, part.name, part.node):
+        short = name if full_names or not part.name else name.removeprefix(f"{part.name}.")
+        if short == part.name:  # the part is this tensor
+            short = short.rpartition(".")[2]
+        if found.setdefault(short, slot) != slot:
+            raise ConfigError(f"export: two tensors would be named {short!r}; use --format torch")
+    return found
+
+
+def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, int]]:
+    for below, leaf in deep_leaves(name, node):
+        if isinstance(leaf, TensorNode):
+            yield below, leaf.slot
+        else:
+            yield from ((header.tensors[slot].name, slot) for slot in slots_of(leaf))
+
+
+def values_of(part: Part) -> list[str]:
+    """Name what is no tensor and is not stored as one: numbers, short text, None and the like."""
+    return [
+        name
+        for name, leaf in deep_leaves(part.name, part.node)
+        if isinstance(leaf, ValueNode) and not leaf.blobs
+    ]
+
+
+def deep_leaves(name: str, node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield name and node of every tensor and value, those within objects too."""
+    for below, leaf in leaves(node, name):
+        match leaf:
+            case ObjectNode() | RandomNode():
+                yield from deep_leaves(below, leaf.state)
+            case CodecNode():
+                yield from deep_leaves(below, leaf.value)
+            case _:
+                yield below, leaf

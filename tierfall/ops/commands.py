@@ -1,0 +1,344 @@
+"""A person's orders without a training loop: pin, unpin, rm and prune.
+
+Beside a living trainer an order is a mark on every stored tier that holds the checkpoint, and the trainer carries it
+out; without one this process takes the run's lock and gives the order to a coordinator of its own, as a Checkpointer
+does. It takes no attempt, so it can commit nothing. What could not be done is reported per tier, never raised.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tierfall.config import Config
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.format.records import Attempt, Mark
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    KeyNotFoundError,
+    StepError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.view import Decision, Verdict, View
+from tierfall.policies.defaults import missing_metrics, plan_retention, still_owed
+from tierfall.session.leftovers import images_in
+from tierfall.session.requests import give
+from tierfall.session.session import Session
+from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tiers import open_stores, run_folder, tier_rules
+from tierfall.tiers.stored import StoredTier
+
+POLL_S = 0.2
+Watch = Callable[[int, int], None]
+"""Is told, from time to time, bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What became of an order: the tiers that did it (or have the mark), and why the others did not."""
+
+    id: CheckpointId
+    done: tuple[str, ...]
+    failed: Mapping[str, BaseException] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What retention decided, and which of the copies to drop are still there."""
+
+    decisions: tuple[Decision, ...]
+    left: tuple[Decision, ...] = ()
+    unread: Mapping[str, TierfallError] = field(default_factory=dict)
+
+
+# Looking before doing --------------------------------------------------------------------------------
+
+
+def unread(listings: Iterable[Listing]) -> dict[str, TierfallError]:
+    """Return the tiers that could not be read, each with what kept it from answering."""
+    return {x.tier: x.error for x in listings if x.error is not None}
+
+
+def find(
+    known: Sequence[KnownCheckpoint],
+    step: int,
+    attempt: int | None,
+    *,
+    doing: str,
+    unread: Iterable[str] = (),
+) -> KnownCheckpoint:
+    """Return the checkpoint that a person named: without an attempt, the live line's.
+
+    Raises StepError, which does not call absent what may lie on one of the tiers ``unread``.
+    """
+    of_step = [c for c in known if c.id.step == step]
+    if attempt is None:
+        fitting = [c for c in of_step if not c.abandoned]
+    else:
+        fitting = [c for c in of_step if c.id.attempt == attempt]
+    if fitting:
+        return fitting[-1]
+    which = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+    not_there, are = "is not there", "are"
+    if missing := ", ".join(unread):
+        not_there = f"is on none of the tiers that could be read, and may be on {missing}"
+        are = "could be seen"
+    if of_step:
+        there = ", ".join(_said(c) for c in of_step)
+        raise StepError(f"{doing}: {which} {not_there}, but {there}: name it so")
+    newest = ", ".join(str(c.id) for c in known[-8:]) or "none"
+    raise StepError(f"{doing}: {which} {not_there}; the newest that {are}: {newest}")
+
+
+def _said(checkpoint: KnownCheckpoint) -> str:
+    return f"{checkpoint.id}{' (of a line that was left behind)' if checkpoint.abandoned else ''}"
+
+
+def newest_restorable(known: Iterable[KnownCheckpoint]) -> tuple[CheckpointId, ...]:
+    """Name what a restore would choose from, the newest first."""
+    return tuple(
+        c.id
+        for c in sorted(known, key=lambda c: c.id, reverse=True)
+        if c.commit is not None and not c.abandoned and not c.tombstoned
+    )
+
+
+def view_of(config: Config, known: Sequence[KnownCheckpoint]) -> View:
+    """Make the picture that policies decide on, with what each tier is still owed; of what only read-only tiers have,
+    none is owed any."""
+    view = to_view(tier_rules(config), known, wall_time_s=time.time())
+    written = {tier.name for tier in view.tiers}
+    readable = {c.id for c in known if c.commit is not None and written & c.copies.keys()}
+    return replace(
+        view,
+        checkpoints=tuple(
+            replace(c, owed=frozenset(still_owed(view, c))) if c.id in readable else c
+            for c in view.checkpoints
+        ),
+    )
+
+
+def notes_on_metrics(config: Config, listings: Sequence[Listing]) -> tuple[str, ...]:
+    """Say which metrics retention goes by that no checkpoint has; nothing where a tier could not be read: it may hold
+    one that has them."""
+    if unread(listings):
+        return ()
+    return tuple(missing_metrics(view_of(config, merge(listings))).values())
+
+
+def plan_prune(config: Config, listings: Sequence[Listing]) -> tuple[Decision, ...]:
+    """Say what retention decides for every copy on every stored tier that could be read."""
+    view = view_of(config, merge(listings))
+    silent = unread(listings)
+    return tuple(
+        decision
+        for tier in config.written
+        if tier.name not in silent
+        for decision in plan_retention(view, tier.name)
+    )
+
+
+def trained_elsewhere(
+    listings: Sequence[Listing], stores: Mapping[str, StoredTier]
+) -> Attempt | None:
+    """Return the newest attempt if another node took it: whether its trainer lives cannot be seen from here."""
+    try:
+        newest = newest_attempt(listings, stores)
+    except TierfallError:
+        return None
+    if newest is None or newest[0].node == socket.gethostname():
+        return None
+    return newest[0]
+
+
+def check_folders(config: Config) -> None:
+    """Raise UnreachableError where a tier's folder is not there: it may not be mounted.
+
+    Opening a tier for writing makes its folder; from then on "could not look" would read as "nothing there".
+    """
+    missing = [
+        f"tier {tier.name}: {tier.folder}"
+        for tier in config.stored
+        if tier.folder is not None and _is_missing(tier.folder)
+    ]
+    if missing:
+        raise UnreachableError(
+            f"nothing was changed, since a folder is not there ({', '.join(missing)}): mount or restore it; for a tier "
+            "that is new, make it"
+        )
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:  # what is wrong there is said where it is opened
+        return False
+    return False
+
+
+# Beside a living trainer -----------------------------------------------------------------------------
+
+
+def leave_mark(config: Config, kind: PersonsOrder, checkpoint: KnownCheckpoint) -> Carried:
+    """Leave the mark of an order, or take it away, on every stored tier that holds the checkpoint.
+
+    Raises StepError where no stored tier holds it: memory is the trainer's alone.
+    """
+    stored = [tier.name for tier in config.stored if tier.name in checkpoint.copies]
+    if not stored:
+        raise StepError(
+            f"{kind} of {checkpoint.id}: it lies in the trainer's memory only, which nobody else may mark: wait until "
+            "it is flushed, or let the trainer do it"
+        )
+    holding = [tier for tier in config.chain if tier.name in stored]
+    stores, errors = open_stores(config.model_copy(update={"tiers": holding}), config.run)
+    done: list[str] = []
+    failed: dict[str, BaseException] = {}
+    try:
+        for tier in stored:
+            try:
+                if tier in errors:
+                    raise errors[tier]
+                if stores[tier].read_only:
+                    raise StepError(f"{tier} is read-only: {checkpoint.id} stays as it is there")
+                _change(stores[tier], kind, checkpoint.id)
+            except TierfallError as error:
+                failed[tier] = error
+            else:
+                done.append(tier)
+    finally:
+        for store in stores.values():
+            store.close()
+    host = checkpoint.copies.get(config.host.name)
+    if kind is PersonsOrder.UNPIN and host is not None and keys.PIN_MARK in host.marks:
+        failed[config.host.name] = StepError(
+            f"the trainer pinned {checkpoint.id} itself: in its memory it stays pinned, until it leaves memory or the "
+            "trainer calls unpin"
+        )
+    return Carried(id=checkpoint.id, done=tuple(done), failed=failed)
+
+
+def _change(store: StoredTier, kind: PersonsOrder, id: CheckpointId) -> None:
+    name = keys.TOMBSTONE_MARK if kind is PersonsOrder.DELETE else keys.PIN_MARK
+    if kind is PersonsOrder.UNPIN:
+        store.remove_mark(id, name)
+        return
+    store.add_mark(Mark(name=name, checkpoint=id, wall_time_s=time.time(), reason="command line"))
+    try:
+        store.read_commit(id)
+    except KeyNotFoundError as error:
+        store.remove_mark(id, name)
+        raise StepError(f"{id} was dropped from {store.name} just now") from error
+    except BackendError:
+        raise
+    except TierfallError:
+        return  # its commit record is damaged: it is there all the same
+
+
+# Without a trainer -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def tending(config: Config) -> Iterator[Session]:
+    """Own a run without an attempt, and all memory of it on this machine, which is given back where nothing is left in
+    it.
+
+    Raises UnreachableError, before anything is made, where a tier's folder is not there.
+    """
+    check_folders(config)
+    session = Session(config, run=config.run, tending=True)
+    try:
+        session.build()
+        session.start()
+    except BaseException:
+        session.abandon()
+        raise
+    try:
+        yield session
+    finally:
+        session.close(keep_memory=bool(images_in(session.hosts())))
+
+
+def carry_out(config: Config, kind: PersonsOrder, id: CheckpointId) -> Carried:
+    """Carry an order out on every tier, memory included. Raises LockError where a trainer has come to life."""
+    with tending(config) as session:
+        held = [tier for tier in (t.name for t in config.chain) if _holds(session, tier, id)]
+        failed = give(session, kind, id)
+        if "tierfall" in failed:
+            raise failed["tierfall"]
+        silent = unread(session.listings)
+        for tier in held:
+            if tier in session.stores and session.stores[tier].read_only:
+                failed[tier] = StepError(f"{tier} is read-only: {id} stays as it is there")
+        if kind is PersonsOrder.DELETE:
+            for tier in set(session.ask(lambda: _still_held(session, id))) - failed.keys():
+                failed[tier] = StepError(f"{id} is marked, and goes once every tier has the mark")
+    return Carried(
+        id=id,
+        done=tuple(tier for tier in held if tier not in failed),
+        failed={**failed, **silent},
+    )
+
+
+def _holds(session: Session, tier: str, id: CheckpointId) -> bool:
+    return any(x.tier == tier and x.copy(id) is not None for x in session.listings)
+
+
+def _still_held(session: Session, id: CheckpointId) -> tuple[str, ...]:
+    entry = session.coordinator.ledger.entries.get(id)
+    return () if entry is None else tuple(entry.states)
+
+
+def prune(config: Config, watch: Watch = lambda done, total: None) -> Pruned:
+    """Carry out retention on every stored tier, as a trainer does after each commit."""
+    with tending(config) as session:
+        coordinator = session.coordinator
+
+        def plan() -> tuple[Decision, ...]:
+            view = replace(coordinator.ledger.view(), trusting=True)
+            return tuple(d for tier in coordinator.lanes for d in plan_retention(view, tier))
+
+        def still_there() -> tuple[Decision, ...]:
+            entries = coordinator.ledger.entries
+            return tuple(
+                drop
+                for drop in drops
+                if (entry := entries.get(drop.checkpoint)) is not None
+                and entry.state(drop.tier) is not CopyState.ABSENT
+            )
+
+        decisions = session.ask(plan)
+        drops = [d for d in decisions if d.verdict is Verdict.DROP]
+        total = sum(drop.bytes for drop in drops)
+        session.ask(coordinator.dropper.trust)
+        while not session.wait_idle(POLL_S):
+            watch(total - sum(drop.bytes for drop in session.ask(still_there)), total)
+        left = session.ask(still_there)
+        silent = unread(session.listings)
+    return Pruned(decisions=decisions, left=left, unread=silent)
+
+
+def forget(config: Config, tier: str) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
+    """Let the other tiers of a run, and this machine, forget which tier ``tier`` was, so that an empty folder in its
+    place is a new one; return who did, and which tiers could not."""
+    stores, failed = open_stores(config, config.run)
+    try:
+        folder = run_folder(config, config.run)
+        forgot, refused = Identities(config, stores, folder).forget(tier, wall_time_s=time.time())
+    finally:
+        for store in stores.values():
+            store.close()
+    failed.pop(tier, None)  # it need not answer
+    return forgot, {**failed, **refused}

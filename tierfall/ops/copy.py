@@ -1,0 +1,274 @@
+"""Copying: a person's order to bring one checkpoint to a tier that does not hold it.
+
+The copy is made as a flush makes one: packed as the tier packs, committed last, under the fence, with the marks that
+the checkpoint has elsewhere. No rule of flushing or retention is asked; what retention will say is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tierfall.config import Config
+from tierfall.core.copies.verify import Verifier
+from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge
+from tierfall.core.format.commit_files import same_checkpoint
+from tierfall.core.format.records import Attempt, Commit
+from tierfall.core.types.errors import (
+    BackendError,
+    CapacityError,
+    IntegrityError,
+    NotSupportedError,
+    StepError,
+    TierfallError,
+)
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.core.types.view import Verdict
+from tierfall.ops.commands import Watch, trained_elsewhere, view_of
+from tierfall.ops.findings import NEWER
+from tierfall.ops.reader import Reader
+from tierfall.ops.write_copy import (
+    discard_unfinished,
+    marks_of,
+    origin,
+    owning,
+    writable,
+    write_files,
+    writing_attempt,
+)
+from tierfall.policies.defaults import plan_retention
+from tierfall.setup.tiers import lane_limits
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What became of a copy. ``already``: it was there, and good. ``sources`` are bytes read by tier."""
+
+    id: CheckpointId
+    tier: str
+    bytes: int
+    already: bool = False
+    sources: Mapping[str, int]
+    marks: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def copy(
+    config: Config, id: CheckpointId, tier: str, watch: Watch = lambda done, total: None
+) -> Copied:
+    """Bring a checkpoint to a stored tier; ``watch`` is told bytes of images done and in all.
+
+    Raises LockError where a trainer of this machine lives, FencedError where a newer attempt begins meanwhile,
+    StepError where the checkpoint is to be deleted or is another one there, IntegrityError where no copy is good, or
+    the one there is damaged; CapacityError and BackendError where the tier cannot take it. Nothing of it is left then.
+    """
+    with owning(config) as reader:
+        listings = reader.list()
+        checkpoint = next((c for c in merge(listings) if c.id == id), None)
+        if checkpoint is None:
+            raise StepError(f"copy: {id} was dropped just now")
+        if checkpoint.tombstoned:
+            raise StepError(f"copy: {id} is marked for deletion; nothing was copied")
+        there = next(x for x in listings if x.tier == tier)
+        if there.error is not None:
+            raise there.error
+        _check_alone(reader, listings, checkpoint, tier)
+        counter = _Counter(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
+        with writable(config, tier) as store:
+            if tier in checkpoint.copies:
+                return _already(reader, store, checkpoint, counter)
+            return _copy(reader, listings, store, checkpoint, counter)
+
+
+class _Counter:
+    """Adds up what several threads have done."""
+
+    def __init__(self, watch: Watch, total: int) -> None:
+        self._watch = watch
+        self._done = 0
+        self._total = total
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._watch(self._done, self._total)
+
+
+def _check_alone(
+    reader: Reader, listings: tuple[Listing, ...], checkpoint: KnownCheckpoint, tier: str
+) -> None:
+    """Refuse to write what a trainer of another node, if it lives, may be writing to the same place just now."""
+    elsewhere = trained_elsewhere(listings, reader.stores)
+    view = view_of(reader.config, merge(listings))
+    owed = next(c.owed for c in view.checkpoints if c.id == checkpoint.id)
+    if elsewhere is not None and tier in owed:
+        raise StepError(
+            f"copy: {tier} is to get {checkpoint.id} by the rules, and the trainer on {elsewhere.node}, where attempt "
+            f"{elsewhere.number} was begun, may be at it: run this on {elsewhere.node}; nothing was copied"
+        )
+
+
+def _already(
+    reader: Reader, store: StoredTier, checkpoint: KnownCheckpoint, counter: _Counter
+) -> Copied:
+    """Check the copy that is there, and bring the marks that it lacks."""
+    id, tier = checkpoint.id, store.name
+    found = checkpoint.copies[tier]
+    with Verifier(counter.add) as verifier:
+        checked = verifier.check_stored(store, id)
+    if checked.error is not None:
+        raise checked.error
+    if any(damage.newer for damage in checked.damage):
+        raise NotSupportedError(f"copy: {tier} holds {id} already: {NEWER}")
+    repair = f"tierfall verify {id} --tier {tier} --repair"
+    if checked.damage or checked.commit is None:
+        raise IntegrityError(f"copy: {tier} holds {id} already, damaged; to repair it: {repair}")
+    if found.damage is not None or not _is_same(checkpoint.commit, checked.commit):
+        raise StepError(
+            f"copy: {tier} holds another checkpoint by the name {id} already: it is left as it is; find out who wrote "
+            "it, and move its folder away"
+        )
+    store.settle(id)
+    missing = [mark for mark in marks_of(reader, checkpoint) if mark.name not in found.marks]
+    for mark in missing:
+        store.add_mark(mark)
+    return Copied(
+        id=id,
+        tier=tier,
+        bytes=checked.bytes,
+        already=True,
+        sources={},
+        marks=tuple(mark.name for mark in missing),
+        notes=(),
+    )
+
+
+def _is_same(one: Commit | None, other: Commit) -> bool:
+    return one is not None and same_checkpoint(one, other)
+
+
+def _copy(
+    reader: Reader,
+    listings: tuple[Listing, ...],
+    store: StoredTier,
+    checkpoint: KnownCheckpoint,
+    counter: _Counter,
+) -> Copied:
+    held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
+    source = origin(reader, checkpoint, held)
+    attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
+    there = next(listing for listing in listings if listing.tier == store.name)
+    _check_room(reader.config, there, source.commit)
+    marks = marks_of(reader, checkpoint)
+    store.check_fence(attempt)
+    try:
+        discard_unfinished(store, reader.run, checkpoint.id)
+        commit = write_files(store, lane_limits(store, reader.config), source, counter.add)
+        store.remove_other_forms(commit, attempt=attempt)  # of a copy that was never finished
+        store.commit(commit, attempt=attempt, marks=marks)
+    except BaseException:
+        _take_back(store, checkpoint.id, attempt)
+        raise
+    after = tuple(
+        _with_copy(listing, commit, frozenset(mark.name for mark in marks))
+        if listing.tier == store.name
+        else listing
+        for listing in listings
+    )
+    return Copied(
+        id=checkpoint.id,
+        tier=store.name,
+        bytes=commit.stored_bytes,
+        sources=dict(source.tally.bytes),
+        marks=tuple(mark.name for mark in marks),
+        notes=(
+            *(f"passed over: {f.what}: {f.reason}" for f in source.tally.fallbacks),
+            *_name_latest(store, checkpoint, after),
+            *_retention(reader.config, store.name, checkpoint.id, listings, after),
+        ),
+    )
+
+
+def _check_room(config: Config, there: Listing, commit: Commit) -> None:
+    """Raise CapacityError where the tier's capacity, if it has one, does not hold one more; a copy drops nothing."""
+    capacity = next(t.capacity_bytes for t in config.stored if t.name == there.tier)
+    if capacity is None:
+        return
+    used = sum(copy.bytes for copy in there.copies) + sum(there.unfinished.values())
+    if used + commit.stored_bytes > capacity:
+        raise CapacityError(
+            f"copy to {there.tier}: it needs {format_size(commit.stored_bytes)}, of the capacity of "
+            f"{format_size(capacity)} there is room for {format_size(max(0, capacity - used))}: raise the capacity, or "
+            "make room by tierfall prune or tierfall rm"
+        )
+
+
+def _take_back(store: StoredTier, id: CheckpointId, attempt: Attempt) -> None:
+    """Remove what was published of a copy that could not be committed, unless a newer attempt may be writing there."""
+    try:
+        if not store.holds(id):
+            store.discard(id, attempt=attempt)
+    except TierfallError as error:
+        logger.warning("%s: leftovers of %s stay for now: %s", store.name, id, error)
+
+
+def _with_copy(listing: Listing, commit: Commit, marks: frozenset[str]) -> Listing:
+    found = FoundCopy(
+        id=commit.line.checkpoint,
+        state=CopyState.COMMITTED,
+        bytes=commit.stored_bytes,
+        commit=commit,
+        marks=marks,
+    )
+    return replace(listing, copies=(*listing.copies, found))
+
+
+def _name_latest(
+    store: StoredTier, checkpoint: KnownCheckpoint, listings: tuple[Listing, ...]
+) -> tuple[str, ...]:
+    """Let ``latest`` name it where nothing newer of a live line is there."""
+    newer = [c for c in merge(listings) if store.name in c.copies and c.id > checkpoint.id]
+    if checkpoint.abandoned or any(not c.abandoned for c in newer):
+        return ()
+    try:
+        store.name_latest(checkpoint.id)
+    except BackendError as error:  # a hint for people; the checkpoint is committed without it
+        return (f"{store.name}: could not write 'latest': {error}",)
+    return ()
+
+
+def _retention(
+    config: Config,
+    tier: str,
+    id: CheckpointId,
+    before: tuple[Listing, ...],
+    after: tuple[Listing, ...],
+) -> tuple[str, ...]:
+    """Say so where the rules of the tier will drop the copy again, or others now that it is there."""
+    drops = _drops(config, tier, after)
+    notes = []
+    if id in drops:
+        notes.append(
+            f"the rules of {tier} drop it again after the next commit there, or by prune: {drops[id]}; to keep it: "
+            f"tierfall pin {id}"
+        )
+    pushed = [other for other in drops if other != id and other not in _drops(config, tier, before)]
+    for other in pushed:
+        notes.append(
+            f"now that {id} is there, the rules of {tier} drop {other} after the next commit there, or by prune: "
+            f"{drops[other]}; to keep it: tierfall pin {other}"
+        )
+    return tuple(notes)
+
+
+def _drops(config: Config, tier: str, listings: tuple[Listing, ...]) -> dict[CheckpointId, str]:
+    """What retention drops on a tier, each with its reason."""
+    decisions = plan_retention(view_of(config, merge(listings)), tier)
+    return {d.checkpoint: d.reason for d in decisions if d.verdict is Verdict.DROP}

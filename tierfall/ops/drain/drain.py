@@ -1,0 +1,309 @@
+"""Draining: finishing the flush of what a trainer that died left in host memory.
+
+It writes on behalf of the attempt that left the images, and so respects the fence: where a newer attempt exists,
+nothing is written. What is planned is worked out before anything moves; memory is given back once all is durable.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfall.config import Config
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.format.records import Attempt
+from tierfall.core.types.errors import FencedError, IntegrityError
+from tierfall.core.types.units import format_size
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
+from tierfall.ops.drain.shards import PartsDrain, drain_parts
+from tierfall.ops.local_memory import LocalMemory
+from tierfall.session.drain_forecast import Foretold
+from tierfall.session.requests import must_keep_memory
+from tierfall.session.session import Session
+from tierfall.setup.attempts import ids_by_commits, newest_attempt
+from tierfall.setup.tiers import open_stores
+from tierfall.tiers.host import HeldImage
+from tierfall.tiers.stored import StoredTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owed:
+    """A copy that a tier is to get."""
+
+    checkpoint: CheckpointId
+    tier: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} to {self.tier} ({format_size(self.bytes)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """What a drain made durable, what is left and why, and whether images stay in memory."""
+
+    done: tuple[Owed, ...]
+    left: tuple[Owed, ...]
+    problems: tuple[str, ...]
+    memory_kept: bool
+    seconds: float
+
+
+def drain(
+    config: Config,
+    deadline_s: float | None,
+    watch: Watch = lambda done, total: None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Drained:
+    """Flush what host memory holds, for ``deadline_s`` seconds at most; ``watch`` is told bytes moved and bytes in all.
+
+    With a deadline, what is most valuable goes first, and what cannot arrive in time is not begun. ``tell`` is given
+    what is to be expected in words: when it begins, and again once a copy has shown how fast the tiers are.
+
+    Raises FencedError, and writes nothing, where a newer attempt of the run exists; LockError where a trainer lives;
+    UnreachableError, before anything is made, where a tier's folder is not there.
+    """
+    began = time.monotonic()
+    check_folders(config)
+    with LocalMemory(config) as memory:
+        if any(
+            image.commit.world_size > 1 for of in memory.parts().values() for image in of.values()
+        ):
+            return _drain_parts(config, memory, deadline_s, watch, tell, began)
+    session = Session(config, run=config.run, accept_arena=True)
+    try:
+        images = session.host.images()
+        if not images:  # whoever owned the run a moment ago has flushed them
+            session.abandon()
+            return Drained(done=(), left=(), problems=(), memory_kept=False, seconds=0.0)
+        newest = max(images.values(), key=_order)
+        session.attempt = writer_of(newest, session.listings, session.stores, session.host.path)
+        planned = _plan(session)
+        session.build()
+        session.coordinator.ledger.knows_what_is_good()  # room is made for what memory holds
+        until_s = None if deadline_s is None else began + deadline_s
+        if until_s is not None:  # before anything begins in another order
+            session.coordinator.draining.begin(session, until_s, time.monotonic())
+        session.start()
+    except BaseException:
+        session.abandon()
+        raise
+    kept = True
+    try:
+        _wait(session, planned, until_s, watch, tell)
+        if session.coordinator.fenced is not None:
+            raise session.coordinator.fenced
+        done = session.ask(lambda: _committed(session, planned))
+        problems = [str(error) for error in session.coordinator.errors]
+        kept = must_keep_memory(session)
+    finally:
+        session.close(keep_memory=kept)
+    problems += [
+        f"tier {name} could not be read: {error}"
+        for name, error in unread(session.listings).items()
+    ]
+    return Drained(
+        done=tuple(owed for owed in planned if owed in done),
+        left=tuple(owed for owed in planned if owed not in done),
+        problems=tuple(problems),
+        memory_kept=kept,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _drain_parts(
+    config: Config,
+    memory: LocalMemory,
+    deadline_s: float | None,
+    watch: Watch,
+    tell: Callable[[str], None],
+    began: float,
+) -> Drained:
+    """Do it for the memory of several ranks."""
+    stores, errors = open_stores(config, config.run)
+    try:
+        listings = (
+            memory.listing(),
+            *(
+                stores[tier.name].list()
+                if tier.name in stores
+                else Listing(tier=tier.name, error=errors[tier.name])
+                for tier in config.stored
+            ),
+        )
+        held = [image for parts in memory.parts().values() for image in parts.values()]
+        moved = Moved(watch)
+        drain = PartsDrain(
+            config=config,
+            memory=memory,
+            stores={
+                x.tier: stores[x.tier] for x in listings if x.error is None and x.tier in stores
+            },
+            listings=listings,
+            attempt=writer_of(max(held, key=_order), listings, stores, memory.path),
+            ends_s=None if deadline_s is None else began + deadline_s,
+            tell=tell,
+            on_bytes=moved.add,
+        )
+        planned = drain.plan()
+        sizes = {copy.id: copy.bytes for copy in listings[0].copies}
+        moved.total = sum(sizes[id] for id, _ in planned)
+        drain_parts(drain, planned, config.max_wait_s)
+        kept = drain.must_keep(planned)
+        if not kept:
+            memory.give_back()
+    finally:
+        for store in stores.values():
+            store.close()
+    owed = {copy: Owed(checkpoint=copy[0], tier=copy[1], bytes=sizes[copy[0]]) for copy in planned}
+    silent = [f"tier {name} could not be read: {error}" for name, error in unread(listings).items()]
+    return Drained(
+        done=tuple(owed[copy] for copy in planned if copy in drain.done),
+        left=tuple(owed[copy] for copy in planned if copy not in drain.done),
+        problems=(*drain.problems, *silent),
+        memory_kept=kept,
+        seconds=time.monotonic() - began,
+    )
+
+
+class Moved:
+    """Adds up what several threads have moved."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._done = 0
+        self.total = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._watch(self._done, self.total)
+
+
+def _order(image: HeldImage) -> tuple[int, int]:
+    id = image.commit.line.checkpoint
+    return id.attempt, id.step
+
+
+def writer_of(
+    newest: HeldImage, listings: Sequence[Listing], stores: Mapping[str, StoredTier], path: Path
+) -> Attempt:
+    """Return the attempt that left the newest image, to write on its behalf, unless another came after it.
+
+    A later attempt of this node whose process is dead saved nothing here that memory does not hold: it is taken up too.
+    """
+    line = newest.commit.line
+    number = line.checkpoint.attempt
+    try:
+        later = newest_attempt(listings, stores, above=number)
+    except IntegrityError as error:
+        raise IntegrityError(
+            f"drain: {error}: it may be of a newer start than the one that left {path}, and nothing is written beside "
+            f"that one. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
+        ) from error
+    if later is None:
+        attempt = Attempt(
+            run=line.run,
+            number=number,
+            id=line.attempt_id,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            wall_time_s=time.time(),
+        )
+        # That these images are to be brought is a person's order: a damaged record counts as theirs, unless commit
+        # records say that the number is another attempt's.
+        for listing in listings:
+            if listing.tier in stores and ids_by_commits(listing, number) <= {attempt.id}:
+                stores[listing.tier].vouch_for(attempt)
+        return attempt
+    attempt, tier = later
+    if not _is_dead(attempt):
+        raise FencedError(
+            f"drain: attempt {number} of run {line.run!r} was followed by attempt {attempt.number} (process "
+            f"{attempt.pid} on {attempt.node}), tier {tier} says: nothing of the older one is written any more. If its "
+            f"images are not needed, remove {path}"
+        )
+    return attempt
+
+
+def _is_dead(attempt: Attempt) -> bool:
+    if attempt.node != socket.gethostname():
+        return False
+    try:
+        os.kill(attempt.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _plan(session: Session) -> tuple[Owed, ...]:
+    """Name every copy that is owed, oldest first, also to a tier that does not answer."""
+    return _owed(session.config, session.listings)
+
+
+def known_owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
+    """Name every copy that is owed to a tier that could be read, oldest first.
+
+    What the other tiers wait for is not known: they may have it.
+    """
+    silent = unread(listings)
+    return tuple(owed for owed in _owed(config, listings) if owed.tier not in silent)
+
+
+def _owed(config: Config, listings: Sequence[Listing]) -> tuple[Owed, ...]:
+    view = view_of(config, merge(listings))
+    return tuple(
+        Owed(checkpoint=c.id, tier=tier, bytes=max(copy.bytes for copy in c.copies.values()))
+        for c in view.checkpoints
+        for tier in sorted(c.owed)
+    )
+
+
+def _wait(
+    session: Session,
+    planned: tuple[Owed, ...],
+    ends_s: float | None,
+    watch: Watch,
+    tell: Callable[[str], None],
+) -> None:
+    total = sum(owed.bytes for owed in planned)
+    forecast = Foretold(tell)
+    if ends_s is not None:
+        forecast.say(session.ask(lambda: session.coordinator.draining.plan), first=True)
+    while True:
+        left = POLL_S if ends_s is None else min(POLL_S, max(0.0, ends_s - time.monotonic()))
+        if session.wait_idle(left) or (ends_s is not None and time.monotonic() >= ends_s):
+            return
+        watch(session.ask(lambda: _moved(session)), total)
+        if ends_s is not None:
+            forecast.say(session.ask(lambda: session.coordinator.draining.plan))
+
+
+def _moved(session: Session) -> int:
+    lanes = session.coordinator.lanes.values()
+    return sum(count for lane in lanes for count in lane.edge_bytes.values())
+
+
+def _committed(session: Session, planned: tuple[Owed, ...]) -> set[Owed]:
+    """Which of the planned copies arrived: retention may have dropped one since, and only one that was given up or set
+    aside is missing."""
+    coordinator = session.coordinator
+    counters = coordinator.counters
+    left = set(coordinator.left_undone())
+    done = set()
+    for owed in planned:
+        entry = coordinator.ledger.entries.get(owed.checkpoint)
+        there = entry is not None and entry.state(owed.tier) is CopyState.COMMITTED
+        settled = owed.tier in session.stores and (owed.checkpoint, owed.tier) not in left
+        if there or (settled and not counters.given_up_copies + counters.set_aside_copies):
+            done.add(owed)
+    return done

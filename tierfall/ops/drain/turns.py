@@ -1,0 +1,76 @@
+"""In which order a drain of several ranks' memory brings what is owed, one copy at a time: by the plan of a drain, with
+the rates that the copies before have shown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+from tierfall.config import Config
+from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.types.drain_outlook import DrainDecision
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.commands import unread, view_of
+from tierfall.policies.drain import plan_drain
+from tierfall.session.drain_forecast import Foretold
+
+Copy = tuple[CheckpointId, str]
+
+
+class DrainTurns:
+    """See the module. Without a deadline (``ends_s``, of the monotonic clock) the order stays as it is; ``tell`` is
+    given the forecast."""
+
+    def __init__(
+        self,
+        config: Config,
+        listings: Sequence[Listing],
+        ends_s: float | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._listings = listings
+        self._ends_s = ends_s
+        self._forecast = Foretold(tell)
+        self._brought: dict[str, tuple[int, float]] = {}
+
+    def note(self, tier: str, count: int, seconds: float) -> None:
+        """So many bytes have come to a tier in so many seconds."""
+        known, took = self._brought.get(tier, (0, 0.0))
+        self._brought[tier] = (known + count, took + seconds)
+
+    def turns(self, planned: Sequence[Copy]) -> Iterator[Copy]:
+        """Give what is planned, each when it is its turn; what cannot arrive in time is left out."""
+        if self._ends_s is None:
+            yield from planned
+            return
+        waiting = set(planned)
+        first = True
+        while waiting:
+            plan = self._plan(waiting, self._ends_s - time.monotonic())
+            self._forecast.say(plan, first=first)
+            first = False
+            chosen = next((d for d in plan if d.goes), None)
+            if chosen is None:
+                return
+            waiting.remove((chosen.checkpoint, chosen.tier))
+            yield chosen.checkpoint, chosen.tier
+
+    def _plan(self, waiting: Collection[Copy], left_s: float) -> tuple[DrainDecision, ...]:
+        view = view_of(self._config, merge(self._listings))
+        return plan_drain(
+            replace(
+                view,
+                checkpoints=tuple(
+                    replace(c, owed=frozenset(tier for id, tier in waiting if id == c.id))
+                    for c in view.checkpoints
+                ),
+                failing=frozenset(unread(self._listings)),
+            ),
+            bytes_per_s={
+                tier: count / seconds for tier, (count, seconds) in self._brought.items() if seconds
+            },
+            left_s=left_s,
+            one_at_a_time=True,
+        )

@@ -1,0 +1,213 @@
+"""Reading a run without owning it: what the commands that only look, and ``tierfall.load``, are built on.
+
+It opens stored tiers for reading and, where the configuration names a host tier, what lies in memory, beside a living
+trainer too: every byte that is believed was verified first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tierfall.backends.posix.backend import NoFolderError, PosixBackend
+from tierfall.config import Config
+from tierfall.core.copies.images import Image, RegionImage, StoredImage
+from tierfall.core.format.catalog import Listing
+from tierfall.core.format.commit_files import files_of
+from tierfall.core.runtime.bounded_calls import BoundedCalls
+from tierfall.core.runtime.run_lock import Owner, RunLock
+from tierfall.core.types import keys
+from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError, UnreachableError
+from tierfall.core.types.values import CheckpointId, Codec, Shard
+from tierfall.ops.local_memory import find_owner
+from tierfall.ops.moved_folder import moved_run, moved_shard, moved_step
+from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tiers import SLOT, any_slot, list_all, open_stores, run_folder
+from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.host import HeldImage, HostTier
+from tierfall.tiers.stored import StoredTier
+
+
+class Reader:
+    """The tiers of one run, open for reading."""
+
+    def __init__(self, config: Config, *, run: str | None = None) -> None:
+        self.config = config
+        self.run = run or config.run
+        folder = run_folder(config, self.run)
+        self._lock_path = folder / lock_name(SLOT)
+        self.stores, self.errors = open_stores(config, self.run, read_only=True)
+        self._calls = BoundedCalls()
+        self._folder = folder
+        self._host_error: TierfallError | None = None
+        self.host = self._attach()
+
+    def _host(self, slot: int) -> HostTier:
+        return any_slot(self._folder, slot, name=self.config.host.name, run=self.run)
+
+    def _attach(self) -> HostTier:
+        host = self._host(SLOT)
+        self._host_error = None
+        try:
+            host.attach(writable=False)
+        except TierfallError as error:
+            self._host_error = error
+        return host
+
+    def attach_again(self) -> None:
+        """Look at memory afresh: a living trainer may have given what was sealed there to another image."""
+        self.host.close(keep=True)
+        self.host = self._attach()
+
+    def owner(self) -> Owner | None:
+        """Say which living process trains this run on this machine."""
+        return RunLock.owner(self._lock_path) or find_owner(self._folder)
+
+    def list(self) -> tuple[Listing, ...]:
+        listings = list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        missing = self._missing(listings)
+        listings = tuple(
+            Listing(tier=x.tier, error=missing[x.tier]) if x.tier in missing else x
+            for x in listings
+        )
+        if self._host_error is None:
+            return listings
+        return (Listing(tier=self.host.name, error=self._host_error), *listings[1:])
+
+    def list_as_at_open(self) -> tuple[Listing, ...]:
+        """The same, but a folder that is not there, of a tier that nothing remembers, is empty: ``open`` makes it."""
+        listings = self.list()
+        identities = Identities(self.config, self.stores, self._folder, listings)
+        return tuple(
+            Listing(tier=x.tier)
+            if isinstance(x.error, NoFolderError) and not identities.is_remembered(x.tier)
+            else x
+            for x in listings
+        )
+
+    def missing(self) -> dict[str, UnreachableError]:
+        """Name the tiers in which nothing lies, and something must, with why they count as not mounted."""
+        return self._missing(
+            list_all(self.config, self.host, self.stores, self.errors, self._calls)
+        )
+
+    def _missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
+        return Identities(self.config, self.stores, self._folder, listings).missing(listings)
+
+    def memory(self) -> Listing:
+        """Say what lies in host memory, without asking the other tiers."""
+        if self._host_error is not None:
+            return Listing(tier=self.host.name, error=self._host_error)
+        return self.host.list()
+
+    def images(self) -> dict[CheckpointId, HeldImage]:
+        return self.host.images()
+
+    def opener(self) -> Callable[[str, CheckpointId, Shard], Image]:
+        held = self.images()
+
+        def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
+            if tier != self.host.name:
+                return StoredImage(self.stores[tier], id, shard)
+            if id not in held or not files_of(held[id].commit, shard):
+                raise IntegrityError(
+                    f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
+                )
+            return RegionImage(tier, held[id].region)
+
+        return open_one
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+        self.host.close(keep=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a path leads: a tier's root, a run in it, and perhaps one checkpoint and one shard."""
+
+    root: Path
+    run: str
+    checkpoint: CheckpointId | None = None
+    shard: Shard | None = None
+
+
+def resolve_path(path: Path) -> Place:
+    """Find out whether a path is a tier root with one run, a run folder, a step folder or a shard.
+
+    Raises ConfigError, saying what was expected, where it is none of these.
+    """
+    path = path.resolve()
+    if path.is_file():
+        shard = keys.parse_shard(path.name)
+        checkpoint = keys.parse_step_folder(path.parent.name)
+        is_image = shard is not None and path.name in {keys.shard_name(shard, c) for c in Codec}
+        alone = moved_shard(path) if is_image else None
+        if alone is not None:
+            raise ConfigError(f"load: {alone}")
+        if shard is None or checkpoint is None or not is_image:
+            raise ConfigError(
+                f"load: {path} is not a shard of a checkpoint (RUN/step-...-a.../rank-...-of-....safetensors, .zst or "
+                ".tfz behind it where it is packed); for any "
+                "other safetensors file use safetensors.torch.load_file"
+            )
+        return _place(path.parent, checkpoint, shard)
+    if not path.is_dir():
+        raise ConfigError(f"load: {path} is not there; expected a .yaml file, a folder or a shard")
+    if checkpoint := keys.parse_step_folder(path.name):
+        return _place(path, checkpoint)
+    if _is_run(path):
+        return Place(root=path.parent, run=path.name)
+    runs = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run(child))
+    if len(runs) == 1:
+        return Place(root=path, run=runs[0])
+    if elsewhere := moved_step(path):
+        raise ConfigError(f"load: {path} is a step's folder under another name: {elsewhere}")
+    found = f"it holds the runs {', '.join(runs[:8])}: name one" if runs else "no run lies in it"
+    raise ConfigError(f"load: {path} is no run of tierfall and no tier with one run: {found}")
+
+
+def _place(folder: Path, checkpoint: CheckpointId, shard: Shard | None = None) -> Place:
+    run = folder.parent.name
+    if not keys.NAME_PATTERN.match(run):
+        elsewhere = moved_step(folder) or "put it below a folder named like its run"
+        raise ConfigError(f"load: {folder} does not lie below a run's folder: {elsewhere}")
+    return Place(root=folder.parent.parent, run=run, checkpoint=checkpoint, shard=shard)
+
+
+def moved(place: Place) -> str | None:
+    """Say where what a path led to belongs; None where it lies there."""
+    run = place.root / place.run
+    if place.checkpoint is None:
+        return moved_run(run)
+    return moved_step(run / keys.step_folder(place.checkpoint))
+
+
+def _is_run(path: Path) -> bool:
+    if not keys.NAME_PATTERN.match(path.name):
+        return False
+    return (path / keys.ATTEMPTS_FOLDER).is_dir() or any(
+        keys.parse_step_folder(child.name) for child in path.iterdir() if child.is_dir()
+    )
+
+
+def open_place(place: Place) -> tuple[StoredTier, Mapping[str, Listing]]:
+    """Open the folder that a path led to as a tier of its own, for reading."""
+    backend = PosixBackend(place.root, read_only=True)
+    store = StoredTier(name=str(place.root), run=place.run, backend=backend, links=backend.links)
+    return store, {store.name: store.list()}

@@ -1,0 +1,281 @@
+"""Repairing: damaged files are written anew from good copies of the same checkpoint on other tiers.
+
+A copy is rewritten in place: image and records, each complete and verified before it takes the place of the damaged
+one, the commit record last; nothing is removed before that, and marks stay where they are. So at no moment is a good
+copy, or a pin, gone. What was written by another life of the run, or by a newer tierfall, is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+from tierfall.core.copies.verify import CheckedCopy, Damage, Verifier
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
+from tierfall.core.format.commit_files import plain, same_checkpoint, with_index, without_index
+from tierfall.core.format.records import Commit, read_manifest
+from tierfall.core.tensor_index.store import make_index
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    StepError,
+    TierfallError,
+)
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.ops.findings import NEWER
+from tierfall.ops.reader import Reader
+from tierfall.ops.write_copy import (
+    OnBytes,
+    discard_unfinished,
+    mark_of,
+    origin,
+    replace_document,
+    writable,
+    write_files,
+    writing_attempt,
+)
+from tierfall.setup.tiers import lane_limits
+from tierfall.tiers.stored import StoredTier
+
+_MARKS = f"{keys.MARKS_FOLDER}/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """What became of one thing that is damaged; ``why`` says from where it was written anew, or what kept it from it.
+
+    ``id`` is None for a file of a tier as a whole, which ``file`` names.
+    """
+
+    tier: str
+    id: CheckpointId | None
+    file: str
+    done: bool
+    why: str
+
+
+class Repairer:
+    """Repairs what a check of the run found, while the run's lock is held."""
+
+    def __init__(
+        self, reader: Reader, listings: Sequence[Listing], on_bytes: OnBytes = lambda count: None
+    ) -> None:
+        """``on_bytes`` is told how many bytes of images were written."""
+        self._reader = reader
+        self._listings = listings
+        self._known = {c.id: c for c in merge(listings)}
+        self._on_bytes = on_bytes
+        self.repairs: list[Repair] = []
+
+    # Copies ------------------------------------------------------------------------------------------
+
+    def mend_copies(
+        self, copies: Sequence[CheckedCopy], verifier: Verifier
+    ) -> Sequence[CheckedCopy]:
+        """Rewrite what is damaged, and return what every copy is now: those that were touched are checked again."""
+        return [self._mended(copy, verifier) if copy.damage else copy for copy in copies]
+
+    def _mended(self, copy: CheckedCopy, verifier: Verifier) -> CheckedCopy:
+        newer = [damage.file for damage in copy.damage if damage.newer]
+        for file in newer:
+            self._note(copy.tier, copy.id, file, NEWER, done=False)
+        if any(not file.startswith(_MARKS) for file in newer) or len(newer) == len(copy.damage):
+            return copy
+        try:
+            why = self._mend(copy)
+        except IntegrityError as error:
+            self._note(copy.tier, copy.id, "", self._lost(str(error)), done=False)
+            return copy
+        except TierfallError as error:
+            self._note(copy.tier, copy.id, "", str(error), done=False)
+            return copy
+        again = verifier.check_stored(self._reader.stores[copy.tier], copy.id)
+        if again.gone or again.error or any(not damage.newer for damage in again.damage):
+            self._note(copy.tier, copy.id, "", "written anew, and not good again", done=False)
+        else:
+            self._note(copy.tier, copy.id, "", why, done=True)
+        return again
+
+    def _lost(self, why: str) -> str:
+        """Say of what no good copy was found which tiers could not be asked for one."""
+        silent = ", ".join(x.tier for x in self._listings if x.error is not None)
+        return f"{why}; {silent} could not be read and may hold a good copy" if silent else why
+
+    def _mend(self, copy: CheckedCopy) -> str:
+        if copy.tier not in self._reader.stores:
+            raise StepError("what lies in memory is not repaired; the next start frees its place")
+        checkpoint = self._known[copy.id]
+        if checkpoint.tombstoned:
+            raise StepError("it is marked for deletion")
+        with writable(self._reader.config, copy.tier) as store:
+            self._check_ours(store, copy, checkpoint)
+            damaged = [d for d in copy.damage if not d.newer]
+            marks = [d for d in damaged if d.file.startswith(_MARKS)]
+            indexes = [d for d in damaged if d.file == keys.INDEX_NAME]
+            discard_unfinished(store, self._reader.run, copy.id)
+            said = self._mend_marks(store, checkpoint, marks)
+            if len(marks) + len(indexes) < len(damaged):
+                said = [self._mend_files(store, checkpoint, copy), *said]
+            elif indexes and copy.commit is not None:
+                said = [self._mend_index(store, copy.commit), *said]
+        return ", ".join(said)
+
+    def _check_ours(
+        self, store: StoredTier, copy: CheckedCopy, checkpoint: KnownCheckpoint
+    ) -> None:
+        """Refuse to write over another checkpoint, or over what this version cannot read."""
+        commit, known = copy.commit, checkpoint.commit
+        if commit is not None:
+            if known is not None and not same_checkpoint(commit, known):
+                raise StepError("it is another checkpoint than the one on other tiers")
+            return
+        try:
+            store.read_commit(copy.id)
+        except NotSupportedError:
+            raise
+        except (IntegrityError, KeyNotFoundError):
+            self._check_line(store, copy.id, known)
+
+    def _check_line(self, store: StoredTier, id: CheckpointId, known: Commit | None) -> None:
+        """Without a commit record a manifest, if it is whole, says whose files these are."""
+        for rank in range(known.world_size if known else 0):
+            shard = Shard(rank, known.world_size if known else 1)
+            try:
+                data = store.read_manifest(id, shard)
+                manifest = read_manifest(data, what=keys.manifest_name(shard))
+            except (IntegrityError, KeyNotFoundError):
+                continue
+            if known is not None and manifest.line != known.line:
+                raise StepError("its files are of another checkpoint than the one on other tiers")
+
+    def _mend_marks(
+        self, store: StoredTier, checkpoint: KnownCheckpoint, damaged: Sequence[Damage]
+    ) -> list[str]:
+        for damage in damaged:
+            name = damage.file.removeprefix(_MARKS)
+            data = mark_of(self._reader, checkpoint, name).encode()
+            replace_document(store, self._reader.run, checkpoint.id, damage.file, data)
+        return [f"{damage.file} written anew" for damage in damaged]
+
+    def _mend_index(self, store: StoredTier, commit: Commit) -> str:
+        """Make the index of the manifests beside it. Its bytes, and so the commit record, may come to be others than
+        they were, as another zstd makes them."""
+        attempt = writing_attempt(self._reader, self._listings, commit.line, tier=store.name)
+        store.check_fence(attempt)
+        data = make_index(store, commit)
+        self._replace_records(store, with_index(commit, data), index=data)
+        return f"{keys.INDEX_NAME} made anew of the manifests"
+
+    def _mend_files(self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy) -> str:
+        source = origin(self._reader, checkpoint, self._sources(store, checkpoint, copy))
+        attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
+        store.check_fence(attempt)
+        limits = lane_limits(store, self._reader.config)
+        commit = write_files(store, limits, source, self._on_bytes)
+        store.check_fence(attempt)
+        if (
+            copy.commit is not None
+        ):  # what this tier was owed then, another tier's record does not say
+            commit = replace(commit, owed=copy.commit.owed)
+        self._replace_records(store, commit)
+        store.remove_other_forms(commit, attempt=attempt)
+        return f"written anew from {', '.join(source.tally.bytes)}"
+
+    def _replace_records(
+        self, store: StoredTier, commit: Commit, *, index: bytes | None = None
+    ) -> None:
+        """Put the index, if one is given, and the commit record in the place of what is there."""
+        id, run = commit.line.checkpoint, self._reader.run
+        if not store.holds(id):  # its commit record has gone meanwhile: it was dropped
+            self._drop_too(store, id)
+        if index is not None:
+            replace_document(store, run, id, keys.INDEX_NAME, index)
+        replace_document(store, run, id, keys.COMMIT_NAME, commit.encode())
+        if not self._is_whole(store, commit):  # or just now: the rest may be gone, or go next
+            self._drop_too(store, id)
+
+    def _is_whole(self, store: StoredTier, commit: Commit) -> bool:
+        """Say whether all that a commit record names is there."""
+        there = {stored.key for stored in store.files(commit.line.checkpoint)}
+        return all(file.name in there for file in commit.files)
+
+    def _drop_too(self, store: StoredTier, id: CheckpointId) -> NoReturn:
+        """Take away what was written of a checkpoint that was dropped meanwhile, the commit record first."""
+        store.backend.delete(keys.step_prefix(self._reader.run, id) + keys.COMMIT_NAME)
+        store.discard(id, attempt=None)
+        raise StepError("it was dropped while it was repaired")
+
+    def _sources(
+        self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy
+    ) -> list[str]:
+        """Name the other tiers that hold it, and last the damaged copy itself: two may be damaged in different places.
+
+        Not where it is packed, or will be: image and record of a packed one cannot be replaced in one step.
+        """
+        held = [x.tier for x in self._listings if x.tier in checkpoint.copies]
+        others = [tier for tier in held if tier != copy.tier]
+        commit = copy.commit
+        raw = commit is not None and plain(commit).files == without_index(commit).files
+        return [*others, copy.tier] if raw and not store.packs else others
+
+    # Tiers as a whole --------------------------------------------------------------------------------
+
+    def mend_tier(self, store: StoredTier, listing: Listing) -> None:
+        """Write damaged records of attempts anew from other tiers, and ``latest`` where it names what is not there."""
+        for number in listing.attempts:
+            file = keys.attempt_key("", number).lstrip("/")
+            try:
+                store.read_attempt(number)
+            except IntegrityError:
+                self._try(store.name, file, partial(self._mend_attempt, store.name, number))
+            except (BackendError, NotSupportedError):
+                continue  # it is reported by the check that follows
+        try:
+            stale = (latest := store.read_latest()) is not None and not store.holds(latest)
+        except BackendError:
+            return  # likewise
+        if stale:
+            self._try(store.name, keys.LATEST_NAME, partial(self._mend_latest, store.name))
+
+    def _try(self, tier: str, file: str, mend: Callable[[], str]) -> None:
+        try:
+            self._note(tier, None, file, mend(), done=True)
+        except TierfallError as error:
+            self._note(tier, None, file, str(error), done=False)
+
+    def _mend_attempt(self, tier: str, number: int) -> str:
+        for listing in self._listings:
+            if listing.tier == tier or number not in listing.attempts:
+                continue
+            try:
+                attempt = self._reader.stores[listing.tier].read_attempt(number)
+            except TierfallError:
+                continue
+            key = keys.attempt_key(self._reader.run, number)
+            data = attempt.encode()
+            with (
+                writable(self._reader.config, tier) as store,
+                store.backend.create(key, length=len(data)) as writer,
+            ):
+                writer.write(0, memoryview(data))
+                writer.publish()
+            return f"written anew from {listing.tier}"
+        raise IntegrityError("no other tier has a good one")
+
+    def _mend_latest(self, tier: str) -> str:
+        there = [c for c in self._known.values() if tier in c.copies and not c.abandoned]
+        with writable(self._reader.config, tier) as store:
+            held = [c.id for c in there if store.holds(c.id)]
+            if not held:
+                store.forget_latest()
+                return "removed, since no checkpoint is there"
+            store.name_latest(max(held))
+        return f"names {max(held)}"
+
+    def _note(self, tier: str, id: CheckpointId | None, file: str, why: str, *, done: bool) -> None:
+        self.repairs.append(Repair(tier=tier, id=id, file=file, done=done, why=why))

@@ -1,0 +1,249 @@
+"""Checking a whole run: which copies there are to check, what is wrong beyond a single copy, and what helps.
+
+It reads beside a living trainer and changes nothing, but for what a mender does that it is handed. What lies in memory
+may be reused by the trainer while it is read, so damage there counts only when a second look finds it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierfall.core.copies.verify import CheckedCopy, Verifier
+from tierfall.core.format.catalog import Listing, StepFolderError
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+    TierfallError,
+)
+from tierfall.core.types.values import CheckpointId
+from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
+from tierfall.ops.reader import Reader
+from tierfall.tiers.stored import StoredTier, StrayAttemptError
+
+SECOND_LOOKS = 20
+BETWEEN_LOOKS_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """All that a check found. ``unread`` says per tier, or per copy, why it could not be read."""
+
+    copies: tuple[CheckedCopy, ...]
+    findings: tuple[Finding, ...]
+    unread: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return not self.findings and not self.unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What to check: everything, or one checkpoint, or one tier. ``None`` means all."""
+
+    checkpoint: CheckpointId | None = None
+    tier: str | None = None
+
+    def covers(self, tier: str, id: CheckpointId | None = None) -> bool:
+        return self.tier in (None, tier) and (id is None or self.checkpoint in (None, id))
+
+
+class Mender(Protocol):
+    """What repairs what was found, before it is reported."""
+
+    def mend_copies(
+        self, copies: Sequence[CheckedCopy], verifier: Verifier
+    ) -> Sequence[CheckedCopy]: ...
+
+    def mend_tier(self, store: StoredTier, listing: Listing) -> None: ...
+
+
+def planned_bytes(listings: Sequence[Listing], scope: Scope) -> int:
+    """Return how many bytes of images a check will read."""
+    return sum(
+        copy.commit.image_bytes if copy.commit else copy.bytes
+        for listing in listings
+        for copy in listing.copies
+        if scope.covers(listing.tier, copy.id)
+    )
+
+
+def check_run(
+    reader: Reader,
+    listings: Sequence[Listing],
+    scope: Scope,
+    on_bytes: Callable[[int], None] = lambda count: None,
+    mender: Mender | None = None,
+) -> RunReport:
+    """Check every copy within ``scope``, in host memory too; with a ``mender``, report what it left damaged."""
+    found: list[CheckedCopy] = []
+    findings: list[Finding] = []
+    unread: list[tuple[str, str]] = []
+    notes: list[str] = []
+    covered = [listing for listing in listings if scope.covers(listing.tier)]
+    with Verifier(on_bytes) as verifier:
+        for listing in covered:
+            if listing.error is not None:
+                unread.append((listing.tier, str(listing.error)))
+            elif listing.tier == reader.host.name:
+                copies, more = _check_memory(reader, listing, scope, verifier)
+                found += copies
+                findings += more
+            else:
+                store = reader.stores[listing.tier]
+                ids = [c.id for c in listing.copies if scope.covers(listing.tier, c.id)]
+                found += [verifier.check_stored(store, id) for id in ids]
+        stored = [x for x in covered if x.error is None and x.tier in reader.stores]
+        for listing in stored if scope.checkpoint is None else ():
+            store = reader.stores[listing.tier]
+            try:
+                if (
+                    mender is not None
+                ):  # first: no copy is written where the newest attempt is not known
+                    mender.mend_tier(store, listing)
+                findings += _check_tier(store, listing)
+            except BackendError as error:
+                unread.append((listing.tier, str(error)))
+        copies = found if mender is None else list(mender.mend_copies(found, verifier))
+    for listing in covered:
+        notes += _notes(listing, scope) if listing.error is None else []
+    findings += damage_findings(copies, listings, reader)
+    findings += contradictions(copies)
+    unread += [(f"{c.tier} {c.id}", str(c.error)) for c in copies if c.error is not None]
+    for copy in copies:
+        notes += _notes_of(copy)
+    return RunReport(
+        copies=tuple(copies), findings=tuple(findings), unread=tuple(unread), notes=tuple(notes)
+    )
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+def _check_memory(
+    reader: Reader, listing: Listing, scope: Scope, verifier: Verifier
+) -> tuple[list[CheckedCopy], list[Finding]]:
+    """Check what is sealed in memory; beside a living trainer what looks damaged is looked at afresh."""
+    found = _look_at_memory(reader, scope, verifier)
+    broken = tuple(listing.damaged)
+    for _ in range(SECOND_LOOKS):
+        if reader.owner() is None or not (broken or any(c.damage for c in found)):
+            break
+        time.sleep(
+            BETWEEN_LOOKS_S
+        )  # a trainer that saves is just writing there: what is damaged stays so
+        reader.attach_again()
+        again = {c.id: c for c in _look_at_memory(reader, scope, verifier)}
+        broken = reader.host.list().damaged
+        found = [again.get(c.id, _dropped(c)) if c.damage else c for c in found]
+    advice = (
+        f"the image in memory is lost, restores take the other tiers; the next start frees its place in "
+        f"{reader.host.path}"
+    )
+    return found, [
+        Finding(tier=listing.tier, id=None, file="", problem=str(error), advice=advice)
+        for error in broken
+        if scope.checkpoint is None
+    ]
+
+
+def _look_at_memory(reader: Reader, scope: Scope, verifier: Verifier) -> list[CheckedCopy]:
+    return [
+        verifier.check_region(reader.host.name, id, image.region)
+        for id, image in sorted(reader.images().items())
+        if scope.covers(reader.host.name, id)
+    ]
+
+
+def _dropped(copy: CheckedCopy) -> CheckedCopy:
+    return CheckedCopy(id=copy.id, tier=copy.tier, gone=True)
+
+
+# A tier as a whole -----------------------------------------------------------------------------------
+
+
+def _check_tier(store: StoredTier, listing: Listing) -> list[Finding]:
+    """Check what belongs to no single checkpoint: the records of attempts, and the hint for people."""
+    findings = []
+    for number in listing.attempts:
+        key = keys.attempt_key("", number).lstrip("/")
+        try:
+            store.read_attempt(number)
+        except (IntegrityError, NotSupportedError) as error:
+            advice = (
+                "no start has made it: remove it"
+                if isinstance(error, StrayAttemptError)
+                else "without it no process can tell whether a newer attempt exists; to write it anew from a tier that "
+                f"has it: tierfall verify --tier {store.name} --repair; where none has it, and no start of that number "
+                "is alive, remove it"
+            )
+            findings.append(_tier_finding(store, key, error, advice))
+    findings += [_no_folder(store, error) for error in listing.no_folders()]
+    findings += _check_latest(store, listing)
+    return findings
+
+
+def _no_folder(store: StoredTier, error: StepFolderError) -> Finding:
+    problem, _, advice = str(error).removeprefix(f"{store.name}: ").rpartition(": ")
+    return Finding(tier=store.name, id=error.checkpoint, file="", problem=problem, advice=advice)
+
+
+def _check_latest(store: StoredTier, listing: Listing) -> list[Finding]:
+    latest = store.read_latest()
+    if latest is None or listing.no_folders(latest.step, latest.attempt):
+        return []  # what lies there is reported by itself
+    if _is_there(store, latest) or store.read_latest() != latest:
+        return []
+    problem = IntegrityError(f"it names {latest}, which is not there")
+    advice = (
+        "it is a hint for people, and no restore reads it; the next commit there writes it anew, and so does tierfall "
+        f"verify --tier {store.name} --repair"
+    )
+    return [_tier_finding(store, keys.LATEST_NAME, problem, advice)]
+
+
+def _is_there(store: StoredTier, id: CheckpointId) -> bool:
+    try:
+        store.read_commit(id)
+    except KeyNotFoundError:
+        return False
+    except (IntegrityError, NotSupportedError):
+        return True  # it is checked, and reported, with its copy
+    return True
+
+
+def _tier_finding(store: StoredTier, file: str, error: TierfallError, advice: str) -> Finding:
+    problem = str(error).rpartition(f"{file}: ")[2]
+    newer = isinstance(error, NotSupportedError)
+    return Finding(
+        tier=store.name,
+        id=None,
+        file=file,
+        problem=problem,
+        advice=NEWER if newer else advice,
+        newer=newer,
+    )
+
+
+# Worth knowing ---------------------------------------------------------------------------------------
+
+
+def _notes(listing: Listing, scope: Scope) -> list[str]:
+    return [
+        f"{listing.tier} {id}: unfinished, so no checkpoint: a trainer is at work on it, or the next start collects it"
+        for id in sorted(listing.unfinished)
+        if scope.covers(listing.tier, id)
+    ]
+
+
+def _notes_of(copy: CheckedCopy) -> list[str]:
+    if copy.gone:
+        return [f"{copy.tier} {copy.id}: was dropped while it was read"]
+    return [f"{copy.tier} {copy.id}: {name} is not part of the checkpoint" for name in copy.foreign]

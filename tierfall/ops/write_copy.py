@@ -1,0 +1,250 @@
+"""Writing one checkpoint onto one stored tier from its good copies elsewhere: what ``copy`` and ``verify --repair`` do.
+
+The run's lock is held meanwhile, so that no trainer of this machine is at work. What is written counts for the newest
+attempt that any tier knows: whoever begins a newer one elsewhere fences it, as it fences a flush. No attempt is taken,
+so nobody else is fenced.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from tierfall.config import Config
+from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.copies.chunk_reader import ChunkReader, Tally, in_threads
+from tierfall.core.copies.shard_reader import find_images
+from tierfall.core.format.catalog import KnownCheckpoint, Listing
+from tierfall.core.format.commit_files import files_of, plain, with_index, with_packed
+from tierfall.core.format.documents import sha256
+from tierfall.core.format.records import Attempt, Commit, Line, Manifest, Mark, geometry
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.tensor_index.store import make_index
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import ConfigError, IntegrityError, StepError, TierfallError
+from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.ops.commands import check_folders
+from tierfall.ops.reader import Reader
+from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.tiers import SLOT, open_stores, run_folder
+from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.arena.folder import prepare_folder
+from tierfall.tiers.stored import StoredTier
+
+OnBytes = Callable[[int], None]
+_NOT_COPIED = frozenset({keys.TOMBSTONE_MARK})
+
+
+@contextmanager
+def owning(config: Config) -> Iterator[Reader]:
+    """Hold the run's lock, with its tiers open for reading. Raises LockError where a trainer of this machine lives."""
+    folder = prepare_folder(run_folder(config, config.run))
+    lock = RunLock.take(folder / lock_name(SLOT), run=config.run)
+    try:
+        with Reader(config) as reader:
+            yield reader
+    finally:
+        lock.release()
+
+
+@contextmanager
+def writable(config: Config, tier: str) -> Iterator[StoredTier]:
+    """Open one stored tier for writing.
+
+    Raises UnreachableError, before anything is made, where its folder is not there, and where it does not answer.
+    """
+    only = config.model_copy(update={"tiers": [t for t in config.tiers if t.name == tier]})
+    if not only.written:
+        raise ConfigError(f"tier {tier} is read_only: nothing there is changed")
+    check_folders(only)
+    stores, errors = open_stores(only, config.run)
+    if tier in errors:
+        raise errors[tier]
+    try:
+        yield stores[tier]
+    finally:
+        stores[tier].close()
+
+
+def writing_attempt(
+    reader: Reader, listings: Sequence[Listing], line: Line, *, tier: str
+) -> Attempt:
+    """Return the newest attempt that a tier knows, to write to ``tier``, whose own record of it comes first; where none
+    is known, the one that saved the checkpoint.
+
+    Raises what kept its record from being read on every tier that has it.
+    """
+    at_first = sorted(listings, key=lambda listing: listing.tier != tier)
+    newest = newest_attempt(at_first, reader.stores)
+    if newest is not None:
+        return newest[0]
+    return Attempt(
+        run=reader.run,
+        number=line.checkpoint.attempt,
+        id=line.attempt_id,
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        wall_time_s=time.time(),
+    )
+
+
+def marks_of(reader: Reader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:
+    """Return the marks that go along with a copy: all that some tier has beside the checkpoint, but a tombstone."""
+    return tuple(
+        mark_of(reader, checkpoint, name) for name in sorted(checkpoint.marks - _NOT_COPIED)
+    )
+
+
+def mark_of(reader: Reader, checkpoint: KnownCheckpoint, name: str) -> Mark:
+    """Read a mark from a tier that has it whole; that it is there is what counts, so else it is written anew."""
+    for tier, copy in checkpoint.copies.items():
+        if name not in copy.marks or tier not in reader.stores:
+            continue
+        try:
+            mark = reader.stores[tier].read_mark(checkpoint.id, name)
+        except TierfallError:
+            continue
+        if (mark.name, mark.checkpoint) == (name, checkpoint.id):
+            return mark
+    return Mark(name=name, checkpoint=checkpoint.id, wall_time_s=time.time(), reason="written anew")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a checkpoint is read: per shard its manifest and a reader over its copies; ``commit`` names them raw."""
+
+    commit: Commit
+    shards: tuple[tuple[Manifest, ChunkReader], ...]
+    tally: Tally
+
+    @property
+    def id(self) -> CheckpointId:
+        return self.commit.line.checkpoint
+
+
+def origin(reader: Reader, checkpoint: KnownCheckpoint, tiers: Sequence[str]) -> Origin:
+    """Open a checkpoint for reading from ``tiers``, fastest first; raises as ``find_images`` does."""
+    tally, shards = Tally(), []
+    opener = reader.opener()
+    records = {t: c for t in tiers if (c := checkpoint.copies[t].commit) is not None}
+    if not records:
+        raise IntegrityError(f"no other tier holds a good commit record of {checkpoint.id}")
+    commit = _united([plain(record) for record in records.values()])
+    for rank in range(commit.world_size):
+        shard = Shard(rank, commit.world_size)
+        holding = [t for t in tiers if t not in records or files_of(records[t], shard)]
+        images, manifest = find_images(checkpoint, holding, opener, shard, tally)
+        shards.append((manifest, ChunkReader(images, manifest, tally)))
+    return Origin(commit=commit, shards=tuple(shards), tally=tally)
+
+
+def _united(records: Sequence[Commit]) -> Commit:
+    """Return the record that names the files of all ranks: one of them, or what they name together. That of a rank's
+    memory, or of a node's own disk, names only what is there."""
+    most = max(records, key=lambda record: len(record.files))
+    if len(most.files) >= 2 * most.world_size:  # an image and a manifest each
+        return most
+    files = {file.name: file for record in records for file in record.files}
+    return replace(most, files=tuple(files[name] for name in sorted(files)))
+
+
+def write_files(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
+    """Write images and records of all ranks, each complete before it is visible; return the commit record that names
+    them. Raises as ``write_parts`` does."""
+    return leave_index(store, write_parts(store, limits, origin, on_bytes))
+
+
+def write_parts(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes: OnBytes) -> Commit:
+    """Write images and manifests of some ranks, or of all; return the record with what was written in it.
+
+    What is there under these names is replaced once all of an image was read and verified. Raises the error of the
+    source or of the tier.
+    """
+    commit = origin.commit
+    for manifest, reader in origin.shards:
+        shard, data = manifest.shard, manifest.encode()
+        named = commit.file(keys.manifest_name(shard))
+        if named is None or sha256(data) != named.digest:
+            raise StepError(
+                f"{origin.id}: its manifest holds what this version does not write; use the tierfall that saved it"
+            )
+        writer = store.create_shard(origin.id, shard, geometry(manifest), manifest.pieces)
+        try:
+            # Frames of a packed image go in order.
+            in_order = replace(limits, parallel=1) if store.packs else limits
+            _write_chunks(manifest, reader, in_order, writer.put, on_bytes)
+            files = writer.finish(manifest)
+        except BaseException:
+            writer.abort()
+            raise
+        commit = with_packed(commit, shard, files)
+        store.write_manifest(origin.id, shard, data)
+    return commit
+
+
+def leave_index(store: StoredTier, commit: Commit) -> Commit:
+    """Leave the index of several ranks' images, once all of them are there; return the record that names it too."""
+    if commit.world_size == 1:
+        return commit
+    index = make_index(store, commit)
+    store.write_index(commit.line.checkpoint, index)
+    return with_index(commit, index)
+
+
+def _write_chunks(
+    manifest: Manifest,
+    reader: ChunkReader,
+    limits: LaneLimits,
+    put: Callable[[int, int, memoryview], None],
+    on_bytes: OnBytes,
+) -> None:
+    """Bring runs of chunks, each as long as the tier wants its parts."""
+    runs = limits.runs(geometry(manifest))
+    longest = max(_run_range(manifest, run)[1] - _run_range(manifest, run)[0] for run in runs)
+    threads = max(1, min(limits.parallel, limits.budget_bytes // longest))
+    pool = BufferPool(bytes=frame_bytes_max(longest), count=threads)
+
+    def bring(number: int) -> None:
+        start, end = _run_range(manifest, runs[number])
+        with pool.take(end - start) as buffer:
+            put(runs[number][0], start, _read_run(manifest, reader, runs[number], buffer))
+        on_bytes(end - start)
+
+    in_threads(threads, bring, range(len(runs)))
+
+
+def _run_range(manifest: Manifest, run: tuple[int, int]) -> tuple[int, int]:
+    return manifest.chunk_range(run[0])[0], manifest.chunk_range(run[1] - 1)[1]
+
+
+def _read_run(
+    manifest: Manifest, reader: ChunkReader, run: tuple[int, int], buffer: memoryview
+) -> memoryview:
+    if run[1] - run[0] == 1:
+        return reader.read(run[0], buffer)
+    origin, end = _run_range(manifest, run)
+    for index in range(*run):
+        view = reader.read(index, buffer[manifest.chunk_range(index)[0] - origin :])
+        assert view.obj is buffer.obj, "tiers that are open for reading only copy what they read"
+    return buffer[: end - origin]
+
+
+def discard_unfinished(store: StoredTier, run: str, id: CheckpointId) -> None:
+    """Remove what an earlier process that was killed had not finished writing in the folder of a step: whoever holds
+    the run's lock is alone there."""
+    store.backend.discard_unfinished(keys.step_prefix(run, id))
+
+
+def replace_document(store: StoredTier, run: str, id: CheckpointId, name: str, data: bytes) -> None:
+    """Put a record of a step's folder in the place of a damaged one, in one step."""
+    key = keys.step_prefix(run, id) + name
+    with store.backend.create(key, length=len(data), publish=Publish.REPLACE) as writer:
+        writer.write(0, memoryview(data))
+        writer.publish()

@@ -1,0 +1,271 @@
+"""The cadence: at which steps ``maybe_save`` saves, by the rules of ``interval`` and what was measured.
+
+It belongs to the training thread. The clock is handed in, the policies decide (``policies.cadence``), the meter
+measures; with several ranks rank 0 decides, and the announced steps bring it to all. Nothing here saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tierfall.config import Config, Interval
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.types.values import LossClass
+from tierfall.core.types.view import TierRules
+from tierfall.policies.cadence import (
+    Bound,
+    CadenceRules,
+    Measured,
+    choose_interval,
+    should_save,
+    tier_cadences,
+)
+from tierfall.run.announced_steps import TOPIC, AnnouncedSteps, LeaveOut
+from tierfall.session.session import Session
+from tierfall.setup.tiers import tier_rules
+from tierfall.telemetry.meter import Meter
+from tierfall.telemetry.reports import CadenceReport
+
+logger = logging.getLogger("tierfall")
+
+PATIENCE_STEPS = 100
+"""So many steps a save that is due is put off at most, for those before it to be through."""
+
+
+def rules_of(interval: Interval, tiers: tuple[TierRules, ...]) -> CadenceRules:
+    """Say what policies are to know of ``interval``."""
+    mtbf = interval.mtbf
+    by_class = {} if mtbf is None else _by_class(mtbf.process_s, mtbf.node_s, mtbf.site_s)
+    return CadenceRules(
+        every_steps=interval.every_steps,
+        every_s=interval.every_s,
+        overhead=interval.budget,
+        mtbf_s=by_class,
+        tiers=tiers,
+        own=interval.rule(),
+    )
+
+
+def _by_class(*times: float | None) -> dict[LossClass, float]:
+    classes = (LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
+    return {loss: s for loss, s in zip(classes, times, strict=True) if s is not None}
+
+
+def cycle_of(tiers: Sequence[TierRules]) -> int:
+    """Return so many saves that one such row of them costs what the next one does: in each, tiers get as many copies.
+    Where that were many more than the rarest tier's ``flush.every``, about as many have to do."""
+    longest = max((tier.flush_every for tier in tiers), default=1)
+    alike = math.lcm(*(tier.flush_every for tier in tiers))
+    return alike if alike <= 3 * longest else longest
+
+
+def cadence_of(config: Config, session: Session, leave_out: LeaveOut) -> Cadence:
+    """Make the cadence of a run that is about to begin; rank 0's announcements are listened to from then on."""
+    others = None
+    if session.ranks.many:
+        others = AnnouncedSteps(session.ranks.council, tell=session.tell, leave_out=leave_out)
+        session.listeners[TOPIC] = others.hear
+    return Cadence(
+        rules_of(config.interval, tier_rules(config)),
+        clock=time.monotonic,
+        images=lambda image_bytes: (session.host.capacity_bytes or 0) // image_bytes,
+        copying=lambda: any(lane.active for lane in session.coordinator.lanes.values()),
+        others=others,
+    )
+
+
+class Cadence:
+    """See the module. ``images`` says how many images of so many bytes host memory holds, ``copying`` whether a tier
+    takes a copy now; ``others`` is there with several ranks."""
+
+    def __init__(
+        self,
+        rules: CadenceRules,
+        *,
+        clock: Callable[[], float],
+        images: Callable[[int], int],
+        copying: Callable[[], bool],
+        others: AnnouncedSteps | None = None,
+    ) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._images = images
+        self._copying = copying
+        self._others = others
+        self._decides = others is None or others.decides
+        self._planned: deque[int] = deque() if others is None else others.planned
+        self._signal: str | None = None
+        self._asked = False
+        self._last_step: int | None = None
+        self._stride = 1
+        self._last_planned: int | None = None
+        self._due_s = clock() + (rules.every_s or 0.0)
+        self.meter = Meter(clock(), cycle=cycle_of(rules.tiers))
+        self._images_now = 1
+        self._choice = choose_interval(rules, self._measured())
+
+    # Being told ------------------------------------------------------------------------------------
+
+    def ask(self, why: str) -> None:
+        """Let the next step be saved, or one soon after; may be called in a signal's handler."""
+        self._signal = why
+
+    def saved(self, handle: SaveHandle) -> None:
+        """A save has begun, asked for by the cadence or not."""
+        self._last_planned = max(handle.step, self._last_planned or 0)
+        if self._others is not None:
+            self._others.saved(handle.step)
+        self.meter.saved(handle)
+
+    def go_on_from(self, step: int | None) -> None:
+        """The line goes on from ``step`` (None: from nothing): what was planned is of another line."""
+        self._planned.clear()
+        if self._others is not None:
+            self._others.go_back()
+        self._last_step, self._last_planned = None, step
+        self._due_s = self._clock() + (self._rules.every_s or 0.0)
+        self.meter.go_back(step)
+
+    # Deciding --------------------------------------------------------------------------------------
+
+    def wants(self, step: int) -> bool:
+        """Say whether ``step``, at whose end the loop is, is to be saved."""
+        now_s = self._clock()
+        self.meter.tick(step, now_s, copying=self._copying())
+        if self._last_step is not None and step > self._last_step:
+            self._stride = step - self._last_step
+        self._last_step = step
+        if self._others is not None:
+            self._others.come_to(step)
+        if self._signal is not None:
+            self._take_signal(step)
+        if self._decides:
+            self._plan(step, now_s)
+        every = self._rules.every_steps
+        wanted = every is not None and should_save(step, every_steps=every)
+        while self._planned and self._planned[0] <= step:
+            self._planned.popleft()
+            wanted = True
+        return wanted
+
+    def _take_signal(self, step: int) -> None:
+        why, self._signal = self._signal, None
+        logger.info("%s at step %d: it asks for a save", why, step)
+        if self._decides:
+            self._asked = True
+        elif self._others is not None:
+            self._others.ask(str(why), step)
+
+    def _plan(self, step: int, now_s: float) -> None:
+        """Decide whether another step is to be saved: as far ahead as the other ranks need to hear of it."""
+        steps = 0
+        if self._others is not None:
+            steps = self._others.ahead_steps(self.meter.pace_s)
+            if why := self._others.asked_above(self._last_planned):
+                logger.info("a save is asked for: %s", "; ".join(why))
+                self._asked = True
+        soonest = step + steps * self._stride
+        if self._asked:
+            self._asked = False
+            if not self._planned:
+                self._add(soonest)
+        if self._rules.every_s is not None:
+            if now_s + steps * self.meter.pace_s >= self._due_s:
+                every_s = self._rules.every_s
+                self._due_s += every_s
+                if self._due_s <= now_s:  # a pause: what was missed meanwhile is not made up for
+                    self._due_s = now_s + every_s
+                self._add(soonest)
+        elif self._rules.measured:
+            self._plan_measured(step, soonest)
+
+    def _plan_measured(self, step: int, soonest: int) -> None:
+        if self.meter.changed:
+            self.meter.changed = False
+            self._choose()
+        steps = self._choice.interval_steps
+        if steps is None:
+            return
+        due = step if self.meter.saves == 0 else (self._last_planned or 0) + steps
+        if soonest >= due and not (self._is_held_back() and step < due + PATIENCE_STEPS):
+            self._add(max(due, soonest))
+
+    def _is_held_back(self) -> bool:
+        """A save would find no room in memory; while saves are still few, each is seen to its end before the next."""
+        first = self._choice.bound is Bound.MEASURING
+        return self.meter.under_way + len(self._planned) >= (1 if first else self._images_now)
+
+    def _add(self, step: int) -> None:
+        if self._planned and self._planned[-1] >= step:
+            return
+        self._last_planned = step
+        self._planned.append(step)
+        if self._others is not None:
+            self._others.announce(step)
+
+    def _choose(self) -> None:
+        measured = self._measured()
+        self._images_now = measured.images
+        before = self._choice
+        self._choice = choose_interval(self._rules, measured, now_s=time.time())
+        if before.bound is not self._choice.bound:
+            logger.info("interval: %s", self._choice.reason)
+
+    def _measured(self) -> Measured:
+        meter = self.meter
+        return Measured(
+            step_s=meter.step_s,
+            cost_s=meter.cost_s,
+            foreground_s=meter.foreground_s,
+            durable_s=meter.durable_s,
+            saved=meter.saves > 0,
+            images=max(1, self._images(meter.image_bytes)) if meter.image_bytes else 1,
+        )
+
+    def end(self) -> None:
+        """The loop has ended: what was heard since its last step is taken."""
+        if self._others is not None:
+            self._others.listen()
+
+    def ettr(self) -> float | None:
+        """See ``Statistics``."""
+        return self.meter.ettr(self._clock())
+
+    # Telling ---------------------------------------------------------------------------------------
+
+    def report(self) -> CadenceReport:
+        """Say what the interval is, why, and what was measured for it."""
+        measured = self._measured()
+        choice = self._choice if self._rules.measured else choose_interval(self._rules, measured)
+        steps, reason = choice.interval_steps, choice.reason
+        if not self._decides and self._rules.every_steps is None:
+            steps, reason = None, "rank 0 decides"
+        span_s = (steps or 0) * (measured.step_s or 0.0)
+        known = measured.cost_s is not None and span_s > 0
+        return CadenceReport(
+            interval_steps=steps,
+            bound=str(choice.bound),
+            reason=reason,
+            step_s=measured.step_s,
+            cost_s=measured.cost_s,
+            overhead=measured.cost_s / span_s if known and measured.cost_s is not None else None,
+            durable_s=dict(measured.durable_s),
+            images=measured.images,
+            next_step=self._next(steps),
+            tiers=tier_cadences(self._rules, measured, steps),
+        )
+
+    def _next(self, steps: int | None) -> int | None:
+        """The next step that is saved if nothing changes, where that is known."""
+        if self._planned:
+            return self._planned[0]
+        if self._rules.every_steps is not None:
+            every = self._rules.every_steps
+            return ((self._last_step or 0) // every + 1) * every
+        if not self._rules.measured or steps is None or self._last_planned is None:
+            return None
+        return self._last_planned + steps

@@ -1,0 +1,192 @@
+"""The end of a training: what becomes of the last step that ``maybe_save`` was given, and of what is still owed.
+
+``close`` saves the last step if ``at_end`` asks for it: with several ranks all bring what they know, and all do the
+same. Nothing here saves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tierfall.config.sections import OnClose
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.sampling.fingerprint import Fingerprint
+from tierfall.core.types.errors import FlushError, RanksError
+from tierfall.core.types.text import few_of, ranks_named
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.session.leftovers import images_in
+from tierfall.session.requests import images_needed
+from tierfall.session.session import Session
+from tierfall.telemetry.reports import DrainReport
+
+logger = logging.getLogger("tierfall")
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """What ``maybe_save`` was given last, and how many updates had been made then; ``fingerprint`` is of the state."""
+
+    step: int
+    state: Mapping[str, Any]
+    metrics: Mapping[str, Any] | None
+    tags: Sequence[str]
+    updates: int
+    fingerprint: Fingerprint
+
+    def why_changed(self, updates: int) -> str:
+        """Say how the state differs from that step's; nothing where it is as it was."""
+        if updates != self.updates:
+            return "the state was changed since, by an optimizer's step"
+        name = self.fingerprint.changed(self.state)
+        if name is None:
+            return ""
+        return f"{name} was changed since: leave the with block, or call save(), before the change"
+
+
+class Ending(StrEnum):
+    """What is to be done about the last step: it is saved, or flushed to all tiers, as it is saved already."""
+
+    NOTHING = "nothing"
+    SAVE = "save"
+    FLUSH = "flush"
+
+
+def agree_on_end(
+    ranks: Ranks,
+    last: LastStep | None,
+    *,
+    saved: bool,
+    changed: str,
+    failed: str,
+    timeout_s: float,
+) -> Ending:
+    """Say what is to be done about the last step, the same on all ranks; what keeps it from being saved is logged.
+
+    ``saved`` says that this rank has saved it; ``changed``, if it is not empty, how the state differs from that step's;
+    and ``failed``, if it is not empty, how the training ended where it did not come to its end.
+    """
+    step = None if last is None else last.step
+    mine = {"step": step, "saved": saved, "changed": changed, "failed": failed}
+    try:
+        if ranks.many:
+            ending, why = ranks.agree("close: the last step", mine, decide, timeout_s=timeout_s)
+        else:
+            ending, why = decide({0: mine})
+    except RanksError as error:
+        ending, why = Ending.NOTHING, str(error)
+    if why:
+        logger.warning("close: the last step is not saved: %s", why)
+    return Ending(ending)
+
+
+def decide(bodies: Bodies) -> list[str]:
+    """Say what follows from what all ranks know, and why it is nothing."""
+    steps = {rank: body["step"] for rank, body in bodies.items()}
+    step = steps[0]
+    unsaved = [rank for rank, body in bodies.items() if not body["saved"]]
+    if all(found is None for found in steps.values()):
+        return [Ending.NOTHING, ""]
+    for rank, body in bodies.items():
+        if body["failed"]:
+            why = f"step {step}: {_who(rank, bodies)}{body['failed']}"
+            return [Ending.NOTHING, why if unsaved else ""]
+    if any(found != step for found in steps.values()):
+        other = next(rank for rank, found in steps.items() if found != step)
+        return [Ending.NOTHING, f"rank {other} ended at {_at(steps[other])}, rank 0 at {_at(step)}"]
+    if not unsaved:
+        return [Ending.FLUSH, ""]
+    for rank, body in bodies.items():
+        if body["changed"]:
+            why = f"step {step}: {_who(rank, bodies)}{body['changed']}"
+            return [Ending.NOTHING, why]
+    if len(unsaved) < len(bodies):
+        return [Ending.NOTHING, f"step {step}: {ranks_named(unsaved)} left it out, others saved it"]
+    return [Ending.SAVE, ""]
+
+
+def confirm_copies(session: Session, timeout_s: float) -> bool:
+    """Look once more at the copies because of which memory may be given back: they may have been removed, or purged.
+    What lacks files is written anew where that is possible. False where no tier could say of one."""
+    if session.config.host.on_close is OnClose.KEEP or session.coordinator.fenced is not None:
+        return True
+
+    def ask() -> dict[CheckpointId, list[str]]:
+        needed = images_needed(session.coordinator.ledger)
+        return {e.id: [t for t in session.stores if e.readable_on(t)] for e in needed}
+
+    copies = session.ask(ask)
+    found = [session.is_whole(id, tiers, timeout_s) for id, tiers in copies.items() if tiers]
+    return None not in found
+
+
+def say_lost(session: Session) -> list[FlushError]:
+    """Log what is lost with this process, as it lies in memory alone and that has no file any more; return that too."""
+    lost = _only_in_memory(session)
+    if session.memory.problem is None or not lost:
+        return []
+    named = few_of([str(id) for id in sorted(lost)])
+    error = FlushError(f"close: lost, as no other tier has it: {named}: {session.memory}")
+    logger.error("%s", error)
+    return [error]
+
+
+def _only_in_memory(session: Session) -> set[CheckpointId]:
+    """Name what is sealed in memory, and committed nowhere."""
+
+    def ask() -> set[CheckpointId]:
+        ledger = session.coordinator.ledger
+        left = ledger.abandoned()
+        return {
+            e.id
+            for e in ledger.entries.values()
+            if e.state(ledger.host) is CopyState.SEALED and e.id not in left and not e.tombstoned
+            if CopyState.COMMITTED not in e.states.values()
+        }
+
+    return session.ask(ask)
+
+
+def say_left(session: Session, report: DrainReport) -> None:
+    """Log what close leaves undone, and who finishes it; what ``say_lost`` names is not."""
+    if not report.left:
+        return
+    held, gone = {id for id, _ in images_in(session.hosts())}, set[CheckpointId]()
+    if session.memory.problem is not None:
+        held, gone = set(), _only_in_memory(session)
+    entries = session.coordinator.ledger.entries
+    capturing = session.ask(lambda: {e.id for e in entries.values() if e.snapshot is not None})
+    in_memory: list[str] = []
+    elsewhere: list[str] = []
+    lost: list[str] = []
+    for step, attempt, tier in report.left:
+        id = CheckpointId(step, attempt)
+        if id in gone:
+            continue
+        place = lost if id in capturing else in_memory if id in held else elsewhere
+        place.append(f"{step}@{attempt} to {tier}")
+    if lost:
+        logger.warning("close: not captured in time, and lost: %s", few_of(lost))
+    if in_memory:
+        logger.warning(
+            "close: still owed: %s; what is owed lies in %s, and the next start or 'tierfall drain' finishes it",
+            few_of(in_memory),
+            session.host.path,
+        )
+    if elsewhere:
+        logger.warning(
+            "close: still owed: %s; the next start copies it from the tier that has it",
+            few_of(elsewhere),
+        )
+
+
+def _who(rank: int, bodies: Bodies) -> str:
+    return f"rank {rank}: " if len(bodies) > 1 else ""
+
+
+def _at(step: int | None) -> str:
+    return "no step" if step is None else f"step {step}"

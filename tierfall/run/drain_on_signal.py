@@ -1,0 +1,92 @@
+"""A drain when a signal announces the end of the process: on a thread of its own, whatever training is doing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from signal import Signals
+
+from tierfall.config import Config
+from tierfall.config.signal_names import signals_named
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.text import few_of
+from tierfall.core.types.units import format_duration
+from tierfall.run import group_commands
+from tierfall.session.session import Session
+from tierfall.setup import signal_hub
+from tierfall.telemetry.reports import DrainReport
+
+logger = logging.getLogger("tierfall")
+WHAT = "drain.on_signal"
+POLL_S = 0.05
+
+
+class DrainOnSignal:
+    """Listens from the time it is made, on the main thread, until ``stop``. The signal has its previous effect once the
+    drain is over: what can be durable is, or the deadline has passed.
+
+    Where the same signal asks for a save (``interval.on_signal``), the drain goes on until that save is durable too, or
+    to the deadline, or until the run is closed: ``saves`` counts those that have begun, or were skipped.
+    """
+
+    def __init__(self, config: Config, session: Session, saves: Callable[[], int]) -> None:
+        assert config.drain is not None
+        self._deadline_s = config.drain.deadline_s
+        self._saving = frozenset(config.interval.on_signal)
+        self._session = session
+        self._saves = saves
+        self._saves_before: dict[Signals, int] = {}
+        self._closed = threading.Event()
+        self._listener = signal_hub.listen(
+            signals_named(config.drain.on_signal), what=WHAT, flag=self._note, work=self._drain
+        )
+
+    def stop(self) -> None:
+        """Listen no more: the run is closed."""
+        self._closed.set()
+        signal_hub.stop(self._listener)
+
+    def _note(self, number: Signals) -> None:
+        """Count the saves on the thread that saves: the one that the signal asks for may be over before the drain has
+        so much as begun."""
+        self._saves_before.setdefault(number, self._saves())
+
+    def _drain(self, number: Signals) -> None:
+        ends_s = time.monotonic() + self._deadline_s
+        name, session = number.name, self._session
+        logger.warning(
+            "%s: what can become durable within %s does; then it has the effect that it had before",
+            name,
+            format_duration(self._deadline_s),
+        )
+        try:
+            session.tell(lambda: session.coordinator.ask_rank_0_to_drain(self._deadline_s))
+            saves = name in self._saving
+            report = self._until(ends_s, name, goes_on=not saves)
+            if saves and self._wait_for_save(number, ends_s):
+                report = self._until(ends_s, name, goes_on=True)
+        except (
+            TierfallError
+        ) as error:  # closed meanwhile, which drains too; or the coordinator has stopped
+            logger.warning("%s: nothing more is drained: %s", name, error)
+            return
+        left = few_of([f"{step}@{attempt} to {tier}" for step, attempt, tier in report.left])
+        logger.warning("%s: drained%s", name, f"; still owed: {left}" if left else "")
+
+    def _until(self, ends_s: float, name: str, *, goes_on: bool) -> DrainReport:
+        left_s = max(0.0, ends_s - time.monotonic())
+        return group_commands.drain_here(self._session, left_s, doing=name, goes_on=goes_on)
+
+    def _wait_for_save(self, number: Signals, ends_s: float) -> bool:
+        """Wait for the save that the signal asks for as well; False where it has not come in time, or cannot come any
+        more."""
+        while not self._has_saved_since(number):
+            if time.monotonic() >= ends_s or self._closed.wait(POLL_S):
+                return False
+        return True
+
+    def _has_saved_since(self, number: Signals) -> bool:
+        before = self._saves_before.get(number)  # None: the main thread has not heard of it yet
+        return before is not None and self._saves() > before

@@ -1,0 +1,230 @@
+"""A person's orders to a run of several ranks, on the threads that train: every rank makes the same call.
+
+Rank 0 decides what is meant, its coordinator sees to it that all ranks carry it out, and what came of it is raised or
+returned by all. Nothing here moves a byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.errors import RanksError, StepError, TierfallError
+from tierfall.core.types.text import ranks_named
+from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.view import Decision, Verdict
+from tierfall.policies.defaults import plan_retention
+from tierfall.session.drain_forecast import begin_drain, end_drain, from_json, to_json
+from tierfall.session.requests import give
+from tierfall.session.session import Session
+from tierfall.telemetry.reports import DrainForecast, DrainReport
+
+logger = logging.getLogger("tierfall")
+Find = Callable[[], CheckpointId]
+
+
+def order(session: Session, kind: PersonsOrder, named: Mapping[str, Any], find: Find) -> None:
+    """Carry out an order on all ranks. ``find`` says what is meant; of rank 0 it is asked.
+
+    Raises what kept a tier from it: the same on every rank.
+    """
+
+    def decide(bodies: Bodies) -> list[int]:
+        check_same(kind, bodies)
+        id = find()
+        return [id.step, id.attempt]
+
+    id = CheckpointId(*session.ranks.agree(kind, dict(named), decide))
+    failed: dict[str, BaseException] = {}
+    if session.ranks.topology.is_root:
+        failed = _given(session, kind, id)
+    session.ranks.agree(
+        f"{kind}: end", None, lambda bodies: check(kind, id, failed), timeout_s=_patience_s(session)
+    )
+
+
+def _given(session: Session, kind: PersonsOrder, id: CheckpointId) -> dict[str, BaseException]:
+    try:
+        return give(session, kind, id)
+    except TierfallError as error:  # the coordinator has stopped: the others must hear of it
+        return {"tierfall": error}
+
+
+def _patience_s(session: Session) -> float:
+    """Rank 0 may wait for the tiers for ``max_wait``, and the others so much longer for it."""
+    return 2 * session.config.max_wait_s
+
+
+def check(kind: PersonsOrder, id: CheckpointId, failed: Mapping[str, BaseException]) -> None:
+    """Raise what kept an order from being carried out."""
+    for tier, error in failed.items():
+        if isinstance(error, StepError):
+            raise error
+        known = type(error) if isinstance(error, TierfallError) else TierfallError
+        raise known(f"{kind} of {id}: tier {tier} could not do it: {error}") from error
+
+
+def check_same(what: str, bodies: Bodies) -> None:
+    """Raise RanksError where a rank brought other arguments than rank 0."""
+    for name, ours in bodies[0].items():
+        others = [rank for rank, body in bodies.items() if body[name] != ours]
+        if others:
+            raise RanksError(
+                f"{what}: {ranks_named(others)} asked for {name}={bodies[others[0]][name]!r} where rank 0 asked for "
+                f"{name}={ours!r}: every rank asks for the same"
+            )
+
+
+# prune -----------------------------------------------------------------------------------------------
+
+
+def plan(session: Session) -> list[Decision]:
+    """Return what retention decides for every copy on every tier."""
+    coordinator = session.coordinator
+
+    def ask() -> list[Decision]:
+        view = replace(coordinator.ledger.view(), trusting=True)
+        return [d for tier in coordinator.lanes for d in plan_retention(view, tier)]
+
+    return session.ask(ask)
+
+
+def prune(session: Session, *, dry_run: bool) -> list[Decision]:
+    """Return what rank 0 decides, and carry it out on all ranks unless ``dry_run``."""
+    ranks = session.ranks
+
+    def decide(bodies: Bodies) -> list[Any]:
+        check_same("prune", bodies)
+        return [_said(decision) for decision in plan(session)]
+
+    decisions = ranks.agree("prune", {"dry_run": dry_run}, decide)
+    if not dry_run:
+        if ranks.topology.is_root:
+            session.ask(session.coordinator.dropper.trust)
+            session.wait_idle(session.config.max_wait_s)
+        ranks.agree("prune: dropped", None, _nothing, timeout_s=_patience_s(session))
+        session.wait_idle(session.config.max_wait_s)
+        ranks.agree("prune: end", None, _nothing, timeout_s=_patience_s(session))
+    return [_heard(*said) for said in decisions]
+
+
+def _said(decision: Decision) -> list[Any]:
+    id = decision.checkpoint
+    return [
+        id.step, id.attempt, decision.tier, str(decision.verdict), decision.reason, decision.bytes
+    ]  # fmt: skip
+
+
+def _heard(step: int, attempt: int, tier: str, verdict: str, reason: str, size: int) -> Decision:
+    return Decision(
+        checkpoint=CheckpointId(step, attempt),
+        tier=tier,
+        verdict=Verdict(verdict),
+        reason=reason,
+        bytes=size,
+    )
+
+
+def _nothing(bodies: Bodies) -> None:
+    """Nothing is to be decided."""
+
+
+# drain -----------------------------------------------------------------------------------------------
+
+
+def drain_here(
+    session: Session, deadline_s: float | None, *, doing: str = "drain", goes_on: bool = True
+) -> DrainReport:
+    """Wait until every copy that this rank owes is durable, for ``deadline_s`` seconds at most: with a deadline, what
+    can still arrive goes first. ``goes_on``: what could not is begun afterwards; ``doing`` names it in the log."""
+    began = time.monotonic()
+    coordinator = session.coordinator
+    owed = session.ask(coordinator.left_undone)
+    forecast: tuple[DrainForecast, ...] = ()
+    asker = object()
+    try:
+        if deadline_s is not None and owed:
+            forecast = begin_drain(
+                session, asker, began + deadline_s, doing=doing, left_s=deadline_s
+            )
+        session.wait_idle(deadline_s)
+    finally:
+        if goes_on:
+            end_drain(session, asker)
+    left = set(session.ask(coordinator.left_undone))
+    left |= set(owed) & set(session.ask(coordinator.set_aside))
+    durable = session.ask(lambda: set(coordinator.durable))
+    return DrainReport(
+        done=_triples(copy for copy in owed if copy in durable),
+        left=_triples(sorted(left)),
+        lost=_triples(copy for copy in owed if copy not in left | durable),
+        seconds=time.monotonic() - began,
+        forecast=forecast,
+    )
+
+
+def drain(session: Session, deadline_s: float | None) -> DrainReport:
+    """Wait on all ranks until every owed copy is durable, for the shortest ``deadline_s`` of any at most.
+
+    The report is the same on all.
+    """
+    began = time.monotonic()
+    max_wait_s = session.config.max_wait_s
+    deadline = session.ranks.agree(
+        "drain",
+        deadline_s,
+        lambda bodies: min((s for s in bodies.values() if s is not None), default=None),
+        timeout_s=max_wait_s if deadline_s is None else min(max_wait_s, deadline_s),
+    )
+    report = drain_here(session, deadline)
+    body = [report.done, report.left, report.lost, to_json(report.forecast)]
+    # rank 0 knows what cannot arrive, and does not wait for it; another waits until the deadline
+    rest_s = 0.0 if deadline is None else max(0.0, deadline - report.seconds)
+    done, left, lost, forecast = session.ranks.agree(
+        "drain: end", body, _drained, timeout_s=_patience_s(session) + rest_s
+    )
+    return DrainReport(
+        done=tuple((step, attempt, tier) for step, attempt, tier in done),
+        left=tuple((step, attempt, tier) for step, attempt, tier in left),
+        lost=tuple((step, attempt, tier) for step, attempt, tier in lost),
+        seconds=time.monotonic() - began,
+        forecast=from_json(forecast),
+    )
+
+
+def settle(session: Session, left_s: Callable[[], float]) -> bool:
+    """At the end: carry out what rank 0 decided until it was done, as to drop what its tiers retain no longer. Returns
+    False where the ranks do not come here together, in the seconds that are ``left_s`` and one more."""
+    ranks = session.ranks
+    if not ranks.many:
+        return True
+    try:
+        ranks.agree("close", None, _nothing, timeout_s=max(1.0, left_s()))
+    except RanksError as error:
+        logger.warning(
+            "close: rank %d does not wait for the others: %s", ranks.topology.rank, error
+        )
+        return False
+    try:
+        session.wait_idle(left_s())
+    except TierfallError as error:  # the coordinator has stopped; the others end as ever
+        logger.warning("close: rank %d: %s", ranks.topology.rank, error)
+    return True
+
+
+def _triples(copies: Iterable[tuple[CheckpointId, str]]) -> tuple[tuple[int, int, str], ...]:
+    return tuple((id.step, id.attempt, tier) for id, tier in copies)
+
+
+def _drained(bodies: Bodies) -> list[list[Any]]:
+    """Put together what all say; the forecast is rank 0's, which plans. A copy that one rank knows to be there is
+    there: others are about to hear of it. What one waits for is left."""
+    done, left, lost = (
+        {tuple(copy) for body in bodies.values() for copy in body[place]} for place in range(3)
+    )
+    return [sorted(done), sorted(left - done), sorted(lost - left - done), bodies[0][3]]

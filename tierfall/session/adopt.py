@@ -1,0 +1,125 @@
+"""What an earlier start sealed in the slots of this process: whether it is this run's, and its way into the ledger.
+
+What this rank saved is its copy again; what is no image of a rank of now is ``inheriting``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from tierfall.core.format.catalog import Listing
+from tierfall.core.format.records import Commit, geometry, read_manifest
+from tierfall.core.scheduler.ledger.ledger import Ledger
+from tierfall.core.types.errors import ConfigError, IntegrityError, KeyNotFoundError, TierfallError
+from tierfall.core.types.text import few_of
+from tierfall.core.types.values import CheckpointId, CopyState
+from tierfall.session.leftovers import AdoptedSlot, Inheritance
+from tierfall.setup.attempts import ids_by_commits
+from tierfall.tiers.host import HeldImage, HostTier
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+
+
+def check_life(
+    hosts: Iterable[HostTier],
+    stores: Mapping[str, StoredTier],
+    listings: Iterable[Listing],
+    *,
+    run: str,
+    may_be_unknown: bool,
+) -> None:
+    """Refuse, by a ConfigError, host memory of another life of this run's name.
+
+    ``listings`` are those of all tiers; memory of an attempt that none of them knows, or whose record is damaged, is
+    refused where all answered, unless it ``may_be_unknown``.
+    """
+    answered = [x for x in listings if x.tier in stores and x.error is None]
+    is_known = len(answered) == len(stores) > 0 and not may_be_unknown
+    for host in hosts:
+        found: dict[tuple[int, str], list[CheckpointId]] = {}
+        for id, image in host.images().items():
+            found.setdefault((id.attempt, image.commit.line.attempt_id), []).append(id)
+        for (number, attempt_id), ids in found.items():
+            why = _why_foreign(number, attempt_id, stores, answered, is_known=is_known)
+            if why is not None:
+                steps = few_of([str(id) for id in ids])
+                raise ConfigError(
+                    f"open: {host.path} holds {steps} of another life of run {run!r}{why}. If it is needed, bring it "
+                    "to the tiers by 'tierfall drain'; if it is not, remove that file; or choose another run name"
+                )
+
+
+def _why_foreign(
+    number: int,
+    attempt_id: str,
+    stores: Mapping[str, StoredTier],
+    answered: Sequence[Listing],
+    *,
+    is_known: bool,
+) -> str | None:
+    """Say why memory of an attempt is not this run's, or None. Where the attempt's record is not there, or damaged, the
+    commit records of the attempt say by which id a tier knows it. A tier that was away may know another by its number.
+    """
+    damage: list[TierfallError] = []
+    ids: dict[str, frozenset[str]] = {}
+    for listing in answered:
+        found = ids_by_commits(listing, number)
+        if number in listing.attempts:
+            try:
+                found = frozenset({stores[listing.tier].read_attempt(number).id})
+            except KeyNotFoundError:
+                logger.debug("%s: attempt %d was removed just now", listing.tier, number)
+            except IntegrityError as error:
+                damage.append(error)
+        if found:
+            ids[listing.tier] = found
+    known = any(attempt_id in found for found in ids.values())
+    if ids and not known:
+        return f": tier {next(iter(ids))} knows that attempt by another id"
+    for each in damage:
+        whose = "this run's, other records say" if known else "taken for this run's, or not at all"
+        logger.warning("open: %s; memory of attempt %d is %s", each, number, whose)
+    if known or not is_known:
+        return None
+    if damage:
+        return f", or may do: its record is damaged, and no other says whose attempt {number} is ({damage[0]})"
+    return ": no tier knows that attempt: they were emptied, or added"
+
+
+def take_over(
+    ledger: Ledger,
+    images: Sequence[tuple[CheckpointId, HeldImage]],
+    slots: list[AdoptedSlot],
+    records: Iterable[Commit],
+) -> Inheritance:
+    """Put the images that lie in this process's slots into the ledger, and return what is not this rank's.
+
+    ``slots`` are those of ranks that are gone; ``records`` those of what other ranks saved and all have together.
+    """
+    host = ledger.host
+    inheritance = Inheritance(ledger, slots)
+    inheritance.take(records, images)
+    for id, image in images:
+        entry = ledger.entries.get(id)
+        if entry is not None and entry.parts is not None:
+            continue
+        if image.region.shard != ledger.shard:
+            inheritance.keep(id, image)
+        elif entry is None or host not in entry.states or entry.region is not None:
+            logger.warning("open: %s in memory is let go: other ranks have none of it", id)
+            image.region.release()
+        else:
+            entry.region = image.region
+            entry.adopted = True
+            entry.manifest = read_manifest(
+                image.region.manifest(), what=f"{host}: manifest of {id}"
+            )
+            entry.geometry = geometry(entry.manifest)
+            logger.info("open: %s in memory is adopted", id)
+    for entry in list(ledger.entries.values()):
+        if host in entry.states and entry.region is None and entry.parts is None:
+            entry.set_state(host, CopyState.ABSENT)
+            ledger.forget_if_gone(entry)
+    return inheritance

@@ -1,0 +1,267 @@
+"""Host memory that ranks of an earlier start left, and that is not in the place of a rank of now.
+
+A rank owns its slot, whosever images lie there; the first rank of a node adopts the slots beyond those of now. What all
+had sealed is flushed on by whoever has the parts; anything else stays, to be read, until something newer is durable. It
+knows nothing of how ranks agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.format.commit_files import plain
+from tierfall.core.format.records import Commit, read_commit, read_manifest
+from tierfall.core.restore.agreement import complete, whole_on
+from tierfall.core.restore.inventory import unite
+from tierfall.core.runtime.run_lock import RunLock
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger, entry_of
+from tierfall.core.types import keys
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.text import ranks_named
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, Shard
+from tierfall.setup.tiers import any_slot
+from tierfall.telemetry.status import remove_status
+from tierfall.tiers.arena.arena import lock_name
+from tierfall.tiers.host import HeldImage, HostTier, slots_in
+
+logger = logging.getLogger("tierfall")
+
+Regions = dict[tuple[CheckpointId, Shard], HostRegion]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedSlot:
+    """A slot whose rank is gone, with its lock."""
+
+    lock: RunLock
+    host: HostTier
+
+    def close(self, *, keep: bool) -> None:
+        try:
+            self.host.close(keep=keep)
+            if not keep:
+                remove_status(self.lock.path)
+        finally:
+            self.lock.release()
+
+
+def adopt_slots(folder: Path, *, first: int, name: str, run: str) -> list[AdoptedSlot]:
+    """Take every slot from ``first`` on that has an arena. What is empty goes; what cannot be read is said, and stays.
+
+    Raises LockError where another process owns one: a rank of an earlier start that still lives.
+    """
+    adopted: list[AdoptedSlot] = []
+    try:
+        for slot in slots_in(folder):
+            if slot >= first:
+                lock = RunLock.take(folder / lock_name(slot), run=run)
+                adopted += _adopt(lock, any_slot(folder, slot, name=name, run=run))
+    except BaseException:
+        for one in adopted:
+            one.close(keep=True)
+        raise
+    return adopted
+
+
+def _adopt(lock: RunLock, host: HostTier) -> list[AdoptedSlot]:
+    try:
+        host.attach(page_lock=False)
+    except TierfallError as error:
+        logger.warning(
+            "open: the host memory that a rank of an earlier start left is not read, and stays: %s",
+            error,
+        )
+        lock.release()
+        return []
+    except BaseException:
+        lock.release()
+        raise
+    slot = AdoptedSlot(lock, host)
+    if host.is_empty():
+        slot.close(keep=False)
+        return []
+    return [slot]
+
+
+def list_slots(hosts: Sequence[HostTier]) -> Listing:
+    """Say what is sealed in several slots, as one listing."""
+    listings = {host.path.name: host.list() for host in hosts}
+    found: dict[CheckpointId, dict[str, FoundCopy]] = {}
+    damaged = [error for listing in listings.values() for error in listing.damaged]
+    for where, listing in listings.items():
+        for copy in listing.copies:
+            found.setdefault(copy.id, {})[where] = copy
+    copies = []
+    for _, by_slot in sorted(found.items()):
+        copy, lost = unite(by_slot)
+        copies.append(copy)
+        damaged += lost
+    return Listing(tier=hosts[0].name, copies=tuple(copies), damaged=tuple(damaged))
+
+
+def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, HeldImage]]:
+    """Return the sealed images of several slots; the same checkpoint may be in each of them."""
+    return [item for host in hosts for item in host.images().items()]
+
+
+def regions_in(hosts: Iterable[HostTier]) -> Regions:
+    return {(id, held.region.shard): held.region for id, held in images_in(hosts)}
+
+
+@contextmanager
+def looking_at_others(
+    folder: Path, *, mine: Sequence[HostTier], name: str, run: str
+) -> Iterator[list[HostTier]]:
+    """Open all slots of this node for as long as it takes to read them: ``mine``, and those that others own."""
+    own = {host.path for host in mine}
+    others = [any_slot(folder, slot, name=name, run=run) for slot in slots_in(folder)]
+    seen = list(mine)
+    try:
+        for host in others:
+            if host.path in own:
+                continue
+            try:
+                if host.attach(writable=False):
+                    seen.append(host)
+            except TierfallError as error:
+                logger.warning("restore: memory of another rank is not read: %s", error)
+        yield seen
+    finally:
+        for host in seen:
+            if host.path not in own:
+                host.close(keep=True)
+
+
+# What rank 0 says of it -------------------------------------------------------------------------------
+
+
+def inherited(
+    listings: Sequence[Listing],
+    told: Mapping[int, Mapping[str, Any]],
+    *,
+    host: str,
+    world_size: int,
+) -> list[str]:
+    """Return the commit records of what all parts of lie in memory, though not each with the rank of now that saved it.
+
+    ``listings`` are those of all ranks together, ``told`` what each has described.
+    """
+    found, _ = complete(listings)
+    memory = next(listing for listing in listings if listing.tier == host)
+    displaced: set[CheckpointId] = set()
+    firsts: dict[CheckpointId, Commit] = {}
+    for rank, tiers in told.items():
+        for member in tiers[host]["copies"] if host in tiers else ():
+            if member["commit"] is None:
+                continue
+            commit = read_commit(member["commit"].encode(), what=f"rank {rank}: commit record")
+            id = commit.line.checkpoint
+            shards = {keys.parse_shard(file.name) for file in commit.files}
+            if shards != {Shard(rank, world_size)}:
+                displaced.add(id)
+            if Shard(0, commit.world_size) in shards:
+                firsts[id] = commit
+    return [
+        _facts_of(firsts[copy.id], copy.commit).encode().decode()
+        for copy in memory.copies
+        if copy.commit is not None and copy.id in displaced & found and whole_on(memory, copy.id)
+    ]
+
+
+def _facts_of(first: Commit, whole: Commit) -> Commit:
+    """Put metrics and tags of the first rank's record beside the files of all."""
+    return replace(first, files=whole.files)
+
+
+# In the ledger ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Inheritance:
+    """What lies in this node's memory and is no image of a rank of now. Belongs to the coordinator's thread.
+
+    ``whole`` are in the ledger, and flushed on; ``parts`` of what is not whole in memory are only read.
+    """
+
+    ledger: Ledger
+    slots: list[AdoptedSlot]
+    whole: list[Entry] = field(default_factory=list)
+    parts: dict[CheckpointId, list[HostRegion]] = field(default_factory=dict)
+
+    def take(
+        self, records: Iterable[Commit], images: Sequence[tuple[CheckpointId, HeldImage]]
+    ) -> None:
+        """Take up what rank 0 has named in ``records``, with those of its ``images`` that this rank has."""
+        for commit in records:
+            id = commit.line.checkpoint
+            entry = self.ledger.entries.setdefault(id, entry_of(id, commit, self.ledger.shard))
+            held = [image for of, image in images if of == id]
+            entry.commit = plain(commit)
+            size = sum(image.region.image_bytes for image in held)
+            entry.set_state(self.ledger.host, CopyState.SEALED, size)
+            entry.parts = tuple(
+                entry.part(
+                    image.region.shard,
+                    image.region,
+                    read_manifest(image.region.manifest(), what=f"manifest of {id} in memory"),
+                )
+                for image in held
+            )
+            self.whole.append(entry)
+            logger.info(
+                "open: %s in memory, which %d ranks saved, is adopted: %s",
+                id,
+                commit.world_size,
+                f"the parts of {ranks_named(part.shard.rank for part in entry.parts)} are here"
+                if held
+                else "no part is here",
+            )
+
+    def keep(self, id: CheckpointId, image: HeldImage) -> None:
+        """Keep a part of what is not whole in memory."""
+        logger.warning(
+            "open: the part of rank %d of %d of %s lies in memory, the others' do not: it is not flushed, and stays, "
+            "to be restored from, until something newer is durable or a save needs its room; if no other tier holds "
+            "the rest, that checkpoint is lost with the machines that are missing",
+            image.region.shard.rank,
+            image.region.shard.world_size,
+            id,
+        )
+        self.parts.setdefault(id, []).append(image.region)
+
+    def committed(self, tier: str, newer: Entry) -> None:
+        """Let go of what is older than what was committed just now, is owed to no tier, and no pin keeps in memory."""
+        rules = next(rules for rules in self.ledger.rules if rules.name == tier)
+        if rules.survives is LossClass.NONE:
+            return
+        for entry in [e for e in self.whole if e.order < newer.order and not e.owed]:
+            elsewhere = CopyState.COMMITTED in entry.states.values()
+            if entry.leases.get(self.ledger.host) or (entry.pinned and not elsewhere):
+                continue
+            self.whole.remove(entry)
+            entry.free()
+            entry.set_state(self.ledger.host, CopyState.ABSENT)
+            self.ledger.forget_if_gone(entry)
+        for id in [id for id in self.parts if (id.attempt, id.step) < newer.order]:
+            for region in self.parts.pop(id):
+                region.release()
+        for slot in [slot for slot in self.slots if slot.host.is_empty()]:
+            self.slots.remove(slot)
+            slot.close(keep=False)
+
+    def make_room(self) -> bool:
+        """Let go of the oldest that only waits to be read, where a save finds no room; False where there is none."""
+        if not self.parts:
+            return False
+        id = min(self.parts, key=lambda id: (id.attempt, id.step))
+        logger.warning("memory is full: the part of %s that an earlier start left is let go", id)
+        for region in self.parts.pop(id):
+            region.release()
+        return True

@@ -1,0 +1,288 @@
+"""Which folders all nodes see: rank 0 leaves a file in each, and the first rank of every other node looks for it.
+
+What is found is put into the configuration of the session, where it says nothing, and held against what it says, and
+against what the tier's own records say of earlier starts: a node on which a shared file system is not mounted finds an
+empty folder there. With one node there is nothing to find out.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.core.format.commit_files import named_shards
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.types import keys
+from tierfall.core.types.backend import Publish
+from tierfall.core.types.errors import (
+    BackendError,
+    ConfigError,
+    KeyNotFoundError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.core.types.text import ranks_named
+from tierfall.tiers.arena.folder import file_system_of
+from tierfall.tiers.stored import StoredTier
+
+if TYPE_CHECKING:
+    from tierfall.session.session import Session
+
+logger = logging.getLogger("tierfall")
+
+PATIENCE_S = {True: 10.0, None: 1.5, False: 0.5}
+"""How long a file is looked for, by what the configuration says of the tier: a network file system may show it late."""
+PAUSE_S = 0.1
+STALE_S = 3600.0
+_SHARED = "open: shared"
+Tiers = Sequence[FileTier | ObjectTier]
+
+
+def to_probe(session: Session) -> Tiers:
+    """Name the tiers of which it is to be found out: the folders, where there are several nodes."""
+    if len(session.ranks.topology.nodes) == 1:
+        return ()
+    return tuple(tier for tier in session.config.written if tier.folder is not None)
+
+
+def probe(session: Session, token: str, written: Sequence[str]) -> tuple[Config, Mapping[str, str]]:
+    """Return the configuration with what all ranks have found, after rank 0 has ``written`` its files; and the tiers
+    that some rank could not look at, with why.
+
+    Raises ConfigError, on all ranks, where some nodes see a tier's files and others do not, and where a set value
+    disagrees.
+    """
+    topology = session.ranks.topology
+    looks = topology.is_leader and topology.node != 0
+    tiers = [tier for tier in to_probe(session) if tier.name in written]
+    body = look(session, tiers, token) if looks else {"seen": {}, "failed": {}}
+    body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(session, t))}
+    body["empty"] = [t.name for t in tiers if _is_empty(session, t)]
+    body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
+    found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, bodies))
+    shared: Mapping[str, bool] = found["shared"]
+    for tier in tiers:
+        if tier.shared is None and tier.name in shared and isinstance(tier, FileTier):
+            logger.info("tier %s: all nodes see the same files: %s", tier.name, shared[tier.name])
+    config = session.config.model_copy(
+        update={
+            "tiers": tuple(
+                tier.model_copy(update={"shared": shared[tier.name]})
+                if isinstance(tier, FileTier) and tier.name in shared
+                else tier
+                for tier in session.config.tiers
+            )
+        }
+    )
+    return config, found["failed"]
+
+
+def _setting(tier: FileTier | ObjectTier) -> bool | None:
+    return True if isinstance(tier, ObjectTier) else tier.shared
+
+
+# Rank 0 ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def files_of_probe(session: Session) -> Iterator[Probe]:
+    """Remove, at the end, what was written."""
+    written = Probe(session)
+    try:
+        yield written
+    finally:
+        written.remove()
+
+
+class Probe:
+    """The files that rank 0 leaves."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._written: list[StoredTier] = []
+        self.token = f"{int(time.time())}-{secrets.token_hex(8)}"
+
+    def write(self) -> dict[str, Any]:
+        """Leave a file in each folder; say where, and what kept the others from it.
+
+        A tier that is full is not probed: it is taken for what is set. Raises what a tier refuses for good.
+        """
+        failed: dict[str, str] = {}
+        for tier in to_probe(self._session):
+            store = self._session.stores.get(tier.name)
+            if store is None:
+                continue
+            try:
+                self._write(store)
+            except StorageFullError as error:
+                logger.warning(
+                    "open: tier %s is full, and whether all nodes see it could not be found out: it is taken for %s. "
+                    "Say so by 'shared', or free the disk: %s",
+                    tier.name,
+                    "shared" if _setting(tier) else "a folder of each node",
+                    error,
+                )
+            except UnreachableError as error:
+                failed[tier.name] = f"rank 0: {error}"
+            else:
+                self._written.append(store)
+        return {
+            "token": self.token,
+            "written": [store.name for store in self._written],
+            "failed": failed,
+        }
+
+    def _write(self, store: StoredTier) -> None:
+        prefix = _prefix(self._session.run)
+        for stale in [s.key for s in store.backend.scan(prefix) if _is_stale(s.key)]:
+            store.backend.delete(stale)
+        key = _key(self._session.run, self.token)
+        with store.backend.create(key, length=1, publish=Publish.REPLACE) as writer:
+            writer.write(0, memoryview(b"\n"))
+            writer.publish()
+
+    def remove(self) -> None:
+        for store in self._written:
+            try:
+                store.backend.delete(_key(self._session.run, self.token))
+            except BackendError as error:
+                logger.warning("open: tier %s: a file of the probe stays: %s", store.name, error)
+
+
+def _prefix(run: str) -> str:
+    return f"{run}/{keys.PROBE_FOLDER}/"
+
+
+def _key(run: str, token: str) -> str:
+    return f"{_prefix(run)}{token}"
+
+
+def _is_stale(key: str) -> bool:
+    """Say whether a start that was killed has left it: long ago, as another may just be looking for its own."""
+    written = key.rpartition("/")[2].partition("-")[0]
+    return written.isdecimal() and time.time() - int(written) > STALE_S
+
+
+def _decide(tiers: Tiers, bodies: Bodies) -> dict[str, Any]:
+    failed: dict[str, str] = {}
+    shared: dict[str, bool] = {}
+    for rank, body in bodies.items():
+        for name, why in body["failed"].items():
+            failed.setdefault(name, f"rank {rank}: {why}")
+    for tier in tiers:
+        seen = {rank: b["seen"][tier.name] for rank, b in bodies.items() if tier.name in b["seen"]}
+        if tier.name not in failed and seen:
+            shared[tier.name] = _found(tier, seen)
+            if _setting(tier) is None and not shared[tier.name]:
+                _check_doubt(tier, bodies)
+    return {"shared": shared, "failed": failed}
+
+
+def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
+    with_it = [rank for rank, sees in seen.items() if sees]
+    without = [rank for rank, sees in seen.items() if not sees]
+    where = f"open: tier {tier.name} ({tier.folder})"
+    if with_it and without:
+        raise ConfigError(
+            f"{where}: the nodes of {ranks_named(with_it)} see what rank 0 writes there, those of "
+            f"{ranks_named(without)} do not: mount one folder on all nodes, or one of its own on each"
+        )
+    setting, found = _setting(tier), bool(with_it)
+    if setting is True and not found:
+        what = "a tier of kind file" if isinstance(tier, ObjectTier) else "shared: false"
+        raise ConfigError(
+            f"{where} is said to be shared, and the nodes of {ranks_named(without)} do not see what rank 0 writes "
+            f"there: mount it on all nodes, or make it {what}"
+        )
+    if setting is False and found:
+        raise ConfigError(
+            f"{where} is set to shared: false, and the nodes of {ranks_named(with_it)} see what rank 0 writes there: "
+            "set shared: true, or give each node a folder of its own"
+        )
+    return found
+
+
+def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies) -> None:
+    """Raise ConfigError where something says that a tier is shared, and the nodes do not see the same files."""
+    where = f"open: tier {tier.name} ({tier.folder})"
+    advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
+    for rank, body in bodies.items():
+        why, is_certain = body["shared_before"].get(tier.name, (None, False))
+        # a node whose folder holds files of the run has one of its own
+        if why and (is_certain or any(tier.name in other["empty"] for other in bodies.values())):
+            raise ConfigError(
+                f"{where}: other nodes do not see what rank 0 writes there, and rank {rank} finds that {why}. {advice}"
+            )
+    lies_on = {r: b["lies_on"][tier.name] for r, b in bodies.items() if tier.name in b["lies_on"]}
+    others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
+    if others:
+        raise ConfigError(
+            f"{where}: on rank 0 it lies on {lies_on[0]}, on {ranks_named(others)} on {lies_on[others[0]]}: whether "
+            f"that is wanted cannot be told. {advice}"
+        )
+
+
+def _is_empty(session: Session, tier: FileTier | ObjectTier) -> bool:
+    listing = next(x for x in session.listings if x.tier == tier.name)
+    return not (listing.copies or listing.unfinished or listing.attempts or listing.error)
+
+
+def _shared_before(session: Session, tier: FileTier | ObjectTier) -> tuple[str, bool] | None:
+    """Say by what this rank knows that all nodes saw a tier's files at an earlier start, and whether that is certain:
+    ranks that were all on one node leave such records, too."""
+    if session.identities.is_shared(tier.name):
+        return "all nodes saw the same files there before", True
+    listing = next(x for x in session.listings if x.tier == tier.name)
+    world_size = session.ranks.topology.world_size
+    for copy in listing.copies:
+        if copy.commit is None or copy.commit.world_size != world_size:
+            continue
+        if len(named_shards(copy.commit, world_size)) == world_size:
+            return f"the commit record of {copy.id} there names the images of all ranks", False
+    return None
+
+
+def _file_system(tier: FileTier | ObjectTier) -> str:
+    """Name the kind of file system that a folder lies on, as this machine's kernel calls it."""
+    assert tier.folder is not None
+    try:
+        return file_system_of(tier.folder) or "an unknown file system"
+    except OSError as error:
+        return f"what cannot be looked at ({error.strerror})"
+
+
+# The first rank of each other node -------------------------------------------------------------------
+
+
+def look(session: Session, tiers: Tiers, token: str) -> dict[str, Any]:
+    """Look for the files of rank 0, for a while; say where they are seen, and what could not be looked at."""
+    seen: dict[str, bool] = {}
+    failed: dict[str, str] = {}
+    began = time.monotonic()
+    key = _key(session.run, token)
+    waiting = [tier for tier in tiers if tier.name in session.stores]
+    while waiting:
+        for tier in list(waiting):
+            try:
+                session.stores[tier.name].backend.stat(key)
+            except KeyNotFoundError:
+                if time.monotonic() - began < _patience_s(session, tier):
+                    continue
+                seen[tier.name] = False
+            except BackendError as error:
+                failed[tier.name] = str(error)
+            else:
+                seen[tier.name] = True
+            waiting.remove(tier)
+        if waiting:
+            time.sleep(PAUSE_S)
+    return {"seen": seen, "failed": failed}
+
+
+def _patience_s(session: Session, tier: FileTier | ObjectTier) -> float:
+    return min(PATIENCE_S[_setting(tier)], session.config.max_wait_s / 2)

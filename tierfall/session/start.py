@@ -1,0 +1,318 @@
+"""How the ranks of a start come to one attempt, and to one picture of what the tiers hold.
+
+Every rank looks at its own memory, the leader of each node at what its node alone sees, rank 0 at what all see. Rank 0
+puts that together: a checkpoint is there when every rank's part of it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from tierfall.config import Config, ObjectTier
+from tierfall.config import StoredTier as StoredSection
+from tierfall.core.format.catalog import FoundCopy, Listing, merge, starts_in
+from tierfall.core.format.commit_files import image_file
+from tierfall.core.format.records import Attempt, Commit, read_commit
+from tierfall.core.ranks.message_tree import Bodies
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.restore.agreement import complete, whole_on
+from tierfall.core.restore.inventory import describe, describe_starts, merge_ranks, read_starts
+from tierfall.core.types.errors import IntegrityError, RanksError, TierfallError
+from tierfall.core.types.lineage import AttemptStart
+from tierfall.core.types.text import ranks_named
+from tierfall.core.types.values import CheckpointId
+from tierfall.session import shared_folders
+from tierfall.session.leftovers import inherited
+from tierfall.setup.tiers import bounds_s
+
+if TYPE_CHECKING:
+    from tierfall.session.session import Session
+
+TRIES = 8
+_OPEN, _ATTEMPT, _READY = "open", "open: attempt", "open: ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What all ranks know after they have met. ``whole`` names, per tier, the checkpoints of which every rank's part is
+    there; ``complete`` those whose parts are all somewhere; ``seen`` names the tiers that every rank could read;
+    ``first``: no rank found any; ``inherited`` as in ``inheriting.inherited``. ``marks``, per tier, are those that any
+    rank found there; ``deleted`` bear a tombstone somewhere, and no pin; ``damaged``, per tier, may be repaired, each
+    with what is wrong with it; ``starts`` say how attempts began that have committed something."""
+
+    attempt: Attempt
+    whole: Mapping[str, frozenset[CheckpointId]]
+    complete: frozenset[CheckpointId]
+    seen: frozenset[str]
+    first: bool
+    inherited: tuple[Commit, ...] = ()
+    marks: Mapping[str, Mapping[CheckpointId, frozenset[str]]] = field(default_factory=dict)
+    deleted: frozenset[CheckpointId] = frozenset()
+    damaged: Mapping[str, Mapping[CheckpointId, str]] = field(default_factory=dict)
+    starts: tuple[AttemptStart, ...] = ()
+
+    @property
+    def scattered(self) -> frozenset[CheckpointId]:
+        """Whose parts are all somewhere, but on no tier together."""
+        return self.complete - frozenset().union(*self.whole.values())
+
+
+def is_shared(tier: StoredSection) -> bool:
+    """Say whether all nodes see the same files there."""
+    return isinstance(tier, ObjectTier) or bool(tier.shared)
+
+
+def mine(config: Config, ranks: Ranks) -> tuple[str, ...]:
+    """Name the tiers that this rank tells the others of."""
+    owned = (tier.name for tier in config.stored if is_owner(tier, ranks))
+    return (config.host.name, *owned)
+
+
+def is_owner(tier: StoredSection, ranks: Ranks) -> bool:
+    """Say whether this rank commits, collects and deletes there."""
+    return ranks.topology.is_root if is_shared(tier) else ranks.topology.is_leader
+
+
+def start_together(session: Session) -> Start:
+    """Take one attempt for all ranks. Raises, on every rank, what kept one of them from starting.
+
+    A tier that one rank cannot reach is left out by all: nothing would ever be whole there.
+    """
+    ranks = session.ranks
+    _find_shared(session)
+    session.settle()
+    config = session.config
+    order = [tier.name for tier in config.chain]
+    number = session.next_number()
+    for _ in range(TRIES):
+        found = ranks.agree(
+            _OPEN,
+            {
+                "number": number,
+                "unreachable": {tier: str(error) for tier, error in session.errors.items()},
+                "read_only": session.found_read_only,
+                "tiers": describe(session.listings, mine=mine(config, ranks)),
+                "nothing": session.knows_of_nothing(),
+            },
+            lambda bodies: _decide(session, bodies, order),
+            timeout_s=_patience_s(session),
+        )
+        session.leave_out(found["unreachable"])
+        session.go_on_reading(found["read_only"])
+        attempt = Attempt(run=session.run, **found["attempt"])
+        with _said_to_others(ranks, _ATTEMPT):
+            taken = session.adopt_attempt(attempt)
+        body = {"taken": taken, "read_only": session.found_read_only}
+        answer = ranks.agree(_ATTEMPT, body, _taken)
+        session.go_on_reading(answer["read_only"])
+        refused = answer["refused"]
+        if not refused:
+            return Start(
+                attempt=attempt,
+                whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
+                complete=_ids(found["complete"]),
+                seen=frozenset(found["seen"]),
+                first=found["first"],
+                inherited=tuple(
+                    read_commit(text.encode(), what="commit record of an adopted checkpoint")
+                    for text in found["inherited"]
+                ),
+                marks={tier: _marks(said) for tier, said in found["marks"].items()},
+                deleted=_ids(found["deleted"]),
+                damaged={
+                    tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
+                    for tier, said in found["damaged"].items()
+                },
+                starts=read_starts(found["starts"]),
+            )
+        number = attempt.number + 1
+    raise RanksError(
+        f"open: {ranks_named(refused)} found another start's attempt in the place of each of {TRIES} numbers: another "
+        "job of this run's name is starting at the same time"
+    )
+
+
+def _find_shared(session: Session) -> None:
+    """Find out, once, which folders all nodes see. It is the first that ranks do together."""
+    if session.probed or not shared_folders.to_probe(session):
+        return
+    with shared_folders.files_of_probe(session) as files:
+
+        def write(bodies: Bodies) -> dict[str, Any]:
+            _check_started(bodies)
+            return files.write()
+
+        said = session.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(session))
+        session.config, failed = shared_folders.probe(session, said["token"], said["written"])
+    session.leave_out({**said["failed"], **failed})
+    session.probed = True
+
+
+def _patience_s(session: Session) -> float:
+    """How much longer than the fastest rank the slowest may take to come: it may have waited for a tier that did not
+    answer, to be opened and to be listed."""
+    bounds = bounds_s(session.config)
+    slowest_s = max((bounds[tier.name] for tier in session.config.stored), default=0.0)
+    return session.config.max_wait_s + 2 * slowest_s
+
+
+@contextmanager
+def opening(ranks: Ranks) -> Iterator[None]:
+    """What is done inside is done by each rank before it meets the others in ``start_together``, who wait for it: they
+    are to know why it does not come."""
+    with _said_to_others(ranks, _OPEN):
+        yield
+
+
+@contextmanager
+def ready_together(ranks: Ranks, *, timeout_s: float) -> Iterator[None]:
+    """What is done inside is done by all ranks, or no rank starts. ``timeout_s`` is how much longer than the fastest
+    rank the slowest may take."""
+    with _said_to_others(ranks, _READY, timeout_s):
+        yield
+    if ranks.many:
+        ranks.agree(_READY, {}, _check_started, timeout_s=timeout_s)
+
+
+@contextmanager
+def _said_to_others(ranks: Ranks, what: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Tell the other ranks, at their next agreement, what kept this one from coming to it."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks.many:
+            with suppress(TierfallError):  # it says the same: this rank raises its own
+                body = {"error": str(error) or repr(error)}
+                ranks.agree(what, body, _check_started, timeout_s=timeout_s)
+        raise
+
+
+def _check_started(bodies: Bodies) -> None:
+    for rank, body in bodies.items():
+        if "error" in body:
+            raise RanksError(f"open: rank {rank}: {body['error']}")
+
+
+def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+    _check_started(bodies)
+    told = {rank: body["tiers"] for rank, body in bodies.items()}
+    listings = merge_ranks(told, order)
+    found, _ = complete(listings)
+    attempt = session.take_number(max(body["number"] for body in bodies.values()))
+    unreachable: dict[str, str] = {}
+    for rank, body in bodies.items():
+        for tier, why in body["unreachable"].items():
+            unreachable.setdefault(tier, f"rank {rank}: {why}")
+    return {
+        "unreachable": unreachable,
+        "read_only": {**_read_only(bodies), **session.found_read_only},
+        "attempt": {
+            "number": attempt.number,
+            "id": attempt.id,
+            "node": attempt.node,
+            "pid": attempt.pid,
+            "wall_time_s": attempt.wall_time_s,
+        },
+        "whole": {
+            listing.tier: _pairs(c.id for c in listing.copies if whole_on(listing, c.id))
+            for listing in listings
+        },
+        "complete": _pairs(found),
+        "seen": [listing.tier for listing in listings if listing.error is None],
+        "inherited": inherited(
+            listings,
+            told,
+            host=session.config.host.name,
+            world_size=session.ranks.topology.world_size,
+        ),
+        "marks": {
+            listing.tier: [
+                [c.id.step, c.id.attempt, sorted(c.marks)] for c in listing.copies if c.marks
+            ]
+            for listing in listings
+        },
+        "damaged": damaged_copies(listings, host=session.config.host.name),
+        "deleted": _pairs(c.id for c in merge(listings) if c.tombstoned and not c.pinned),
+        "starts": describe_starts(starts_in(listings, found)),
+        "first": all(body["nothing"] for body in bodies.values()),
+    }
+
+
+def damaged_copies(listings: Sequence[Listing], *, host: str) -> dict[str, list[list[Any]]]:
+    """Say what is wrong with the copies on each tier that may be repaired; what lies in memory is not."""
+    found: dict[str, list[list[Any]]] = {}
+    for checkpoint in merge(listings):
+        for tier, copy in checkpoint.copies.items():
+            if copy.repairable and tier != host:
+                said = [checkpoint.id.step, checkpoint.id.attempt, str(copy.damage)]
+                found.setdefault(tier, []).append(said)
+    return found
+
+
+def _taken(bodies: Bodies) -> dict[str, Any]:
+    _check_started(bodies)
+    return {
+        "refused": [rank for rank, body in bodies.items() if not body["taken"]],
+        "read_only": _read_only(bodies),
+    }
+
+
+def _read_only(bodies: Bodies) -> dict[str, str]:
+    """Say which tiers any rank may not write to: none does then, as nothing would ever be whole there."""
+    found: dict[str, str] = {}
+    for rank, body in bodies.items():
+        for tier, why in body["read_only"].items():
+            found.setdefault(tier, f"rank {rank}: {why}")
+    return found
+
+
+def _pairs(ids: Any) -> list[list[int]]:
+    return [[id.step, id.attempt] for id in sorted(ids)]
+
+
+def _marks(said: list[list[Any]]) -> dict[CheckpointId, frozenset[str]]:
+    return {CheckpointId(step, attempt): frozenset(marks) for step, attempt, marks in said}
+
+
+def _ids(pairs: list[list[int]]) -> frozenset[CheckpointId]:
+    return frozenset(CheckpointId(step, attempt) for step, attempt in pairs)
+
+
+def held_by_all(session: Session, start: Start) -> tuple[Listing, ...]:
+    """Leave out, of what this rank found, what other ranks do not have their parts of.
+
+    What lies in memory counts as long as the other parts are on some tier: it is read first; but not where it is
+    another rank's part, whose record says nothing of this one's. A mark that any rank found counts for all, and so does
+    damage that may be repaired.
+    """
+    host, shard = session.config.host.name, session.ranks.shard
+
+    def counts(tier: str, copy: FoundCopy) -> bool:
+        if tier != host:
+            return copy.id in start.whole[tier] or copy.id in start.damaged.get(tier, {})
+        is_ours = copy.commit is None or image_file(copy.commit, shard) is not None
+        return is_ours and copy.id in start.complete
+
+    def damage_of(tier: str, copy: FoundCopy) -> TierfallError | None:
+        why = start.damaged.get(tier, {}).get(copy.id)
+        return copy.damage if why is None else IntegrityError(why)
+
+    return tuple(
+        replace(
+            listing,
+            starts=start.starts,
+            copies=tuple(
+                replace(
+                    copy,
+                    marks=copy.marks | start.marks.get(listing.tier, {}).get(copy.id, frozenset()),
+                    damage=damage_of(listing.tier, copy),
+                )
+                for copy in listing.copies
+                if counts(listing.tier, copy)
+            ),
+        )
+        for listing in session.listings
+    )

@@ -1,0 +1,273 @@
+"""How a run's inner records become reports: pure functions, apart from the counters of saves."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tierfall.core.capture.handle import SaveHandle
+from tierfall.core.format.records import Line, chunk_count
+from tierfall.core.image.layout import Layout
+from tierfall.core.restore.restore import Restored
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.flush.throughput import Rates
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.types.errors import CaptureError, ConfigError
+from tierfall.core.types.keys import check_name
+from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.text import with_article
+from tierfall.core.types.values import LossClass, SaveOutcome
+from tierfall.policies.forecast import loss_bounds
+from tierfall.telemetry.reports import (
+    CheckpointInfo,
+    Compression,
+    RestoreReport,
+    ShardSource,
+    Statistics,
+)
+from tierfall.telemetry.steps_seen import StepsSeen
+
+if TYPE_CHECKING:
+    from tierfall.session.session import Session
+
+METRIC_BYTES = 64
+CHUNK_DIGEST_BYTES = 48
+RECORD_BYTES = 8192
+SAVES_REMEMBERED = 1000
+
+
+@dataclass(slots=True)
+class SaveCounts:
+    """What this process has saved so far."""
+
+    begun: int = 0
+    settled: int = 0
+    lazy: int = 0
+    skipped: int = 0
+    capture: str = ""
+    handles: list[SaveHandle] = field(default_factory=list)
+    steps: StepsSeen = field(default_factory=StepsSeen)
+
+    @property
+    def tried(self) -> int:
+        """Those that were begun, and those that found no room."""
+        return self.begun + self.skipped
+
+    def note(self, handle: SaveHandle, *, lazy: bool) -> None:
+        self.begun += 1
+        self.lazy += int(lazy)
+        self.handles.append(handle)
+        del self.handles[:-SAVES_REMEMBERED]
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Read metrics as floats, and refuse, before anything is written, what is no number. A tensor on a device is
+    returned out of its graph, for the capture to read in the order of the device's work."""
+    if not isinstance(metrics, Mapping):
+        raise CaptureError(
+            f"save: metrics is {with_article(type(metrics).__name__)}, expected a mapping of names to numbers"
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise CaptureError(f"save: metrics: a name is {name!r}, expected a string")
+        if getattr(value, "ndim", 0) != 0 or isinstance(value, str | bytes):
+            raise CaptureError(f"save: metrics[{name!r}] is not a number or a 0-dim tensor")
+        if not hasattr(value, "__float__"):
+            raise CaptureError(
+                f"save: metrics[{name!r}] is {with_article(type(value).__name__)}, expected a number or a 0-dim tensor"
+            )
+    return {name: _read_metric(name, value) for name, value in metrics.items()}
+
+
+def _read_metric(name: str, value: Any) -> Any:
+    """Read a metric now: the loop may change it right after save."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if not (value.is_cpu or value.is_meta or value.is_complex()):
+            return value
+    try:
+        read = float(value)
+        if math.isinf(read) and value != read:  # a Decimal becomes one without a word
+            raise OverflowError(f"it is larger than {sys.float_info.max:.2g}")
+        return read
+    except OverflowError as error:
+        raise CaptureError(
+            f"save: metrics[{name!r}] is too large for a 64-bit float, as metrics are stored ({error}): give it in a "
+            "larger unit, or put it into the state. Nothing of this step was saved: save it again without that metric"
+        ) from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CaptureError(
+            f"save: metrics[{name!r}] cannot be read as a number: {error}"
+        ) from error
+
+
+def checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
+    """Refuse, before anything is written, tags that are not a list of usable names."""
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise ConfigError(f"save: tags must be a list of names, such as ['best'], not {tags!r}")
+    return tuple(check_name(tag, what="save: tags") for tag in tags)
+
+
+def records_bytes(
+    layout: Layout, chunk_bytes: int, metrics: Mapping[str, Any], tags: tuple[str, ...], line: Line
+) -> int:
+    """Bound what manifest and commit record of an image take together."""
+    chunks = chunk_count(layout.image_bytes, layout.data_start, chunk_bytes)
+    named = sum(6 * len(name) + METRIC_BYTES for name in (*metrics, *tags))
+    return (
+        len(layout.pieces) + CHUNK_DIGEST_BYTES * chunks + named + 12 * len(line.run) + RECORD_BYTES
+    )
+
+
+def restore_report(restored: Restored, seconds: float) -> RestoreReport:
+    id = restored.checkpoint.id
+    commit = restored.checkpoint.commit
+    shard = next(
+        (f.name for f in commit.files if f.digest is None) if commit else iter(()), "rank 0"
+    )
+    tally = restored.tally
+    read = [ShardSource(shard=shard, tier=tier, bytes=n) for tier, n in tally.bytes.items()]
+    read += [
+        ShardSource(shard=shard, tier=tier, bytes=n, rank=rank)
+        for (tier, rank), n in sorted(tally.received.items())
+    ]
+    return RestoreReport(
+        step=id.step,
+        attempt=id.attempt,
+        sources=tuple(sorted(read, key=lambda source: -source.bytes)),
+        bytes=sum(source.bytes for source in read),
+        seconds=seconds,
+        fallbacks=tuple(tally.fallbacks),
+    )
+
+
+def note_reads(rates: Rates, report: RestoreReport) -> None:
+    """Note how fast this rank read tiers: no slower than by all of the restore's time."""
+    for source in report.sources:
+        if source.rank is None:
+            rates.was_read(source.tier, source.bytes, report.seconds)
+
+
+def infos(ledger: Ledger, wall_time_s: float) -> list[CheckpointInfo]:
+    """Tell of every checkpoint that is there or being captured; what is left of a failed capture is none."""
+    left = ledger.abandoned()
+    return [
+        _info(entry, entry.id in left, wall_time_s)
+        for entry in sorted(ledger.entries.values(), key=lambda e: e.id)
+        if entry.commit is not None or entry.snapshot is not None or entry.damage
+    ]
+
+
+def _info(entry: Entry, abandoned: bool, wall_time_s: float) -> CheckpointInfo:
+    commit = entry.commit
+    return CheckpointInfo(
+        step=entry.id.step,
+        attempt=entry.id.attempt,
+        ordinal=entry.ordinal,
+        tiers=dict(entry.states),
+        bytes=commit.image_bytes if commit else max(entry.bytes.values(), default=0),
+        age_s=max(0.0, wall_time_s - commit.wall_time_s) if commit else 0.0,
+        pinned=entry.pinned,
+        abandoned=abandoned,
+        tags=tuple(sorted(entry.tags)),
+        metrics=dict(commit.metrics) if commit else {},
+        owed=tuple(sorted(entry.owed)),
+        damage=dict(entry.damage),
+        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+    )
+
+
+def statistics(session: Session, counts: SaveCounts) -> Statistics:
+    stats = [handle.stats for handle in counts.handles]
+    coordinator = session.coordinator
+    durable: dict[str, list[float]] = {}
+    for one in stats:
+        for tier, seconds in one.durable_s.items():
+            durable.setdefault(tier, []).append(seconds)
+
+    def inner() -> tuple[dict[str, int], dict[LossClass, LossBound], dict[str, Any]]:
+        edges = {
+            f"{source}->{lane.tier}": count
+            for lane in coordinator.lanes.values()
+            for source, count in lane.edge_bytes.items()
+        }
+        flow = _flow(coordinator, time.monotonic())
+        return edges, bounds_of(session), flow
+
+    edges, bounds, flow = session.ask(inner)
+    counters = coordinator.counters
+    return Statistics(
+        saves=counts.begun,
+        lazy_saves=counts.lazy,
+        skipped_saves=counts.skipped,
+        superseded_saves=coordinator.superseder.superseded,
+        failed_saves=sum(h.outcome is SaveOutcome.FAILED for h in counts.handles),
+        blocked_s=_mean([one.blocked_s for one in stats]),
+        captured_s=_mean([one.captured_s for one in stats if one.captured_s is not None]),
+        durable_s={tier: _mean(values) for tier, values in durable.items()},
+        commits=dict(counters.commits),
+        edge_bytes=edges,
+        flush_failures=counters.flush_failures,
+        given_up_copies=counters.given_up_copies + sum(coordinator.turns.given_up.values()),
+        set_aside_copies=counters.set_aside_copies,
+        dropped_copies=coordinator.dropper.dropped,
+        direct_io={name: store.backend.traits.direct_io for name, store in session.stores.items()},
+        host_capacity_bytes=session.host.capacity_bytes,
+        newest=newest_surviving(bounds),
+        loss_bound=bounds,
+        capture=counts.capture,
+        lost_events=session.journal.lost,
+        compression={
+            name: Compression(
+                raw_bytes=packed.raw_bytes, stored_bytes=packed.packed_bytes, seconds=packed.seconds
+            )
+            for name, store in session.stores.items()
+            if (packed := store.packed) is not None
+        },
+        **flow,
+    )
+
+
+def bounds_of(session: Session) -> dict[LossClass, LossBound]:
+    """Say what each loss would cost now; on the coordinator's thread."""
+    return loss_bounds(
+        session.coordinator.ledger.view(),
+        step=session.steps_seen.last,
+        step_s=session.steps_seen.step_s,
+    )
+
+
+def newest_surviving(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, int | None]:
+    """Name the newest step that survives each loss."""
+    return {lost: b.survives.step if b.survives else None for lost, b in bounds.items()}
+
+
+def _flow(coordinator: Coordinator, now_s: float) -> dict[str, Any]:
+    """Say how fast each tier is, and how far behind."""
+    rates, pressure = coordinator.rates, coordinator.pressure
+    stored = [
+        rules.name for rules in coordinator.ledger.rules if rules.name != coordinator.ledger.host
+    ]
+
+    def seen(asked: Callable[[str], float | None]) -> dict[str, float]:
+        tiers = [rules.name for rules in coordinator.ledger.rules]
+        return {tier: rate for tier in tiers if (rate := asked(tier)) is not None}
+
+    return {
+        "write_bytes_per_s": seen(rates.write_bytes_per_s),
+        "read_bytes_per_s": rates.read_rates(),
+        "behind": dict(pressure.behind),
+        "behind_s": {tier: pressure.behind_s(tier, now_s) for tier in stored},
+        "flush_shares": dict(coordinator.pacing.shares),
+        "late": {tier: pressure.late.get(tier, 0) for tier in stored},
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

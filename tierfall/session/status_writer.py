@@ -1,0 +1,279 @@
+"""Writing a trainer's status, on a thread of its own: neither training nor the coordinator waits for it.
+
+The picture is taken on the coordinator's thread, as every look at the ledger is, and is small: of many checkpoints the
+newest. It is written at most once a second, where something happened, and every few seconds to say that all is well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierfall.core.runtime.run_lock import own_start_ticks
+from tierfall.core.scheduler.coordinator import Coordinator
+from tierfall.core.scheduler.flush.lane import Lane
+from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.types import events
+from tierfall.core.types.errors import TierfallError
+from tierfall.core.types.values import CopyState
+from tierfall.session import statistics
+from tierfall.telemetry.event_log import wall_time
+from tierfall.telemetry.status import (
+    CheckpointStatus,
+    CopyStatus,
+    Status,
+    TierStatus,
+    TransferStatus,
+    losses_of,
+    remove_status,
+    write_status,
+)
+
+if TYPE_CHECKING:
+    from tierfall.session.session import Session
+
+logger = logging.getLogger("tierfall")
+
+EVERY_S = 1.0
+AT_LEAST_EVERY_S = 5.0
+RATE_OVER_S = 10.0
+CHECKPOINTS_MAX = 24
+EVENTS_MAX = 10
+JOIN_S = 1.0
+
+
+class Rates:
+    """How fast counters rise, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: dict[object, deque[tuple[float, int]]] = {}
+
+    def add(self, now_s: float, counts: dict[object, int]) -> None:
+        """Take what is counted now; what is not counted any more is forgotten."""
+        for key in self._samples.keys() - counts.keys():
+            del self._samples[key]
+        for key, count in counts.items():
+            samples = self._samples.setdefault(key, deque())
+            samples.append((now_s, count))
+            while len(samples) > 2 and samples[1][0] <= now_s - RATE_OVER_S:
+                samples.popleft()
+
+    def of(self, key: object) -> float | None:
+        """Return how much it rises in a second; None where that is not known yet."""
+        samples = self._samples.get(key)
+        if samples is None or len(samples) < 2:
+            return None
+        (first_s, first), (last_s, last) = samples[0], samples[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else None
+
+
+class StatusWriter:
+    """See the module. ``start`` once the coordinator runs; ``close`` before it ends."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session = session
+        self._folder = folder
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._rates = Rates()
+        self._start_ticks = own_start_ticks()
+        self._last: Status | None = None
+        self._complained = False
+
+    def start(self) -> None:
+        # daemon: an exit without close must not hang
+        self._thread = threading.Thread(
+            target=self._run, name=f"tierfall-{self._session.run}-status", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say no more, and take away what was said: a process that closed its run has no status."""
+        if self._thread is None:
+            return
+        self._closing.set()
+        self._thread.join(JOIN_S)
+        self._thread = None
+        remove_status(self._session.host.path)
+
+    def _run(self) -> None:
+        seen, written_s = -1, 0.0
+        while not self._closing.is_set():
+            now_s, steps = time.monotonic(), self._session.coordinator.steps
+            if steps != seen or now_s >= written_s + AT_LEAST_EVERY_S:
+                if not self._write():
+                    return
+                # the question itself was a step
+                seen, written_s = self._session.coordinator.steps, now_s
+            self._closing.wait(EVERY_S)
+
+    def _write(self) -> bool:
+        """Write the status; False where there is nobody any more who could say what it is."""
+        try:
+            status = self._session.ask(self._take)
+        except TierfallError as error:
+            if self._last is None or self._closing.is_set():
+                return False
+            said = {"failure": str(error), "events": self._events(), "wall_time_s": time.time()}
+            self._put(self._last.model_copy(update=said))
+            return False
+        self._last = status
+        self._put(status)
+        return True
+
+    def _put(self, status: Status) -> None:
+        if self._closing.is_set():
+            return
+        try:
+            write_status(self._folder, status)
+        except (
+            FileNotFoundError
+        ) as error:  # the folder was removed: ``MemoryFiles`` says so, and makes it anew
+            logger.debug("the status is not written at present: %s", error)
+        except OSError as error:
+            level = logging.DEBUG if self._complained else logging.WARNING
+            self._complained = True
+            logger.log(
+                level, "the status for 'tierfall watch' is not written at present: %s", error
+            )
+
+    # On the coordinator's thread ---------------------------------------------------------------------
+
+    def _take(self) -> Status:
+        session = self._session
+        coordinator, ledger = session.coordinator, session.coordinator.ledger
+        self._count(coordinator)
+        newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
+        left = ledger.abandoned()
+        bounds = statistics.bounds_of(session)
+        return Status(
+            run=session.run,
+            wall_time_s=time.time(),
+            pid=os.getpid(),
+            start_ticks=self._start_ticks,
+            node=session.node,
+            slot=session.ranks.slot,
+            rank=session.ranks.topology.rank,
+            world_size=session.ranks.topology.world_size,
+            attempt=session.attempt.number if session.attempt else None,
+            tiers=tuple(self._tier(name, ledger) for name in _names(ledger)),
+            checkpoints=tuple(
+                _checkpoint(ledger.entries.peek(id), ledger, coordinator, abandoned=id in left)
+                for id in reversed(newest)
+            ),
+            checkpoints_known=len(ledger.entries),
+            transfers=tuple(
+                self._transfer(lane)
+                for lane in coordinator.lanes.values()
+                if lane.active is not None
+            ),
+            newest=statistics.newest_surviving(bounds),
+            loss_bound=losses_of(bounds),
+            events=self._events(),
+            lost_events=session.journal.lost,
+        )
+
+    def _events(self) -> tuple[dict[str, object], ...]:
+        return tuple(
+            {"wall_time_s": round(wall_time(event.at_s), 3), **events.members(event)}
+            for event in self._session.journal.recent.events[-EVENTS_MAX:]
+        )
+
+    def _count(self, coordinator: Coordinator) -> None:
+        counts: dict[object, int] = {}
+        for lane in coordinator.lanes.values():
+            counts[lane.tier] = sum(lane.edge_bytes.values())
+            if lane.active is not None:
+                counts[lane.tier, lane.active.entry.id, lane.active.entry.shard] = _done(lane)[0]
+        self._rates.add(time.monotonic(), counts)
+
+    def _tier(self, name: str, ledger: Ledger) -> TierStatus:
+        rules = next(rules for rules in ledger.rules if rules.name == name)
+        capacity = rules.capacity_bytes
+        if name == ledger.host:
+            capacity = self._session.host.capacity_bytes or capacity
+        failing = ledger.failing.get(name) or self._session.errors.get(name)
+        return TierStatus(
+            name=name,
+            kind=rules.kind,
+            used_bytes=ledger.used_bytes(name),
+            capacity_bytes=capacity,
+            checkpoints=ledger.count_on(name),
+            bytes_per_s=self._rates.of(name) or 0.0,
+            failing=None if failing is None else str(failing),
+        )
+
+    def _transfer(self, lane: Lane) -> TransferStatus:
+        assert lane.active is not None
+        entry = lane.active.entry
+        done, total = _done(lane)
+        rate = self._rates.of((lane.tier, entry.id, entry.shard))
+        return TransferStatus(
+            step=entry.id.step,
+            attempt=entry.id.attempt,
+            tier=lane.tier,
+            phase=str(lane.active.phase),
+            done_bytes=done,
+            bytes=total,
+            bytes_per_s=rate,
+            left_s=(total - done) / rate if rate else None,
+        )
+
+
+def _names(ledger: Ledger) -> tuple[str, ...]:
+    return tuple(rules.name for rules in ledger.rules)
+
+
+def _done(lane: Lane) -> tuple[int, int]:
+    """How much of the copy under way has arrived, and how much it is."""
+    transfer = lane.active
+    assert transfer is not None
+    geometry = transfer.entry.geometry
+    if geometry is None:
+        return 0, transfer.entry.commit.image_bytes if transfer.entry.commit else 0
+    total = geometry.image_bytes
+    return total * transfer.done // len(transfer.runs) if transfer.runs else 0, total
+
+
+def _checkpoint(
+    entry: Entry, ledger: Ledger, coordinator: Coordinator, *, abandoned: bool
+) -> CheckpointStatus:
+    copies = {}
+    for name in _names(ledger):
+        state = entry.state(name)
+        if state is not CopyState.ABSENT:
+            copies[name] = CopyStatus(
+                state=state,
+                bytes=entry.bytes.get(name, 0),
+                fraction=_fraction(entry, name, ledger, coordinator, state),
+            )
+    return CheckpointStatus(
+        step=entry.id.step,
+        attempt=entry.id.attempt,
+        copies=copies,
+        owed=tuple(name for name in _names(ledger) if name in entry.owed),
+        set_aside={tier: str(error) for tier, error in entry.set_aside.items()},
+        pinned=entry.pinned,
+        abandoned=abandoned,
+    )
+
+
+def _fraction(
+    entry: Entry, tier: str, ledger: Ledger, coordinator: Coordinator, state: CopyState
+) -> float | None:
+    if state is not CopyState.ARRIVING:
+        return None
+    if tier == ledger.host:
+        chunks = entry.geometry.chunk_count if entry.geometry else 0
+        return entry.final_chunks / chunks if chunks else 0.0
+    lane = coordinator.lanes.get(tier)
+    if lane is None or not lane.is_at(entry.id):
+        return 1.0  # it has landed, and other ranks' parts have not
+    done, total = _done(lane)
+    return done / total if total else 0.0

@@ -1,0 +1,111 @@
+"""The attempts of a run, as several tiers know them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from tierfall.core.format.catalog import Listing, next_attempt
+from tierfall.core.format.records import Attempt
+from tierfall.core.types.errors import ConfigError, KeyNotFoundError, TierfallError
+from tierfall.core.types.keys import ATTEMPT_MAX
+from tierfall.tiers.stored import StoredTier, StrayAttemptError
+
+logger = logging.getLogger("tierfall")
+FAR = 1000
+"""Starts take one number after the other: a record that is so far above all others is looked into."""
+
+
+def next_number(
+    listings: Sequence[Listing],
+    stores: Mapping[str, StoredTier],
+    *,
+    run: str,
+    own: Attempt | None = None,
+) -> int:
+    """Return the number above all attempts that ``listings`` name, as ``catalog.next_attempt`` does. A record far above
+    the others that is a stray counts for nothing.
+
+    Raises ConfigError, which names what has it, where the last number is taken.
+    """
+    saved = {number for x in listings for number in _saved_by(x)}
+    mine = own.number if own else 0
+    numbers = sorted({0, mine, *saved, *(number for x in listings for number in x.attempts)})
+    strays = set()
+    while len(numbers) > 1 and numbers[-1] - numbers[-2] > FAR and numbers[-1] not in saved:
+        if not _is_stray(numbers[-1], listings, stores):
+            break
+        strays.add(numbers.pop())
+    if numbers[-1] >= ATTEMPT_MAX:
+        last = numbers[-1]
+        where = [x.tier for x in listings if last in x.attempts or last in _saved_by(x)]
+        raise ConfigError(
+            f"open: run {run!r} has an attempt {last} on {', '.join(where)}, above which there is no number: if that "
+            "is no start's, but was put there, remove its record, or the folders of its steps; or choose another run "
+            "name"
+        )
+    counted = [
+        replace(x, attempts=tuple(number for number in x.attempts if number not in strays))
+        for x in listings
+    ]
+    number: int = min(next_attempt(counted, own), ATTEMPT_MAX)
+    return number
+
+
+def _saved_by(listing: Listing) -> set[int]:
+    """Return the attempts whose steps lie on a tier, committed or not."""
+    return {id.attempt for id in (*(copy.id for copy in listing.copies), *listing.unfinished)}
+
+
+def _is_stray(number: int, listings: Iterable[Listing], stores: Mapping[str, StoredTier]) -> bool:
+    """Say whether the records of a number are whole, and another attempt's, on every tier that has one."""
+    for listing in listings:
+        if number not in listing.attempts:
+            continue
+        try:
+            stores[listing.tier].read_attempt(number)
+        except StrayAttemptError as error:
+            logger.warning("open: %s; until then it is ignored", error)
+        except TierfallError:
+            return False  # what it is cannot be told: the next number is above it
+        else:
+            return False
+    return True
+
+
+def ids_by_commits(listing: Listing, number: int) -> frozenset[str]:
+    """Return by what ids the commit records on a tier know the attempt of that number; normally one, or none."""
+    return frozenset(
+        copy.commit.line.attempt_id
+        for copy in listing.copies
+        if copy.commit is not None and copy.id.attempt == number
+    )
+
+
+def newest_attempt(
+    listings: Iterable[Listing], stores: Mapping[str, StoredTier], *, above: int = 0
+) -> tuple[Attempt, str] | None:
+    """Return the newest attempt above a number that ``listings`` name, and a tier that knows it; None where there is
+    none. Records that are strays count for nothing.
+
+    Raises what kept its record from being read on every tier that has it.
+    """
+    holders: dict[int, list[str]] = {}
+    for listing in listings:
+        for number in listing.attempts if listing.tier in stores else ():
+            holders.setdefault(number, []).append(listing.tier)
+    for number in sorted((n for n in holders if n > above), reverse=True):
+        failure: TierfallError | None = None
+        for tier in holders[number]:
+            try:
+                return stores[tier].read_attempt(number), tier
+            except StrayAttemptError as error:
+                logger.warning("%s; until then it is ignored", error)
+            except KeyNotFoundError:
+                continue  # it was removed since the listing
+            except TierfallError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+    return None

@@ -1,0 +1,138 @@
+"""A process's place among the ranks of a job, found where launchers leave it: torchrun, SLURM, torch.distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from tierfall.config import Config
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.ranks.rendezvous import Place, connect
+from tierfall.core.restore.exchange.gloo import Connect, GlooWire
+from tierfall.core.types.errors import ConfigError, RanksError
+
+
+def find_ranks(config: Config, *, run: str, process_group: Any = None) -> Ranks:
+    """Meet the other ranks of this job; a process that has none is alone.
+
+    A process group says who takes part; without one, ``torch.distributed`` where it is initialised; else what torchrun
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GROUP_RANK) or SLURM's srun (SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID)
+    say in the environment. Raises ConfigError where these make no sense or leave no way to meet, RanksError where the
+    others cannot be met within ``max_wait``.
+    """
+    rank, world_size = _rank_and_size(process_group)
+    if world_size == 1:
+        return Ranks.alone()
+    if not hasattr(TCPStore, "queue_push"):
+        raise ConfigError(
+            f"open: the stores of torch {torch.__version__} have no queues, by which several ranks talk: install a "
+            "newer torch (2.13 was tried)"
+        )
+    place = Place(
+        rank=rank,
+        world_size=world_size,
+        node=_node(),
+        address=_address(rank),
+        settings=_settings(config),
+    )
+    return Ranks.join(place, _bootstrap(), run=run, timeout_s=config.max_wait_s)
+
+
+def find_wire() -> Connect | None:
+    """Return what connects the ranks of this job to exchange bytes at a restore: a gloo group beside those of the
+    training, whatever these are. None where ``torch.distributed`` is not initialised."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return partial(GlooWire, _bootstrap())
+
+
+def _rank_and_size(process_group: Any) -> tuple[int, int]:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank(process_group)
+        if rank < 0:
+            raise ConfigError("open: this process is not in the process_group that it was given")
+        return rank, distributed.get_world_size(process_group)
+    if process_group is not None:
+        raise ConfigError("open: process_group is given, but torch.distributed is not initialised")
+    if "WORLD_SIZE" in os.environ:
+        return _numbers("RANK", "WORLD_SIZE")
+    # In a batch script the same variables say what srun will start: only a step has ranks.
+    if "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
+        return _numbers("SLURM_PROCID", "SLURM_NTASKS")
+    return 0, 1
+
+
+def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
+    size = _number(size_name)
+    rank = _number(rank_name) if size != 1 else 0
+    if rank >= size:
+        raise ConfigError(
+            f"open: {rank_name} is {rank} and {size_name} is {size} in the environment: ranks are counted from 0"
+        )
+    return rank, size
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise ConfigError(f"open: {name} is {text!r} in the environment, expected a number")
+    return int(text)
+
+
+def _node() -> str:
+    for name in ("GROUP_RANK", "SLURM_NODEID"):
+        if name in os.environ:
+            return os.environ[name]
+    return socket.gethostname()
+
+
+def _address(rank: int) -> str:
+    """Where the others reach this process, should it be rank 0.
+
+    The first rank of a process group need not be that of the job, which alone is known to be at MASTER_ADDR.
+    """
+    distributed = torch.distributed
+    first = distributed.get_rank() if distributed.is_initialized() else rank
+    if first == 0 and "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"]
+    return socket.gethostname()
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """What all ranks must have alike. Folders, addresses and secrets may differ from node to node."""
+    chain = [
+        tier.model_dump(mode="json", exclude={"path", "url", "options", "folder"})
+        for tier in config.chain
+    ]
+    return {
+        "the chain of tiers": json.dumps(chain, sort_keys=True, default=str),
+        "chunk": str(config.chunk_bytes),
+    }
+
+
+def _bootstrap() -> Store:
+    """A store that all ranks of the job share already."""
+    distributed = torch.distributed
+    if distributed.is_initialized():
+        return distributed.distributed_c10d._get_default_store()
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if address is None or not port.isdecimal():
+        raise ConfigError(
+            "open: there are other ranks, but no way to meet them: start by torchrun, or call "
+            "torch.distributed.init_process_group first"
+        )
+    try:
+        return connect(address, int(port))
+    except (OSError, RuntimeError) as error:
+        raise RanksError(
+            f"open: no store answers at {address}:{port} (MASTER_ADDR, MASTER_PORT): start by torchrun, or call "
+            f"torch.distributed.init_process_group first: {error}"
+        ) from error

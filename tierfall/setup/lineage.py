@@ -1,0 +1,101 @@
+"""The line that a process saves: which step may come next, and where it continues from.
+
+It reads no clock and touches no tier; the session hands it attempts.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from tierfall.core.format.records import Attempt, Commit, Line
+from tierfall.core.types.errors import StepError
+from tierfall.core.types.keys import STEP_MAX
+from tierfall.core.types.values import CheckpointId
+
+
+def as_step(step: Any, *, doing: str = "save", what: str = "step") -> int:
+    """Return a step as a plain integer; whatever is an integer will do (NumPy's too), a bool will not."""
+    if isinstance(step, bool) or not hasattr(type(step), "__index__"):
+        raise StepError(f"{doing}: {what} must be an integer of at least 0, not {step!r}")
+    return operator.index(step)
+
+
+class SavingLine:
+    """One run's line in this process. ``begun`` says that saving may go on: a restore, ``fresh``, or nothing there."""
+
+    def __init__(self, run: str, attempt: Attempt, *, begun: bool) -> None:
+        self._run = run
+        self.attempt = attempt
+        self.begun = begun
+        self.saved_any = False
+        self.started_from: CheckpointId | None = None
+        self.half_filled: set[tuple[str, ...] | None] = set()
+        """The parts of the state (``only``; None: all of it) that restores which failed have left half filled."""
+        self.ordinal = 0
+        self._last_step: int | None = None
+
+    def check(self, step: int) -> None:
+        """Raise StepError unless ``step``, a plain integer (``as_step``), may be saved now."""
+        if step < 0:
+            raise StepError(f"save: step must be an integer of at least 0, not {step}")
+        if step > STEP_MAX:
+            raise StepError(f"save: step must be at most {STEP_MAX}, the largest that has a name")
+        self.check_begun(step)
+        if self._last_step is not None and step <= self._last_step:
+            raise StepError(
+                f"save of step {step}: this line is at step {self._last_step} already, and a committed step is never "
+                "overwritten; to go back, restore(step=...) first"
+            )
+
+    def check_begun(self, step: int) -> None:
+        """Raise StepError unless this start may save at all."""
+        if self.half_filled:
+            raise StepError(
+                f"save of step {step}: the last restore() left the state half filled, of no step. Restore a checkpoint "
+                "first, the newest or another step"
+            )
+        if not self.begun:
+            raise StepError(
+                f"save of step {step}: run {self._run!r} has checkpoints already (or a tier could not be asked), and "
+                "this start restored none. Call restore() first to continue, choose another run name, or open with "
+                "fresh=True to leave them behind"
+            )
+
+    def next(self, step: int, *, above: int = 0) -> Line:
+        """Say what the next checkpoint's place in the line is: above so many that other ranks have counted."""
+        return Line(
+            run=self._run,
+            checkpoint=CheckpointId(step, self.attempt.number),
+            attempt_id=self.attempt.id,
+            ordinal=max(self.ordinal, above) + 1,
+            started_from=self.started_from,
+        )
+
+    def is_at(self, step: int) -> bool:
+        """Say whether ``step`` is the last that was saved, or restored."""
+        return step == self._last_step
+
+    def has_passed(self, step: int) -> bool:
+        """Say whether a step above ``step`` was saved, or restored."""
+        return self._last_step is not None and self._last_step > step
+
+    def advance(self, line: Line) -> None:
+        """Note that the capture of a checkpoint has begun."""
+        self.saved_any = True
+        self._last_step = line.checkpoint.step
+        self.ordinal = line.ordinal
+
+    def continue_from(self, commit: Commit, attempt: Attempt) -> None:
+        """Go on from a restored checkpoint, as ``attempt``."""
+        self.go_on_from(commit.line.checkpoint, commit.line.ordinal, attempt)
+
+    def go_on_from(self, checkpoint: CheckpointId, ordinal: int, attempt: Attempt) -> None:
+        """Go on from a checkpoint that is the ``ordinal``th of its line, as ``attempt``."""
+        self.attempt = attempt
+        self.saved_any = False
+        self.half_filled.clear()
+        self.started_from = checkpoint
+        self._last_step = checkpoint.step
+        self.ordinal = ordinal
+        self.begun = True

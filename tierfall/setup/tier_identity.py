@@ -1,0 +1,327 @@
+"""Which tier is which: an id that each tier of a run bears, and what the others and this machine remember of it.
+
+A folder in which nothing lies was never used, or was emptied, or is a mount point without its file system. A tier that
+all nodes see, and of which another tier or this machine remembers an id, counts as the third: it could not be looked
+at. One that a node alone sees may be empty at any start, as another node's is; but not where this machine remembers
+that its folder lay on another device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tierfall.config import Config, FileTier, ObjectTier
+from tierfall.core.format import documents
+from tierfall.core.format.catalog import Listing
+from tierfall.core.format.records import Attempt, KnownTier, TierRecord, read_tier
+from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    ConfigError,
+    IntegrityError,
+    StorageFullError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+
+MEMORY_NAME = "tiers.json"
+"""What this machine remembers of a run's tiers until it is restarted: a file beside the run's host memory."""
+
+
+class Identities:
+    """What the tiers of a run say of themselves and of each other, and what this machine remembers of them."""
+
+    def __init__(
+        self,
+        config: Config,
+        stores: Mapping[str, StoredTier],
+        folder: Path,
+        listings: Iterable[Listing] = (),
+    ) -> None:
+        """Read it from those of ``stores`` that could be listed, or of which nothing is said: another one may never
+        answer. ``folder`` is the run's in host memory."""
+        self._config = config
+        self._opened = stores
+        self._silent = {listing.tier for listing in listings if listing.error is not None}
+        self._memory = folder / MEMORY_NAME
+        self.records: dict[str, TierRecord] = {}
+        self._anew: set[str] = set()
+        self._unread: dict[str, TierfallError] = {}
+        for name, store in self._stores.items():
+            try:
+                record = store.read_tier()
+            except TierfallError as error:
+                if isinstance(error, IntegrityError):
+                    logger.warning("tier %s: which tier it is cannot be read: %s", name, error)
+                    self._anew.add(name)
+                else:  # the listing has the same trouble, and says it
+                    logger.debug("tier %s: which tier it is was not read", name, exc_info=True)
+                    self._unread[name] = error
+                continue
+            if record is not None:
+                self.records[name] = record
+        self._remembered = self._read_memory()
+        self._left: TierRecord | None = None
+
+    @property
+    def _stores(self) -> dict[str, StoredTier]:
+        return {name: x for name, x in self._opened.items() if name not in self._silent}
+
+    def _read_memory(self) -> TierRecord | None:
+        try:
+            return read_tier(self._memory.read_bytes(), what=str(self._memory))
+        except FileNotFoundError:
+            return None
+        except (OSError, TierfallError) as error:
+            logger.warning("what this machine remembers of the tiers could not be read: %s", error)
+            return None
+
+    def _remembers(self, name: str) -> KnownTier | None:
+        """Say what was remembered last of a tier. On which device its folder lies this machine alone remembers."""
+        said = [record for tier, record in self.records.items() if tier != name]
+        said += [self._remembered] if self._remembered is not None else []
+        found = [record for record in said if name in record.others and record.others[name].id]
+        newest = max(found, key=lambda record: record.wall_time_s, default=None)
+        if newest is None:
+            return None
+        known = newest.others[name]
+        here = self._remembered.others.get(name) if self._remembered is not None else None
+        if here is not None and here.place == known.place:
+            return replace(known, device=here.device)
+        return known
+
+    def is_remembered(self, name: str) -> bool:
+        """Say whether another tier, or this machine, knows of a tier."""
+        return self._remembers(name) is not None
+
+    # What is missing -------------------------------------------------------------------------------
+
+    def missing(self, listings: tuple[Listing, ...]) -> dict[str, UnreachableError]:
+        """Name the tiers in which nothing lies, and something must, and those that others stand in the place of, with
+        why they could not be looked at."""
+        found = {listing.tier: listing for listing in listings}
+        whys = {
+            tier.name: self._why_missing(tier, found[tier.name]) for tier in self._config.stored
+        }
+        missing = {name: why for name, why in whys.items() if why is not None}
+        for name in missing:
+            self.records.pop(name, None)  # that of another tier
+        return missing
+
+    def _why_missing(
+        self, tier: FileTier | ObjectTier, listing: Listing
+    ) -> UnreachableError | None:
+        if tier.name not in self._stores or listing.error is not None:
+            return None
+        known, place = self._remembers(tier.name), self._stores[tier.name].place
+        if tier.name in self.records:
+            return self._why_another(tier, place)
+        if _holds_any(listing) or known is None or known.place != place:
+            return None
+        if not known.shared and known.device in (None, _device(tier)):
+            return None
+        return UnreachableError(
+            f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
+            "system not mounted there? Mount it, and open again. If the files were removed on purpose, say so by "
+            f"'tierfall forget {tier.name}'"
+        )
+
+    def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
+        """Say whether the tiers are those that this machine remembers, beside new ones in which nothing lies: then what
+        lies in its memory is of this run, whether a tier took the record of its attempt or not."""
+        found = {listing.tier: listing for listing in listings}
+        remembered = {} if self._remembered is None else self._remembered.others
+        for tier in self._config.stored:
+            known, record = remembered.get(tier.name), self.records.get(tier.name)
+            if tier.name not in self._stores:
+                return False
+            if known is None or known.place != self._stores[tier.name].place:
+                if record is not None or _holds_any(found[tier.name]):
+                    return False
+                remembered = {n: k for n, k in remembered.items() if n != tier.name}
+            elif known.id != (record.id if record is not None else ""):
+                return False
+        return any(tier.name in remembered for tier in self._config.stored)
+
+    def _why_another(self, tier: FileTier | ObjectTier, place: str) -> UnreachableError | None:
+        """Say why what bears another id is not the tier that lay in the same place: all nodes saw that one, or it lay
+        on another device of this machine."""
+        name, known = tier.name, self._remembers(tier.name)
+        if known is None or known.place != place or known.id == self.records[name].id:
+            return None
+        if not known.shared and known.device in (None, _device(tier)):
+            return None
+        return UnreachableError(
+            f"{name}: {place} is not the tier that lay there before: it bears another id in {self._config.run}/"
+            f"{keys.TIER_NAME}. Is another file system mounted there, or none, or was its path changed? Mount the "
+            f"right one, and open again. If it was replaced on purpose, say so by 'tierfall forget {name}'"
+        )
+
+    def is_shared(self, name: str) -> bool:
+        """Say whether all nodes saw a tier's files at an earlier start, as far as that is known here."""
+        record, known = self.records.get(name), self._remembers(name)
+        return bool(record and record.shared) or bool(known and known.shared)
+
+    # What is there twice ---------------------------------------------------------------------------
+
+    def refuse_aliases(self) -> None:
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses."""
+        seen: dict[str, str] = {}
+        for name, record in list(self.records.items()):
+            other = seen.setdefault(record.id, name)
+            if other == name:
+                continue
+            one, two = self._stores[other], self._stores[name]
+            if two.is_seen_by(one) if one.read_only else one.is_seen_by(two):
+                raise ConfigError(
+                    f"open: tiers {other} ({one.place}) and {name} ({two.place}) are one folder, and one copy would "
+                    "count as two: give each a folder of its own, or leave one of them out"
+                )
+            if two.read_only:
+                continue  # it bears that id, and is not written to
+            del self.records[name]  # a copy of that folder: it gets an id of its own
+            self._anew.add(name)
+
+    # Remembering -----------------------------------------------------------------------------------
+
+    def leave(
+        self, attempt: Attempt, config: Config, *, owned: frozenset[str], leads: bool
+    ) -> None:
+        """Give each tier that has none an id, and let all of them, and this machine, remember the others.
+
+        ``config`` says which tiers all nodes see, as far as that was found out. This process writes what the tiers
+        ``owned`` remember, and what this machine does where it ``leads`` the ranks of it. Raises ConfigError where two
+        tiers turn out to be one.
+        """
+        self._config = config
+        tiers = [tier for tier in config.stored if tier.name in self._stores]
+        for tier in tiers:
+            if tier.name not in self.records and not tier.read_only:
+                self._give_id(tier, attempt)
+        self.refuse_aliases()
+        known = {tier.name: self._known(tier) for tier in config.stored}
+        there = {name: tier for name, tier in known.items() if tier is not None}
+        for tier in tiers:
+            if tier.name not in self.records:
+                continue
+            self._stores[tier.name].is_known_by(self.records[tier.name].id)
+            if tier.name in owned:
+                self._remember(tier, attempt, there)
+        if leads:
+            without_id = {t.name: self._seen(t, "") for t in tiers if t.name not in there}
+            self._write_memory({**there, **without_id}, attempt.wall_time_s)
+
+    def _give_id(self, tier: FileTier | ObjectTier, attempt: Attempt) -> None:
+        """All ranks of a start that see the same files come to the same id."""
+        whose = "all" if _shared(tier) else attempt.node if tier.folder else "all"
+        id = documents.sha256(f"{attempt.id} {tier.name} {whose}".encode())
+        record = TierRecord(
+            run=attempt.run,
+            id=id.removeprefix("sha256:")[:32],
+            shared=_shared(tier),
+            wall_time_s=attempt.wall_time_s,
+        )
+        with _passing_over(tier.name):
+            self.records[tier.name] = self._stores[tier.name].write_tier(
+                record, again=tier.name in self._anew
+            )
+
+    def _known(self, tier: FileTier | ObjectTier) -> KnownTier | None:
+        """Say what is to be remembered of a tier; where it does not answer, what was before."""
+        record = self.records.get(tier.name)
+        if record is None:
+            return self._remembers(tier.name)
+        return self._seen(tier, record.id)
+
+    def _seen(self, tier: FileTier | ObjectTier, id: str) -> KnownTier:
+        place = self._stores[tier.name].place
+        return KnownTier(id=id, place=place, shared=_shared(tier), device=_device(tier))
+
+    def _remember(
+        self, tier: FileTier | ObjectTier, attempt: Attempt, there: Mapping[str, KnownTier]
+    ) -> None:
+        old = self.records[tier.name]
+        others = {n: replace(t, device=None) for n, t in there.items() if n != tier.name}
+        shared = old.shared if _shared(tier) is None else _shared(tier)
+        if (old.others, old.shared) == (others, shared):
+            return
+        new = replace(old, others=others, shared=shared, wall_time_s=attempt.wall_time_s)
+        with _passing_over(tier.name):
+            self.records[tier.name] = self._stores[tier.name].write_tier(new, again=True)
+
+    def _write_memory(self, there: Mapping[str, KnownTier], wall_time_s: float) -> None:
+        record = TierRecord(
+            run=self._config.run, id="", shared=None, wall_time_s=wall_time_s, others=there
+        )
+        unfinished = self._memory.with_suffix(".new")
+        try:
+            unfinished.write_bytes(record.encode())
+            unfinished.replace(self._memory)
+            self._left = record
+        except OSError as error:
+            logger.warning("this machine does not remember the run's tiers: %s", error)
+
+    def remember_again(self) -> None:
+        """Write anew what this machine remembers, where somebody has removed it since this process wrote it."""
+        if self._left is not None and not self._memory.exists():
+            self._write_memory(self._left.others, self._left.wall_time_s)
+
+    def forget(
+        self, name: str, *, wall_time_s: float
+    ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
+        """Let every other tier, and this machine, forget a tier; return who did, and what kept others from it."""
+        forgot: list[str] = []
+        failed = {tier: error for tier, error in self._unread.items() if tier != name}
+        for tier, record in self.records.items():
+            if name not in record.others:
+                continue
+            others = {n: known for n, known in record.others.items() if n != name}
+            try:
+                self._stores[tier].write_tier(
+                    replace(record, others=others, wall_time_s=wall_time_s), again=True
+                )
+            except TierfallError as error:
+                failed[tier] = error
+            else:
+                forgot.append(tier)
+        if self._remembered is not None and name in self._remembered.others:
+            left = {n: known for n, known in self._remembered.others.items() if n != name}
+            self._write_memory(left, wall_time_s)
+            forgot.append("this machine")
+        return tuple(forgot), failed
+
+
+def _holds_any(listing: Listing) -> bool:
+    return bool(listing.copies or listing.unfinished or listing.attempts or listing.damaged)
+
+
+def _shared(tier: FileTier | ObjectTier) -> bool | None:
+    """Say whether all nodes see a tier's files; None where nobody said, or had to find out."""
+    return True if isinstance(tier, ObjectTier) else tier.shared
+
+
+def _device(tier: FileTier | ObjectTier) -> int | None:
+    """Return the number of the device that a tier's folder lies on."""
+    if tier.folder is None:
+        return None
+    try:
+        return os.stat(tier.folder).st_dev
+    except OSError:
+        return None
+
+
+@contextmanager
+def _passing_over(tier: str) -> Iterator[None]:
+    """Go on where a tier does not take at present what it and others are to remember: the next start tries again."""
+    try:
+        yield
+    except (StorageFullError, UnreachableError, AccessDeniedError) as error:
+        logger.warning("open: tier %s did not take its record: %s", tier, error)

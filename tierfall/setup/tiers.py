@@ -1,0 +1,344 @@
+"""The stored tiers of a run, as its configuration names them: what policies know of them, opening and listing them, and
+how much may be on its way to each at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tierfall.backends.open import is_remote, open_backend
+from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.wrappers.compose import wrap
+from tierfall.backends.wrappers.last_answer import Heard
+from tierfall.config import Config, FileTier, ObjectTier, Tier
+from tierfall.config import StoredTier as StoredSection
+from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
+from tierfall.core.format.catalog import FoundCopy, Listing
+from tierfall.core.runtime.bounded_calls import BoundedCalls, side_by_side
+from tierfall.core.runtime.buffers import BufferPool
+from tierfall.core.runtime.rate_limit import Pace
+from tierfall.core.scheduler.flush.lane import LaneLimits
+from tierfall.core.types.backend import Backend
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    TierfallError,
+    UnreachableError,
+)
+from tierfall.core.types.values import Codec, LossClass, Shard, TierKind, survives
+from tierfall.core.types.view import TierRules
+from tierfall.tiers.arena.folder import default_folder
+from tierfall.tiers.host import HostTier
+from tierfall.tiers.image_writer import Packing
+from tierfall.tiers.stored import StoredTier
+
+logger = logging.getLogger("tierfall")
+
+SHARD = Shard(0, 1)
+SLOT = 0
+BUDGET_BYTES = 64 << 20
+WORKERS_MAX = 4
+SYNCS_AT_ONCE = 64
+"""Flushes of a disk's cache that are asked for at once are done as one."""
+ANSWER_S = 5.0
+"""A tier has so many seconds to answer, also where saves wait for less."""
+
+
+def tier_rules(config: Config, *, read_too: bool = False) -> tuple[TierRules, ...]:
+    """What policies are to know of each tier that is written to; ``read_too``: of those that are only read, too."""
+    rules = []
+    for tier in config.chain:
+        if isinstance(tier, StoredSection) and tier.read_only and not read_too:
+            continue
+        stored = tier if isinstance(tier, StoredSection) else None
+        rules.append(
+            TierRules(
+                name=tier.name,
+                kind=tier.kind,
+                survives=_survives(tier),
+                capacity_bytes=tier.capacity_bytes,
+                flush_every=stored.flush.every if stored else 1,
+                retain=stored.retain.rules() if stored else (),
+                evict_high=stored.evict.high if stored else None,
+                evict_low=stored.evict.low if stored else None,
+                evict=stored.evict.rule() if stored else None,
+                within_s=stored.flush.within_s if stored else None,
+                flush_order=stored.flush.rule() if stored else None,
+                when_full=tier.when_full,
+                max_wait_s=stored.max_wait_s if stored else None,
+                yields=stored.flush.yields if stored else False,
+                bandwidth_share=stored.bandwidth_share if stored else None,
+            )
+        )
+    return tuple(rules)
+
+
+def _survives(tier: Tier) -> LossClass:
+    """Only what is known to lie elsewhere survives a site: a folder is no safer for being called by an address, and
+    what is in memory goes with the process."""
+    if not isinstance(tier, StoredSection):
+        return survives(tier.kind, shared=False)
+    kind = tier.kind
+    if isinstance(tier, ObjectTier):
+        scheme = tier.url.partition("://")[0]
+        if scheme == "memory":
+            return LossClass.NONE
+        kind = kind if is_remote(tier.url) else TierKind.FILE
+    return survives(kind, shared=bool(tier.shared))
+
+
+def run_folder(config: Config, run: str) -> Path:
+    """Where the run's arena and lock lie on this machine."""
+    base = Path(config.host.folder) if config.host.folder else default_folder()
+    return base / run
+
+
+def any_slot(folder: Path, slot: int, *, name: str, run: str) -> HostTier:
+    """A slot of host memory, not attached yet, for whoever saves nothing there: it takes whosever images there are."""
+    return HostTier(name=name, run=run, folder=folder, slot=slot, shard=SHARD, capacity_bytes=None)
+
+
+def bounds_s(config: Config) -> dict[str, float]:
+    """How long, in seconds, each stored tier is waited for without an answer before it counts as unreachable."""
+    return {
+        tier.name: max(tier.max_wait_s or config.max_wait_s, ANSWER_S) for tier in config.stored
+    }
+
+
+def open_stores(
+    config: Config, run: str, *, read_only: bool = False, find_read_only: bool = False
+) -> tuple[dict[str, StoredTier], dict[str, TierfallError]]:
+    """Open every stored tier, side by side; those that did not answer, in time or at all, come back as errors.
+
+    A definite refusal raises; for reading it is an error like the others, so that the rest can be looked at. With
+    ``find_read_only``, a tier that may not be written to, and holds something of the run, is opened for reading.
+    """
+
+    def open_one(tier: FileTier | ObjectTier) -> StoredTier:
+        only = "it is only to be read" if read_only or tier.read_only else ""
+        try:
+            backend = _open_backend(tier, read_only=bool(only))
+        except AccessDeniedError as error:
+            found = _open_to_read(tier, config, run, error) if find_read_only else None
+            if found is None:
+                raise
+            return found
+        return _store(tier, backend, config, run, read_only=only)
+
+    opened = BoundedCalls().make(
+        {tier.name: partial(open_one, tier) for tier in config.stored},
+        bounds_s(config),
+        doing="open",
+        too_late=StoredTier.close,
+    )
+    stores = {name: x.get() for name, x in opened.items() if x.error is None}
+    errors: dict[str, TierfallError] = {}
+    try:
+        for name, answer in opened.items():
+            match answer.error:
+                case None:
+                    continue
+                case BackendError() as error if read_only or isinstance(error, UnreachableError):
+                    later = "" if read_only else " (open again once it answers)"
+                    errors[name] = type(error)(f"{error}{later}")
+                case BackendError() | ConfigError() as error:
+                    raise type(error)(f"open: tier {name}: {error}") from error
+                case error:
+                    raise error
+    except BaseException:
+        for store in stores.values():
+            store.close()
+        raise
+    return stores, errors
+
+
+def _open_to_read(
+    tier: FileTier | ObjectTier, config: Config, run: str, refusal: AccessDeniedError
+) -> StoredTier | None:
+    """Open a tier that refused to be written to for reading; None where it cannot be read, or holds nothing."""
+    why = str(refusal)
+    try:
+        store = _store(tier, _open_backend(tier, read_only=True), config, run, read_only=why)
+    except BackendError as error:
+        logger.debug("open: tier %s cannot be read either: %s", tier.name, error)
+        return None
+    if holds_something(store.list()):
+        return store
+    store.close()
+    return None
+
+
+def holds_something(listing: Listing) -> bool:
+    """Say whether a start has left anything of the run on a tier, as far as that could be listed."""
+    return bool(listing.copies or listing.unfinished or listing.attempts)
+
+
+def check_written(config: Config, why: str = "") -> None:
+    """Raise ConfigError where the chain has stored tiers, and none that is written to; ``why`` says more of that."""
+    if config.stored and not config.written:
+        only = ", ".join(tier.name for tier in config.stored)
+        raise ConfigError(
+            f"open: of the tiers below host memory none can be written to ({only}: read-only{why}), so that nothing "
+            "saved would last. Add a tier that can be, or, to look at a checkpoint, read it by tierfall.load"
+        )
+
+
+@contextmanager
+def open_store(config: Config, run: str, tier: str) -> Iterator[StoredTier]:
+    """Open one stored tier, for writing, and close it after."""
+    section = next(section for section in config.stored if section.name == tier)
+    backend = _open_backend(section, read_only=False)
+    store = _store(section, backend, config, run, read_only="")
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _store(
+    tier: FileTier | ObjectTier, backend: Backend, config: Config, run: str, *, read_only: str
+) -> StoredTier:
+    limit = tier.bandwidth_bytes_per_s
+    pace = Pace(limit) if tier.flush.yields or tier.bandwidth_share or limit else None
+    heard = Heard(backend)
+    return StoredTier(
+        name=tier.name,
+        run=run,
+        backend=wrap(heard, bandwidth=limit, writes=pace),
+        packing=_packing(tier, config),
+        pace=pace,
+        recognise=backend.recognise if isinstance(backend, PosixBackend) else None,
+        links=backend.links if isinstance(backend, PosixBackend) else lambda folder: (),
+        read_only=read_only,
+        heard_s=lambda: heard.heard_s,
+    )
+
+
+def _open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:
+    if isinstance(tier, FileTier):
+        return PosixBackend(Path(tier.path), read_only=read_only)
+    return open_backend(tier.url, options=tier.options, driver=tier.driver, read_only=read_only)
+
+
+def _packing(tier: FileTier | ObjectTier, config: Config) -> Packing | None:
+    if tier.compress.codec is Codec.NONE:
+        return None
+    return Packing(
+        tier.compress.codec,
+        level=tier.compress.level or LEVEL_MIN,
+        chunk_bytes=config.chunk_bytes,
+        parallel=_packers(),
+    )
+
+
+def _workers() -> int:
+    """How many threads bring chunks to a disk: more would take cores from training."""
+    return max(1, min(os.cpu_count() or 1, WORKERS_MAX))
+
+
+def _packers() -> int:
+    """How many threads pack and send: one more, so that something is packed while the others send."""
+    return 1 + _workers()
+
+
+def lane_limits(store: StoredTier, config: Config) -> LaneLimits:
+    """Say how much may be on its way to a tier at once. Threads that send to a remote one do little but wait."""
+    traits = store.backend.traits
+    threads = _workers()
+    is_remote = any(tier.name == store.name and tier.folder is None for tier in config.stored)
+    if store.packs:
+        threads = _packers()
+    elif is_remote:
+        threads = max(WORKERS_MAX, BUDGET_BYTES // config.chunk_bytes)
+    parallel = 1 if traits.ordered_writes else max(1, min(traits.max_parallel, threads))
+    in_order = store.packs or traits.ordered_writes
+    return LaneLimits(
+        parallel=parallel,
+        budget_bytes=BUDGET_BYTES,
+        window=parallel + store.packs if in_order else 0,
+        run_bytes_min=0 if store.packs else traits.part_bytes_min,
+    )
+
+
+def lane_pools(config: Config, lanes: Mapping[str, LaneLimits]) -> dict[str, BufferPool]:
+    """Make the buffers through which each tier is filled from another stored one; they take memory when first used.
+
+    All are of one length, so that tiers that want the same bytes can exchange them.
+    """
+    longest = max((limits.run_bytes_min for limits in lanes.values()), default=0)
+    size_bytes = frame_bytes_max(max(config.chunk_bytes, longest))
+    return {
+        tier: BufferPool(
+            bytes=size_bytes,
+            count=max(1, min(limits.parallel, limits.budget_bytes // size_bytes)),
+        )
+        for tier, limits in lanes.items()
+    }
+
+
+def list_all(
+    config: Config,
+    host: HostTier,
+    stores: Mapping[str, StoredTier],
+    errors: Mapping[str, TierfallError],
+    calls: BoundedCalls,
+) -> tuple[Listing, ...]:
+    """Ask every tier what it holds, at the same time; fastest tier first. One that does not answer in time has that as
+    its error."""
+
+    def ask(name: str) -> Listing:
+        return host.list() if name == host.name else stores[name].list()
+
+    names = [tier.name for tier in config.chain]
+    answers = calls.make(
+        {name: partial(ask, name) for name in names if name not in errors},
+        {host.name: math.inf, **bounds_s(config)},
+        doing="list",
+        heard_s=lambda name: stores[name].heard_s() if name in stores else -math.inf,
+    )
+
+    def listing(name: str) -> Listing:
+        if name in errors:
+            return Listing(tier=name, error=errors[name])
+        error = answers[name].error
+        if isinstance(error, TierfallError):
+            return Listing(tier=name, error=error)
+        return answers[name].get()
+
+    return tuple(map(listing, names))
+
+
+def settle(store: StoredTier, listing: Listing) -> Listing:
+    """Make what a start found on a tier durable, as earlier processes may have died before their last fsync, or have
+    failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
+    if not store.backend.traits.needs_sync or not listing.copies:
+        return listing
+    settled = side_by_side(partial(_settle, store), listing.copies, parallel=SYNCS_AT_ONCE)
+    return replace(listing, copies=tuple(settled))
+
+
+def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
+    if copy.commit is None or copy.damage is not None:
+        return copy
+    try:
+        store.settle(copy.id)
+    except KeyNotFoundError:
+        return copy  # dropped meanwhile
+    except BackendError as error:
+        logger.warning(
+            "open: tier %s: %s may not survive a power cut, so nothing relies on it there: %s",
+            store.name, copy.id, error,
+        )  # fmt: skip
+        why = f"{store.name}: {copy.id} may not survive a power cut: {error}"
+        return replace(copy, damage=IntegrityError(why))
+    return copy

@@ -1,0 +1,128 @@
+"""A session's journal: who is told of what happens in it. It keeps the last events for whoever looks, and hands all to
+the event log, where the configuration asks for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+from tierfall.config import Config
+from tierfall.core.format.records import Attempt
+from tierfall.core.ranks.ranks import Ranks
+from tierfall.core.types import events
+from tierfall.core.types.events import Event, Recent
+from tierfall.core.types.values import CheckpointId, SaveOutcome
+from tierfall.telemetry.event_log import EventLog, LogFile
+from tierfall.telemetry.reports import RestoreReport
+
+CLOSE_S = 1.0
+"""How long a close waits for events that are not written yet: a log must not keep a program."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Journal:
+    """See the module. ``notify`` may be called from any thread, and never waits."""
+
+    def __init__(self, config: Config, *, run: str, ranks: Ranks, node: str) -> None:
+        self._node = node
+        self._world_size = ranks.topology.world_size
+        self.recent = Recent()
+        self.log: EventLog | None = None
+        rank = ranks.topology.rank
+        wanted = config.events
+        if wanted is not None and (path := wanted.file_of(run=run, rank=rank)) is not None:
+            file = LogFile(path, max_bytes=wanted.max_bytes)
+            self.log = EventLog(file, common={"run": run, "rank": rank})
+
+    @property
+    def lost(self) -> int:
+        """How many events stand nowhere, since open."""
+        return self.log.lost if self.log else 0
+
+    def notify(self, event: Event) -> None:
+        self.recent.add(event)
+        if self.log is not None:
+            self.log.put(event)
+
+    def start(self, attempt: Attempt | None) -> None:
+        if self.log is not None:
+            self.log.start()
+        self.notify(
+            events.Opened(
+                at_s=time.monotonic(),
+                attempt=attempt.number if attempt else None,
+                pid=os.getpid(),
+                node=self._node,
+                world_size=self._world_size,
+            )
+        )
+
+    def close(self) -> None:
+        self.notify(events.Closed(at_s=time.monotonic(), lost_events=self.lost))
+        if self.log is not None:
+            self.log.close(CLOSE_S)
+
+    def restored(self, report: RestoreReport) -> RestoreReport:
+        sources: Counter[str] = Counter()
+        for source in report.sources:
+            sources[source.tier] += source.bytes
+        self.notify(
+            events.Restored(
+                at_s=time.monotonic(),
+                id=CheckpointId(report.step, report.attempt),
+                bytes=report.bytes,
+                seconds=report.seconds,
+                sources=sources,
+                fallbacks=tuple(f"{passed.what}: {passed.reason}" for passed in report.fallbacks),
+            )
+        )
+        return report
+
+    def save_failed(self, id: CheckpointId, error: BaseException) -> None:
+        """A save ended before its capture began; one that was skipped has said so."""
+        if any(isinstance(e, events.SaveEnded) and e.id == id for e in self.recent.events):
+            return
+        self.notify(
+            events.SaveEnded(
+                at_s=time.monotonic(),
+                id=id,
+                outcome=SaveOutcome.FAILED,
+                reason=str(error) or repr(error),
+            )
+        )
+
+    def failed(self, doing: str, error: BaseException) -> None:
+        reason = str(error) or repr(error)
+        self.notify(events.Failed(at_s=time.monotonic(), doing=doing, reason=reason))
+
+
+class HasJournal(Protocol):
+    _journal: Journal
+
+
+S = TypeVar("S", bound=HasJournal)
+
+
+def failures_noted(
+    doing: str,
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """Let the journal of a method's object say what the method raises."""
+
+    def decorate(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @functools.wraps(method)
+        def noting(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException as error:
+                self._journal.failed(doing, error)
+                raise
+
+        return cast("Callable[Concatenate[S, P], T]", noting)
+
+    return decorate

@@ -1,0 +1,193 @@
+"""A trainer's status: what a run looks like from inside, for whoever watches it from outside.
+
+One document beside the arena of each slot, replaced as a whole, in the envelope of all documents. Its folder is the
+user's own; the file is opened without following links, and believed only where it is the user's and its digest is good.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tierfall.core.format import documents
+from tierfall.core.types.errors import BackendError, IntegrityError
+from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.values import CopyState, LossClass, TierKind
+
+logger = logging.getLogger("tierfall")
+
+STATUS_BYTES_MAX = 4 << 20
+
+
+class _Part(BaseModel):
+    """Frozen; members that a newer tierfall writes are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class TierStatus(_Part):
+    """One tier: bytes of this run there, the most that it may hold (None: no bound), how fast copies come to it, and
+    why it takes none at present."""
+
+    name: str
+    kind: TierKind
+    used_bytes: int
+    capacity_bytes: int | None = None
+    checkpoints: int = 0
+    bytes_per_s: float = 0.0
+    failing: str | None = None
+
+
+class CopyStatus(_Part):
+    """One copy; ``fraction`` says how much of what is arriving is there."""
+
+    state: CopyState
+    bytes: int
+    fraction: float | None = None
+
+
+class CheckpointStatus(_Part):
+    """One checkpoint, its copies by tier, the tiers that are still to get one, and why a tier's is set aside until the
+    next start."""
+
+    step: int
+    attempt: int
+    copies: dict[str, CopyStatus]
+    owed: tuple[str, ...] = ()
+    set_aside: dict[str, str] = {}
+    pinned: bool = False
+    abandoned: bool = False
+
+
+class TransferStatus(_Part):
+    """A copy on its way: how much of it is there, how fast it goes, and how long it takes still (None: not known)."""
+
+    step: int
+    attempt: int
+    tier: str
+    phase: str
+    done_bytes: int
+    bytes: int
+    bytes_per_s: float | None = None
+    left_s: float | None = None
+
+
+class LossStatus(_Part):
+    """What a failure would cost now, as ``LossBound`` has it."""
+
+    step: int
+    attempt: int
+    tier: str
+    steps_lost: int | None = None
+    seconds_lost: float | None = None
+    restore_s: float | None = None
+
+
+class Status(_Part):
+    """What one rank's process says of the run. ``checkpoints`` are the newest, oldest first, of ``checkpoints_known``;
+    ``newest`` names the newest step that survives each loss (None: none would), ``loss_bound`` says more of it."""
+
+    run: str
+    wall_time_s: float
+    pid: int
+    start_ticks: int | None
+    node: str
+    slot: int
+    rank: int
+    world_size: int
+    attempt: int | None
+    tiers: tuple[TierStatus, ...]
+    checkpoints: tuple[CheckpointStatus, ...]
+    checkpoints_known: int
+    transfers: tuple[TransferStatus, ...]
+    newest: dict[LossClass, int | None]
+    loss_bound: dict[LossClass, LossStatus | None] = {}
+    events: tuple[dict[str, Any], ...] = ()
+    lost_events: int = 0
+    failure: str | None = None
+
+
+def losses_of(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
+    """Write a loss bound as a status holds it."""
+    return {
+        lost: None
+        if bound.survives is None or bound.tier is None
+        else LossStatus(
+            step=bound.survives.step,
+            attempt=bound.survives.attempt,
+            tier=bound.tier,
+            steps_lost=bound.steps_lost,
+            seconds_lost=bound.seconds_lost,
+            restore_s=bound.restore_s,
+        )
+        for lost, bound in bounds.items()
+    }
+
+
+def status_name(slot: int) -> str:
+    return f"slot-{slot}.status.json"
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Replace a slot's status, as a whole. Raises OSError where the folder takes it not; nothing is left then."""
+    path = folder / status_name(status.slot)
+    fresh = path.with_suffix(".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    data = documents.seal(status.model_dump(mode="json"))
+    try:
+        fd = os.open(fresh, flags, 0o600)
+        try:
+            if os.write(fd, data) < len(data):
+                raise OSError(errno.ENOSPC, "it took only a part", str(fresh))
+        finally:
+            os.close(fd)
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_status(folder: Path, slot: int) -> Status | None:
+    """Return what a slot's process said last; None where it said nothing.
+
+    Raises IntegrityError where what lies there is no status, or not the user's own; NotSupportedError where a newer
+    tierfall wrote it; BackendError where it cannot be read.
+    """
+    path = folder / status_name(slot)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise IntegrityError(f"{path} is a link or a pipe, not a status: remove it") from error
+        raise BackendError(f"reading {path} failed: {error}") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise IntegrityError(f"{path} is no file of this user's, not a status: remove it")
+        data = os.read(fd, STATUS_BYTES_MAX)
+    except OSError as error:
+        raise BackendError(f"reading {path} failed: {error}") from error
+    finally:
+        os.close(fd)
+    members = documents.open_sealed(data, what=f"status {path}")
+    try:
+        return Status.model_validate(members)
+    except ValidationError as error:
+        raise IntegrityError(f"status {path}: {error.errors()[0]['msg']}") from error
+
+
+def remove_status(beside: Path) -> None:
+    """Take away what a slot's process said, which is gone; ``beside`` is the slot's arena, or its lock."""
+    try:
+        beside.with_suffix(".status.json").unlink(missing_ok=True)
+    except OSError as error:
+        logger.debug("the status beside %s stays: %s", beside, error)

@@ -1,0 +1,369 @@
+"""One arena file: created whole or not at all, checked when attached, mapped, page-locked, grown.
+
+Owns the descriptor and the mappings. It must not know regions or what is free: it hands out one memoryview of the whole
+file. Pages are reserved (``posix_fallocate``) before anything is mapped onto them, so a full file system is an error
+here and never a SIGBUS later; they are faulted in here too, because a first touch costs ten times the copy.
+
+A mapping is never closed by force: views of it may be alive. It goes when the last view goes. A growth maps the file
+again, so older views keep their addresses, and both mappings are the same pages. Where the file is removed by somebody
+else, the memory stays as it is, and ``renew`` brings it to a new file of the same name (``arena_renewal``).
+
+A forked child does not get the pages (``arena_mapping``): whatever it writes there changes no image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierfall.core.runtime import pinned
+from tierfall.core.runtime.pinned import PageLock
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    KeyNotFoundError,
+    NotSupportedError,
+)
+from tierfall.core.types.values import ByteRange
+from tierfall.tiers.arena import layout as layout
+from tierfall.tiers.arena.folder import MORE_ROOM, WHAT_HELPS, room_for_arena, sized
+from tierfall.tiers.arena.layout import EXTENTS_START, PAGE_BYTES, EntryList, Header
+from tierfall.tiers.arena.mapping import fault_in, fork_safe_mapping
+from tierfall.tiers.arena.renewal import Renewal
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+_STEP_BYTES = 256 << 20
+_SAY_FROM_BYTES = 4 << 30
+# Cleaners of temporary files go by age, and stores into a mapping leave a file's times as they are.
+_TOUCH_EVERY_S = 3600.0
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class ArenaFile:
+    """The open file with its newest mapping."""
+
+    def __init__(
+        self, path: Path, fd: int, header: Header, *, writable: bool, page_lock: bool
+    ) -> None:
+        self.path = path
+        self.header = header
+        self.capacity_bytes = header.capacity_bytes
+        self.writable = writable
+        self._fd = fd
+        self._want_lock = page_lock and writable
+        self._locks: list[PageLock] = []
+        self._device: torch.device | None = None
+        self._mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._renewal: Renewal | None = None
+        self.view = memoryview(b"")
+
+    @classmethod
+    def create(
+        cls, path: Path, header: Header, *, page_lock: bool, progress: Progress | None
+    ) -> ArenaFile:
+        """Create under another name, reserve and fill in the header, and only then rename."""
+        what = f"arena {path}"
+        with _translating(what, "creating it"):
+            if os.path.lexists(path):
+                raise ConfigError(f"{what}: there is one already; attach it, or remove {path}")
+            partial = _partial(path)
+            partial.unlink(missing_ok=True)
+            total = EXTENTS_START + header.capacity_bytes
+            doing = f"creating it with a capacity of {sized(header.capacity_bytes)}"
+            room_for_arena(path.parent).require(total, what=f"{what}: {doing}")
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
+            made = cls(path, fd, header, writable=True, page_lock=page_lock)
+            try:
+                made._map(total, progress)
+                layout.store(made.view, 0, header.encode())
+                made._growths().clear()
+                os.rename(partial, path)
+            except BaseException:
+                made.forget()
+                partial.unlink(missing_ok=True)
+                raise
+        return made
+
+    @classmethod
+    def attach(cls, path: Path, *, run: str, writable: bool, page_lock: bool) -> ArenaFile:
+        """Open and check an arena that an earlier process left."""
+        what = f"arena {path}"
+        with _translating(what, "attaching it"):
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | _OPEN_FLAGS)
+            try:
+                size = _check_status(os.fstat(fd), path)
+                header = _read_header(fd, path, run)
+            except BaseException:
+                os.close(fd)
+                raise
+            made = cls(path, fd, header, writable=writable, page_lock=page_lock)
+            try:
+                made._adopt_size(size)
+            except BaseException:
+                made.forget()
+                raise
+            if writable:
+                _partial(path).unlink(missing_ok=True)
+        return made
+
+    def grow(self, capacity_bytes: int, progress: Progress | None) -> None:
+        """Enlarge the file and map it again; the new capacity counts from the moment it is written down."""
+        what = f"arena {self.path}"
+        entry = layout.encode_growth(capacity_bytes)
+        growths = self._growths()
+        if growths.room_bytes() < len(entry):
+            raise CapacityError(
+                f"{what}: growing it: it has grown too often; set the host tier's `capacity` and start anew"
+            )
+        old, new = EXTENTS_START + self.capacity_bytes, EXTENTS_START + capacity_bytes
+        if self._renewal is not None:
+            raise CapacityError(
+                f"{what}: growing it: its file was removed, and is being made anew; save again once that is done"
+            )
+        with _translating(what, "growing it"):
+            room = room_for_arena(self.path.parent, fd=self._fd)  # the folder may have been removed
+            sizes = f"from {sized(self.capacity_bytes)} to {sized(capacity_bytes)}"
+            room.require(new - old, what=f"{what}: growing it {sizes}", helps=MORE_ROOM)
+            try:
+                self._map(new, progress)
+            except BaseException:
+                os.ftruncate(self._fd, old)
+                raise
+        growths.append(entry)
+        self.capacity_bytes = capacity_bytes
+
+    def is_there(self) -> bool:
+        """Say whether the path still names this file; a file that does not seem to be in use is touched."""
+        with _translating(f"arena {self.path}", "looking for it"):
+            try:
+                named = os.stat(self.path, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            mine = os.fstat(self._fd)
+            if (named.st_dev, named.st_ino) != (mine.st_dev, mine.st_ino):
+                return False
+            if self.writable and time.time() - mine.st_mtime > _TOUCH_EVERY_S:
+                os.utime(self._fd)
+            return True
+
+    def remove(self) -> None:
+        """Delete the file, unless another one bears its name by now."""
+        with _translating(f"arena {self.path}", "removing it"):
+            if self.is_there():
+                os.unlink(self.path)
+
+    @property
+    def renewing(self) -> bool:
+        """Whether a part of the memory lies in a new file, and a part in the old one."""
+        return self._renewal is not None
+
+    def unlock_pages(self) -> None:
+        """Unlock the pages, so that they can be moved; no copy to or from a device may be under way."""
+        for lock in self._locks:
+            lock.release()
+        self._locks.clear()
+
+    def renew(self, busy: Sequence[ByteRange]) -> bool:
+        """Make the file anew, where its name is gone: move a few MiB of the memory to the new file, or give that its
+        name where all has moved. ``busy`` are the ranges that are written to at present; False where nothing else is
+        left to move. Views keep their addresses. The pages must be unlocked, and are locked again at the end.
+
+        Raises CapacityError where there is no room for those MiB, and ConfigError where another file has the name; the
+        memory can be used as before, and a later call goes on.
+        """
+        what = f"arena {self.path}"
+        with _translating(what, "making its file anew"):
+            if self._renewal is None:
+                self._check_place()
+                total = EXTENTS_START + self.capacity_bytes
+                self._renewal = Renewal(_partial(self.path), total, what=what)
+            if not self._renewal.done:
+                return self._renewal.move(self._fd, self.view, tuple(self._mappings), busy)
+            renewal, self._renewal = self._renewal, None
+            os.close(self._fd)
+            self._fd = renewal.fd
+            for mapping in tuple(self._mappings):
+                self._lock_pages(mapping, len(mapping))
+            renewal.publish(self.path)
+            return True
+
+    def _check_place(self) -> None:
+        """Refuse a name that another file bears, and a folder that lies on a disk where this one lay in memory."""
+        if os.path.lexists(self.path):
+            raise ConfigError(
+                f"arena {self.path}: its file was removed, and another one has its name by now; it is left as it is"
+            )
+        same = os.stat(self.path.parent).st_dev == os.fstat(self._fd).st_dev
+        if not same and not room_for_arena(self.path.parent).in_memory:
+            raise ConfigError(
+                f"arena {self.path}: the file system that it lay in is not there any more, and what is there now is "
+                "not in memory; mount it again"
+            )
+
+    def forget(self) -> None:
+        """Unlock the pages, close the descriptor, and let the mappings go with their last views."""
+        self.unlock_pages()
+        self.view = memoryview(b"")
+        if self._renewal is not None:
+            self._renewal.discard()
+        os.close(self._fd)
+
+    def _growths(self) -> EntryList:
+        return layout.growths(self.view, what=f"arena {self.path}")
+
+    def _map(self, total: int, progress: Progress | None) -> None:
+        """Reserve, map and fault in the first ``total`` bytes."""
+        if os.fstat(self._fd).st_size < total:
+            os.ftruncate(self._fd, total)
+        mapping = fork_safe_mapping(self._fd, total)
+        self._mappings.add(mapping)
+        for start in range(0, total, _STEP_BYTES):
+            end = min(start + _STEP_BYTES, total)
+            self._reserve(start, end, total)
+            fault_in(mapping, start, end)
+            if total >= _SAY_FROM_BYTES:
+                logger.info("arena %s: %s of %s ready", self.path, sized(end), sized(total))
+            if progress is not None:
+                progress(end, total)
+        self._lock_pages(mapping, total)
+        self.view = memoryview(mapping)
+
+    def _reserve(self, start: int, end: int, total: int) -> None:
+        try:
+            os.posix_fallocate(self._fd, start, end - start)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
+            raise CapacityError(
+                f"arena {self.path}: reserving memory: needed {sized(total)}, available were {sized(start)} and less "
+                f"than {sized(end - start)} more; {WHAT_HELPS}"
+            ) from error
+
+    def _lock_pages(self, mapping: mmap.mmap, total: int) -> None:
+        if not self._want_lock or not pinned.cuda_available():
+            return
+        if self._device is None:  # a later thread may have another one, or none yet
+            self._device = pinned.current()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        lock = pinned.lock_pages(address, total, self._device)
+        if lock.locked:
+            self._locks.append(lock)
+            return
+        self._want_lock = False
+        logger.warning(
+            "arena %s: its %s could not be page-locked: %s; copies from the GPU go on, slower; raise `ulimit -l` (or "
+            "--ulimit memlock=-1 of a container) or set a smaller `capacity`",
+            self.path,
+            sized(total),
+            lock.reason,
+        )
+
+    def _adopt_size(self, size: int) -> None:
+        """Map an attached file as far as its own record of its capacity says."""
+        what = f"arena {self.path}"
+        self._peek_capacity(size)
+        total = EXTENTS_START + self.capacity_bytes
+        if size < total:
+            raise IntegrityError(
+                f"{what}: it is truncated: {size} bytes, expected {total}; {_remove(self.path)}"
+            )
+        if not self.writable:
+            self.view = memoryview(
+                mmap.mmap(self._fd, total, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            )
+            return
+        if size > total:
+            # A growth that was killed before it counted: nothing lies there.
+            os.ftruncate(self._fd, total)
+        self._map(total, None)
+
+    def _peek_capacity(self, size: int) -> None:
+        what = f"arena {self.path}"
+        if size < EXTENTS_START:
+            raise IntegrityError(
+                f"{what}: it is truncated: {size} bytes, expected at least {EXTENTS_START}; {_remove(self.path)}"
+            )
+        block = memoryview(bytearray(os.pread(self._fd, layout.BLOCK_BYTES, 0)))
+        try:
+            growths = layout.growths(block, what=what)
+            self.capacity_bytes = layout.read_capacity(self.header, growths, what=what)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}; {_remove(self.path)}") from error
+
+
+def _partial(path: Path) -> Path:
+    """The name under which an arena is created; its slot's lock makes us the only ones to use it."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def _check_status(status: os.stat_result, path: Path) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"arena {path}: not a regular file; {_remove(path)}")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"arena {path}: belongs to user {status.st_uid}, expected {os.geteuid()}; remove it, or set another "
+            "`folder`"
+        )
+    return status.st_size
+
+
+def _read_header(fd: int, path: Path, run: str) -> Header:
+    what = f"arena {path}"
+    try:
+        header = layout.read_header(os.pread(fd, PAGE_BYTES, 0), what=what)
+    except NotSupportedError as error:
+        raise NotSupportedError(f"{error}; use that tierfall, or {_remove(path)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_remove(path)}") from error
+    except IntegrityError as error:
+        raise IntegrityError(f"{error}; {_remove(path)}") from error
+    if header.run != run:
+        raise ConfigError(
+            f"{what}: it holds run {header.run!r}, expected {run!r}; choose another run name or `folder`, or remove "
+            f"{path}"
+        )
+    return header
+
+
+def _remove(path: Path) -> str:
+    return f"remove {path} (what only it holds is lost) or set another `folder`"
+
+
+@contextlib.contextmanager
+def _translating(what: str, doing: str) -> Iterator[None]:
+    """Turn what the operating system refuses into the errors of this project."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise KeyNotFoundError(f"{what}: {doing}: {error}; nothing is there") from error
+    except PermissionError as error:
+        raise AccessDeniedError(f"{what}: {doing}: {error}; check owner and mode") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(
+                f"{what}: {doing}: it is a link; remove it, or set another `folder`"
+            ) from error
+        if error.errno in (errno.EISDIR, errno.ENXIO):
+            raise ConfigError(
+                f"{what}: {doing}: not a regular file; remove it, or set another `folder`"
+            ) from error
+        raise BackendError(f"{what}: {doing}: {error}") from error

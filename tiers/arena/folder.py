@@ -1,0 +1,254 @@
+"""Where arenas lie, and how much room is there: the host tier's folder.
+
+Owns the choice of the folder, its safe creation and the arithmetic of memory. It must not know what an arena is made
+of. Memory is scarce twice: the file system has a size, and its pages are the machine's (or the container's) memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierfall.core.types.errors import BackendError, CapacityError, ConfigError
+from tierfall.core.types.units import format_size
+from tierfall.tiers.arena.layout import EXTENTS_START
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+_MEMINFO = Path("/proc/meminfo")
+_MOUNTS = Path("/proc/self/mountinfo")
+_OWN_GROUP = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
+
+
+def default_folder() -> Path:
+    """Return ``/dev/shm/tierfall-<uid>``, or, where there is no shared memory, a folder in the temporary folder."""
+    name = f"tierfall-{os.geteuid()}"
+    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return SHARED_MEMORY / name
+    folder = Path(tempfile.gettempdir()) / name
+    logger.warning(
+        "host tier: %s is not there or not writable; arenas are files in %s, which may be on a disk, and slower: set "
+        "the host tier's `folder` to a file system in memory",
+        SHARED_MEMORY,
+        folder,
+    )
+    return folder
+
+
+def prepare_folder(path: Path, *, base: Path | None = None) -> Path:
+    """Create ``path`` (mode 0700) where it is missing, and check it; return it as an absolute path.
+
+    Every component below ``base`` is opened without following a link, and must belong to this user and be writable by
+    nobody else. ``base`` is trusted; left out, it is /dev/shm or the temporary folder where the path lies below one of
+    them, else the nearest folder above that exists. Raises ConfigError.
+    """
+    path = Path(os.path.abspath(path))
+    base = _trusted_base(path) if base is None else Path(os.path.abspath(base))
+    if not path.is_relative_to(base):
+        raise ConfigError(f"folder {path}: expected a place below {base}")
+    fd = _open_base(base)
+    try:
+        place = base
+        for name in path.relative_to(base).parts:
+            place = place / name
+            child = _enter(fd, name, place)
+            os.close(fd)
+            fd = child
+    finally:
+        os.close(fd)
+    return path
+
+
+def _trusted_base(path: Path) -> Path:
+    for base in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+        if path != base and path.is_relative_to(base):
+            return base
+    return next(folder for folder in path.parents if folder.is_dir())
+
+
+def _open_base(base: Path) -> int:
+    try:
+        return os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"folder {base}: cannot be opened: {error}; set another `folder`"
+        ) from error
+
+
+def _enter(parent: int, name: str, place: Path) -> int:
+    """Open ``name`` in ``parent``, created where it is missing, never through a link."""
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        logger.debug("folder %s is there already", place)
+    except OSError as error:
+        raise BackendError(
+            f"folder {place}: cannot be created: {error}; set another `folder`"
+        ) from error
+    try:
+        fd = os.open(
+            name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"folder {place}: is a link, or no folder that this user may open ({error}); remove it, or set another "
+            "`folder`"
+        ) from error
+    try:
+        _check_folder(os.fstat(fd), place)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_folder(status: os.stat_result, place: Path) -> None:
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"folder {place}: belongs to user {status.st_uid}, expected {os.geteuid()}; set another `folder`"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"folder {place}: others may write to it (mode {stat.S_IMODE(status.st_mode):04o}); run chmod go-w on it, "
+            "or set another `folder`"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomReport:
+    """What is free for an arena in ``folder``.
+
+    ``memory_free_bytes`` is None where the system does not tell; it bounds an arena only where the folder's file
+    system lies in memory (``in_memory``).
+    """
+
+    folder: Path
+    file_system_free_bytes: int
+    memory_free_bytes: int | None
+    in_memory: bool
+
+    @property
+    def free_bytes(self) -> int:
+        """What a file here can grow to before something breaks."""
+        if self.in_memory and self.memory_free_bytes is not None:
+            return min(self.file_system_free_bytes, self.memory_free_bytes)
+        return self.file_system_free_bytes
+
+    def default_capacity_bytes(self, *, image_bytes: int, extent_bytes: int, ranks: int = 1) -> int:
+        """Choose a capacity: 2.2 images, at least two extents, at most a rank's share of half the free memory.
+
+        ``extent_bytes`` is what one image takes with its records, ``ranks`` how many ranks of this node choose at the
+        same time. Raises CapacityError where not one extent fits.
+        """
+        free = (
+            self.free_bytes
+            if self.memory_free_bytes is None
+            else min(self.free_bytes, self.memory_free_bytes)
+        )
+        share = free // (2 * ranks)
+        if extent_bytes > share:
+            helps = MORE_ROOM
+            if extent_bytes + EXTENTS_START <= free // ranks:
+                helps = (
+                    f"set the host tier's `capacity` to at least {sized(extent_bytes)}, or {helps}"
+                )
+            raise CapacityError(
+                f"host tier in {self.folder}: one image takes {sized(extent_bytes)}, and of the {sized(free)} that are "
+                f"free a host tier without a `capacity` takes no more than half ({sized(share)} per rank); {helps}"
+            )
+        return min(max(-(-image_bytes * 11 // 5), 2 * extent_bytes), share)
+
+    def require(self, needed_bytes: int, *, what: str, helps: str | None = None) -> None:
+        """Raise CapacityError unless that much is free; ``helps`` says what to do (None: what helps a new arena)."""
+        if needed_bytes <= self.free_bytes:
+            return
+        memory = "unknown" if self.memory_free_bytes is None else sized(self.memory_free_bytes)
+        raise CapacityError(
+            f"{what}: needed {sized(needed_bytes)}, available {sized(self.free_bytes)} (file system of {self.folder}: "
+            f"{sized(self.file_system_free_bytes)} free, memory: {memory} free); {helps or WHAT_HELPS}"
+        )
+
+
+_RAISE = "raise the size of /dev/shm (mount -o remount,size=..., or --shm-size of a container)"
+MORE_ROOM = f"{_RAISE}, or set the host tier's `folder` to a larger file system"
+WHAT_HELPS = f"{_RAISE}, set a smaller `capacity` of the host tier, or set its `folder` to a larger file system"
+
+
+def sized(size_bytes: int) -> str:
+    """Write a size for people and exactly."""
+    return f"{format_size(size_bytes)} ({size_bytes} bytes)"
+
+
+def room_for_arena(folder: Path, *, fd: int | None = None) -> RoomReport:
+    """Measure what is free in ``folder``, which exists, or, given one, where the open file ``fd`` lies."""
+    place = folder if fd is None else fd
+    try:
+        status = os.statvfs(place)
+        in_memory = _lies_in_memory(place)
+    except OSError as error:
+        raise BackendError(f"folder {folder}: asking for its free space failed: {error}") from error
+    return RoomReport(
+        folder=folder,
+        file_system_free_bytes=status.f_bavail * status.f_frsize,
+        memory_free_bytes=_memory_free_bytes(),
+        in_memory=in_memory,
+    )
+
+
+def _lies_in_memory(place: Path | int) -> bool:
+    return file_system_of(place) in _MEMORY_FILE_SYSTEMS
+
+
+def file_system_of(place: Path | int) -> str | None:
+    """Name the kind of file system that a folder, or an open file, lies on; None where the kernel does not say. Raises
+    OSError."""
+    device = os.stat(place).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for fields in (line.split() for line in _read(_MOUNTS).splitlines()):
+        if len(fields) > 6 and fields[2] == name:
+            return fields[fields.index("-") + 1]
+    return None
+
+
+def _memory_free_bytes() -> int | None:
+    """Return the smaller of what the machine has available and what the container may still take."""
+    known = [free for free in (_machine_free_bytes(), _container_free_bytes()) if free is not None]
+    return min(known, default=None)
+
+
+def _machine_free_bytes() -> int | None:
+    for line in _read(_MEMINFO).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _container_free_bytes() -> int | None:
+    """Return what the tightest limit of this process's control groups (version 2) leaves, None without a limit."""
+    group = next(
+        (line[3:] for line in _read(_OWN_GROUP).splitlines() if line.startswith("0::")), "/"
+    )
+    folder = _GROUPS / group.strip("/")
+    free = []
+    for level in (folder, *folder.parents):
+        if not level.is_relative_to(_GROUPS):
+            break
+        limit, used = _read(level / "memory.max").strip(), _read(level / "memory.current").strip()
+        if limit.isdigit() and used.isdigit():
+            free.append(max(0, int(limit) - int(used)))
+    return min(free, default=None)
+
+
+def _read(path: Path) -> str:
+    """Read a file that the kernel may or may not offer."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,324 @@
+"""The arena file's layout: which byte means what, and what a reader believes.
+
+    0        header block:    page 0 the header (magic, sealed document, zeros); then the list of growths
+    32 KiB   control blocks:  63 times one control page (the seal of a region), then the list of its marks
+    2 MiB    extents:         image, padded to 4 KiB; manifest; commit record
+
+A control page and a list each begin with a *word* of 8 bytes: how many bytes after it count, and the complement of
+that. What it covers is written first and the word last, by one store, so a process killed at any moment leaves the old
+or the new state, never a torn one; everything covered carries a SHA-256, so damage is found and never taken for
+absence. The header is written once, under another name, and never changed.
+
+This module reads and writes through memoryviews of the whole file or of a block. It must not know files, locks,
+allocation or what a manifest says. Integers are native: an arena never leaves the machine that wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from tierfall.core.format import documents
+from tierfall.core.format.records import IMAGE_BYTES_MAX
+from tierfall.core.types.errors import ConfigError, IntegrityError, NotSupportedError
+from tierfall.core.types.values import ByteRange, Shard
+
+MAGIC = b"tierfall arena\n\0"
+LAYOUT = 1
+PAGE_BYTES = 4 << 10
+BLOCK_BYTES = 32 << 10
+SLOT_COUNT = 63
+EXTENTS_START = (SLOT_COUNT + 1) * BLOCK_BYTES
+CAPACITY_BYTES_MAX = IMAGE_BYTES_MAX
+
+_WORD_BYTES = 8
+_WORD_MASK = 0xFFFFFFFF
+_LENGTH_BYTES = 4
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def padded(length_bytes: int, multiple_bytes: int = PAGE_BYTES) -> int:
+    """Round up to a multiple."""
+    return -(-length_bytes // multiple_bytes) * multiple_bytes
+
+
+def store(view: memoryview, offset: int, data: bytes) -> None:
+    """Put bytes that no word covers yet."""
+    view[offset : offset + len(data)] = data
+
+
+def publish(view: memoryview, offset: int, length: int | None) -> None:
+    """Write a word, by one store of 8 aligned bytes: ``length`` bytes after it count; None: nothing is here."""
+    word = 0 if length is None else length | (length ^ _WORD_MASK) << 32
+    view[offset : offset + _WORD_BYTES].cast("Q")[0] = word
+
+
+def _covered(view: memoryview, what: str) -> int | None:
+    """Read the word at the start of ``view``."""
+    word = view[:_WORD_BYTES].cast("Q")[0]
+    if word == 0:
+        return None
+    length: int = word & _WORD_MASK
+    if word >> 32 != length ^ _WORD_MASK or length > len(view) - _WORD_BYTES:
+        raise IntegrityError(f"{what}: its length word {word:#018x} is damaged")
+    return length
+
+
+class EntryList:
+    """An append-only list of small entries, each with its digest; a kill while appending harms no older entry."""
+
+    def __init__(self, view: memoryview, *, what: str) -> None:
+        self._view = view
+        self._what = what
+
+    def clear(self) -> None:
+        publish(self._view, 0, 0)
+
+    def room_bytes(self) -> int:
+        """How long the next entry may be."""
+        used = self._used_bytes()
+        overhead = _WORD_BYTES + _LENGTH_BYTES + _DIGEST_BYTES
+        return len(self._view) - overhead - used
+
+    def append(self, data: bytes) -> None:
+        """Add an entry that fits (``room_bytes``)."""
+        used = self._used_bytes()
+        length = len(data).to_bytes(_LENGTH_BYTES, "little")
+        entry = length + data + hashlib.sha256(length + data).digest()
+        store(self._view, _WORD_BYTES + used, entry)
+        publish(self._view, 0, used + len(entry))
+
+    def entries(self) -> tuple[bytes, ...]:
+        """Read and verify all entries; raises IntegrityError where one differs from what was written."""
+        data = bytes(self._view[_WORD_BYTES : _WORD_BYTES + self._used_bytes()])
+        found: list[bytes] = []
+        start = 0
+        while start < len(data):
+            end = (
+                start
+                + _LENGTH_BYTES
+                + int.from_bytes(data[start : start + _LENGTH_BYTES], "little")
+            )
+            if hashlib.sha256(data[start:end]).digest() != data[end : end + _DIGEST_BYTES]:
+                raise IntegrityError(f"{self._what}: entry {len(found)} differs from its digest")
+            found.append(data[start + _LENGTH_BYTES : end])
+            start = end + _DIGEST_BYTES
+        return tuple(found)
+
+    def _used_bytes(self) -> int:
+        used = _covered(self._view, self._what)
+        if used is None:
+            raise IntegrityError(f"{self._what}: its length word is missing")
+        return used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What an arena is: of which run, for which rank and local slot, how large, since when."""
+
+    run: str
+    shard: Shard
+    slot: int
+    capacity_bytes: int
+    created_wall_s: float
+
+    def encode(self) -> bytes:
+        document = documents.seal(
+            {
+                "layout": LAYOUT,
+                "run": self.run,
+                "rank": self.shard.rank,
+                "world_size": self.shard.world_size,
+                "slot": self.slot,
+                "capacity_bytes": self.capacity_bytes,
+                "created_wall_s": self.created_wall_s,
+            }
+        )
+        return (MAGIC + document).ljust(PAGE_BYTES, b"\0")
+
+
+def read_header(page: bytes, *, what: str) -> Header:
+    """Read the header page; the message of each refusal says what it is, the caller adds what to do."""
+    if page[: len(MAGIC)] != MAGIC:
+        raise ConfigError(f"{what}: its first bytes are not those of a tierfall arena")
+    what = f"{what}: header"
+    document = documents.open_sealed(page[len(MAGIC) :].rstrip(b"\0"), what=what)
+    if document.get("layout") != LAYOUT:
+        raise NotSupportedError(
+            f"{what}: layout {document.get('layout')!r} was written by another tierfall; this one reads layout {LAYOUT}"
+        )
+    world_size = _number(document, "world_size", 1, 10**9, what)
+    run = document.get("run")
+    created = document.get("created_wall_s")
+    if not isinstance(run, str) or not isinstance(created, float):
+        raise IntegrityError(
+            f"{what}: member 'run' or 'created_wall_s' is missing or of a wrong type"
+        )
+    return Header(
+        run=run,
+        shard=Shard(_number(document, "rank", 0, world_size - 1, what), world_size),
+        slot=_number(document, "slot", 0, 10**6, what),
+        capacity_bytes=_number(document, "capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX, what),
+        created_wall_s=created,
+    )
+
+
+def growths(file_view: memoryview, *, what: str) -> EntryList:
+    """The list of growths in the header block; its last entry holds the arena's capacity."""
+    return EntryList(file_view[PAGE_BYTES:BLOCK_BYTES], what=f"{what}: list of growths")
+
+
+def encode_growth(capacity_bytes: int) -> bytes:
+    return documents.seal({"capacity_bytes": capacity_bytes})
+
+
+def read_capacity(header: Header, list_of_growths: EntryList, *, what: str) -> int:
+    """Return the capacity: the header's, or that of the newest growth."""
+    entries = list_of_growths.entries()
+    if not entries:
+        return header.capacity_bytes
+    what = f"{what}: newest growth"
+    document = documents.open_sealed(entries[-1], what=what)
+    return _number(document, "capacity_bytes", PAGE_BYTES, CAPACITY_BYTES_MAX, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Where a manifest or a commit record lies in the file, and its SHA-256."""
+
+    place: ByteRange
+    digest: str
+
+    def members(self) -> dict[str, object]:
+        return {"offset": self.place.start, "bytes": self.place.length, "digest": self.digest}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """What the control page of a sealed region says: whose image lies where, and what vouches for it."""
+
+    shard: Shard
+    replica: bool
+    extent: ByteRange
+    image_bytes: int
+    manifest: Record
+    commit: Record
+
+    def encode(self) -> bytes:
+        return documents.seal(
+            {
+                "rank": self.shard.rank,
+                "world_size": self.shard.world_size,
+                "replica": self.replica,
+                "offset": self.extent.start,
+                "bytes": self.extent.length,
+                "image_bytes": self.image_bytes,
+                "manifest": self.manifest.members(),
+                "commit": self.commit.members(),
+            }
+        )
+
+
+class ControlBlock:
+    """One control page and the marks that belong to it."""
+
+    def __init__(self, file_view: memoryview, slot: int, *, what: str) -> None:
+        start = (slot + 1) * BLOCK_BYTES
+        self.what = f"{what}: control slot {slot}"
+        self._page = file_view[start : start + PAGE_BYTES]
+        self.marks = EntryList(
+            file_view[start + PAGE_BYTES : start + BLOCK_BYTES], what=f"{self.what}: marks"
+        )
+
+    def write(self, seal: Seal) -> None:
+        """Seal: an empty list of marks, the document, and last the word that makes it count."""
+        document = seal.encode()
+        self.marks.clear()
+        store(self._page, _WORD_BYTES, document.ljust(PAGE_BYTES - _WORD_BYTES, b"\0"))
+        publish(self._page, 0, len(document))
+
+    def clear(self) -> None:
+        """Make the slot empty; the first store decides."""
+        publish(self._page, 0, None)
+        store(self._page, _WORD_BYTES, bytes(PAGE_BYTES - _WORD_BYTES))
+
+    def read(self, capacity_bytes: int) -> Seal | None:
+        """Return the seal, None in an empty slot; raises IntegrityError for a damaged or impossible one."""
+        length = _covered(self._page, self.what)
+        if length is None:
+            return None
+        data = bytes(self._page[_WORD_BYTES:])
+        if any(data[length:]):
+            raise IntegrityError(f"{self.what}: bytes after its document are damaged")
+        seal = _read_seal(documents.open_sealed(data[:length], what=self.what), self.what)
+        _check_places(seal, capacity_bytes, self.what)
+        return seal
+
+
+def _read_seal(document: dict[str, Any], what: str) -> Seal:
+    end = EXTENTS_START + CAPACITY_BYTES_MAX
+    world_size = _number(document, "world_size", 1, 10**9, what)
+    replica = document.get("replica")
+    if not isinstance(replica, bool):
+        raise IntegrityError(f"{what}: member 'replica' is missing or of a wrong type")
+    start = _number(document, "offset", EXTENTS_START, end, what)
+    return Seal(
+        shard=Shard(_number(document, "rank", 0, world_size - 1, what), world_size),
+        replica=replica,
+        extent=ByteRange(start=start, end=start + _number(document, "bytes", 1, end, what)),
+        image_bytes=_number(document, "image_bytes", 1, IMAGE_BYTES_MAX, what),
+        manifest=_read_record(document, "manifest", what),
+        commit=_read_record(document, "commit", what),
+    )
+
+
+def _read_record(document: dict[str, Any], name: str, what: str) -> Record:
+    members = document.get(name)
+    if not isinstance(members, dict) or not isinstance(members.get("digest"), str):
+        raise IntegrityError(f"{what}: member {name!r} is missing or of a wrong type")
+    end = EXTENTS_START + CAPACITY_BYTES_MAX
+    start = _number(members, "offset", EXTENTS_START, end, what)
+    length = _number(members, "bytes", 0, documents.MAX_DOCUMENT_BYTES, what)
+    return Record(place=ByteRange(start=start, end=start + length), digest=members["digest"])
+
+
+def _check_places(seal: Seal, capacity_bytes: int, what: str) -> None:
+    """Refuse an extent outside the arena, and an image or a record outside the extent or upon another."""
+    extent = seal.extent
+    order = (
+        EXTENTS_START,
+        extent.start,
+        extent.start + padded(seal.image_bytes),
+        seal.manifest.place.start,
+        seal.manifest.place.end,
+        seal.commit.place.start,
+        seal.commit.place.end,
+        extent.end,
+        EXTENTS_START + capacity_bytes,
+    )
+    if list(order) != sorted(order):
+        raise IntegrityError(f"{what}: its extent lies outside the arena, or its parts overlap")
+    if extent.start % PAGE_BYTES or extent.end % PAGE_BYTES:
+        raise IntegrityError(f"{what}: its extent is not a multiple of {PAGE_BYTES} bytes")
+
+
+def overlapping(seals: dict[int, Seal]) -> set[int]:
+    """Return the slots whose extents share bytes: none of them can be believed."""
+    found: set[int] = set()
+    last: int | None = None
+    for slot in sorted(seals, key=lambda slot: seals[slot].extent.start):
+        if last is not None and seals[slot].extent.start < seals[last].extent.end:
+            found |= {slot, last}
+        if last is None or seals[slot].extent.end > seals[last].extent.end:
+            last = slot
+    return found
+
+
+def _number(members: dict[str, Any], name: str, low: int, high: int, what: str) -> int:
+    value = members.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise IntegrityError(
+            f"{what}: {name!r} is {value!r}, not a whole number within {low} to {high}"
+        )
+    return value
