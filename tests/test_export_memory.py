@@ -137,6 +137,7 @@ def test_load_takes_two_chunks_beside_its_result(
 ) -> None:
     config, root = saved
     peak = peak_bytes(config, "load", str(root / tier), root)
-    assert IMAGE_BYTES < peak < IMAGE_BYTES + 2 * CHUNK_BYTES + OVERHEAD_BYTES, (
+    # What the process had before may shrink meanwhile, so the result counts for a little less than it is.
+    assert 0.95 * IMAGE_BYTES < peak < IMAGE_BYTES + 2 * CHUNK_BYTES + OVERHEAD_BYTES, (
         f"{peak / MIB:.0f} MiB"
     )
