@@ -1,7 +1,7 @@
 """Retention: which committed copies a tier keeps, each with its reason.
 
 Pure: (view, tier) -> one decision per whole copy on that tier, oldest first. What any rule wants is kept, so another
-rule never drops more; what the rules are stands in ``retain_rules``, and what no rule may drop in ``guard``.
+rule never drops more; the rules are below, and what no rule may drop is in ``protection``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT_BY_AGE = 2
 def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every whole copy that ``tier_name`` holds.
 
-    Kept: what a rule of ``retain`` wants (everything without a rule), and what ``policies.guard`` protects. Dropped:
+    Kept: what a rule of ``retain`` wants (everything without a rule), and what ``policies.protection`` protects. Dropped:
     the rest; what a person deleted; and what an abandoned line left, once the present line is as safe.
     """
     tier = view.tier(tier_name)

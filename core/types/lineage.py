@@ -63,7 +63,7 @@ def resolve(
 
     What a later attempt went on from counts. Where none did, the one that began last counts: that goes by the clocks of
     two machines, and may be wrong. Nothing is deleted by that alone, since an abandoned line goes only once a later
-    attempt has committed something (``policies.guard``).
+    attempt has committed something (``policies.protection``).
     """
     merged = merge_starts(starts)
     of_number: dict[int, list[AttemptStart]] = {}

@@ -38,7 +38,7 @@ class MissingMetrics(Protocol):
 
 
 class ReasonToKeep(Protocol):
-    """What no policy may drop; see ``policies.guard``."""
+    """What no policy may drop; see ``policies.protection``."""
 
     def __call__(
         self, view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
