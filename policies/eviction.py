@@ -1,7 +1,7 @@
 """Eviction: what to give up where bytes are short, or a tier is above its high watermark, each with its reason.
 
-Pure: (view, tier, need_bytes, free_bytes) -> drops, and what is still missing. The tier's
-order says what a stored tier gives up first. On the host tier it is oldest first, and an image that a failing tier is owed may go too, the
+Pure: (view, tier, need_bytes, free_bytes) -> drops, and what is still missing. The tier's order says what a stored
+tier gives up first. On the host tier it is oldest first, and an image that a failing tier is owed may go too, the
 newest sealed one never: a tier that is down must not stop training.
 """
 

@@ -24,8 +24,8 @@ KEPT_BY_AGE = 2
 def plan_retention(view: View, tier_name: str) -> tuple[Decision, ...]:
     """Decide on every whole copy that ``tier_name`` holds.
 
-    Kept: what a rule of ``retain`` wants (everything without a rule), and what ``policies.protection`` protects. Dropped:
-    the rest; what a person deleted; and what an abandoned line left, once the present line is as safe.
+    Kept: what a rule of ``retain`` wants (everything without a rule), and what ``policies.protection`` protects.
+    Dropped: the rest; what a person deleted; and what an abandoned line left, once the present line is as safe.
     """
     tier = view.tier(tier_name)
     held = view.on(tier_name)
