@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tierfall.core.types.lineage import AttemptStart, Key, left_behind_by
 from tierfall.core.types.values import CheckpointId, CopyState
@@ -34,9 +34,9 @@ class Entries(dict[CheckpointId, "Entry"]):
         self.changed.add(id)
         return entry
 
-    def get(self, id: CheckpointId, default: Any = None) -> Any:
-        entry = super().get(id, default)
-        if entry is not default:
+    def get(self, id: CheckpointId) -> Entry | None:  # type: ignore[override]
+        entry = super().get(id)
+        if entry is not None:
             self.changed.add(id)
         return entry
 
@@ -47,16 +47,17 @@ class Entries(dict[CheckpointId, "Entry"]):
         self.changed.add(id)
         super().__setitem__(id, entry)
 
-    def setdefault(self, id: CheckpointId, entry: Any = None) -> Entry:
+    def setdefault(self, id: CheckpointId, entry: Entry) -> Entry:
         if id not in self:
             self[id] = entry
         return self[id]
 
-    def pop(self, id: CheckpointId, *default: Any) -> Any:
+    def pop(self, id: CheckpointId) -> Entry | None:  # type: ignore[override]
+        """Forget an entry, if it is there."""
         if id in self:
             del self._sorted[bisect_left(self._sorted, _key(id), key=_key)]
             self.changed.add(id)
-        return super().pop(id, *default)
+        return super().pop(id, None)
 
     def peek(self, id: CheckpointId) -> Entry:
         """Look an entry up that is not to be changed."""

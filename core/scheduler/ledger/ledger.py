@@ -378,7 +378,7 @@ class Ledger:
 
     def forget_if_gone(self, entry: Entry) -> None:
         if not (entry.states or entry.owed or entry.damage or entry.snapshot):
-            self.entries.pop(entry.id, None)
+            self.entries.pop(entry.id)
 
     def whole(self, entry: Entry) -> bool:
         """Say whether some tier holds the checkpoint whole."""
