@@ -158,23 +158,18 @@ class Dropper:
         for key, (task, not_before_s) in list(self._failed.items()):
             if now_s < not_before_s or self.paused:
                 continue
-            if self._must_stay(task):  # by now: something newer has gone meanwhile
-                self._failed[key] = (task, now_s + RETRY_S)
-                continue
             del self._failed[key]
-            self._dispatch(task)
+            # what must stay by now stays if its commit record is there; else what is left of it goes
+            self._dispatch(replace(task, unfinished=task.unfinished or self._must_stay(task)))
 
     def _must_stay(self, task: DropCopy) -> bool:
-        """Say whether a copy that failed to go must not go any more, if it is still whole."""
+        """Say whether a copy that failed to go must not go any more, if it is still whole. Other nodes let parts go."""
         entry = self._ledger.entries.get(task.id)
-        if entry is None or task.unfinished or task.void or task.tombstoned:
+        if entry is None or task.void or task.tombstoned or self.is_split(task.tier):
             return False
-        view = self._ledger.view()
-        copy = CopyView(state=CopyState.COMMITTED, bytes=entry.bytes.get(task.tier, 0))
-        (there,) = [c for c in view.checkpoints if c.id == task.id]
-        whole = replace(there, copies={**there.copies, task.tier: copy})
-        checkpoints = tuple(whole if c is there else c for c in view.checkpoints)
-        view = replace(view, checkpoints=checkpoints)
+        sizes = {task.id: entry.bytes.get(task.tier, 0)}
+        view = _as_if_whole(self._ledger.view(), task.tier, sizes)
+        (whole,) = [c for c in view.checkpoints if c.id == task.id]
         return self._reason_to_keep(view, whole, view.tier(task.tier), frozenset()) is not None
 
     def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
@@ -351,15 +346,8 @@ class Dropper:
         left = {e.id: e.bytes.get(tier, 0) for e in self._left_damaged(tier)}
         if not left:
             return
-
-        def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
-            if checkpoint.id not in left:
-                return checkpoint
-            copy = CopyView(state=CopyState.COMMITTED, bytes=left[checkpoint.id])
-            return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
-
-        whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
-        yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
+        plan = self._plan_drops(_as_if_whole(view, tier, left), tier)
+        yield from (d for d in plan if d.checkpoint in left)
 
     def _left_damaged(self, tier: str) -> list[Entry]:
         """Name the damaged copies on a tier that are not written anew, and that nobody reads."""
@@ -510,6 +498,7 @@ class Dropper:
         One that failed half-way counts as leaving until it succeeds: its commit record may be gone.
         """
         entry = self._ledger.entries.get(task.id)
+        leaving = entry is not None and entry.state(task.tier) is CopyState.LEAVING
         if isinstance(outcome.error, NotWholeError):
             self._is_kept(entry, task, outcome.error)
             return False
@@ -520,7 +509,8 @@ class Dropper:
                 self._leaving[task.tier].discard(task.id)
             else:
                 # it has looked, and may have begun: what it relied on may go meanwhile
-                self._failed[task.tier, task.id] = (replace(task, relies_on=()), now_s + RETRY_S)
+                task = replace(task, relies_on=(), unfinished=task.unfinished and not leaving)
+                self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
             return False
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
@@ -529,15 +519,16 @@ class Dropper:
                 entry.in_doubt.discard(task.tier)
             if outcome.value is not None:
                 self._is_committed(task, outcome.value)
+            elif entry is not None and leaving:
+                return self._gone(entry, replace(task, unfinished=False), outcome)
             else:
                 self.notes.dropped(task, size, outcome.seconds)
             return True
         if entry is not None:
             return self._gone(entry, task, outcome)
         if not (self.alone or task.void) and stops_drop(outcome.value, tombstoned=task.tombstoned):
-            self._ledger.partial.add(
-                (task.tier, task.id)
-            )  # a part that a mark keeps, or a deletion is to find
+            # a part that a mark keeps, or a deletion is to find
+            self._ledger.partial.add((task.tier, task.id))
         return False
 
     def _is_kept(self, entry: Entry | None, task: DropCopy, error: NotWholeError) -> None:
@@ -571,7 +562,9 @@ class Dropper:
             entry = self._ledger.entries[task.id] = entry_of(task.id, commit, self._ledger.shard)
         if entry.attempt_id != commit.line.attempt_id:
             return
-        entry.set_state(task.tier, CopyState.COMMITTED, commit.stored_bytes)
+        self._to_tell.discard((task.tier, task.id))
+        entry.bytes[task.tier] = commit.stored_bytes
+        entry.note_kept(task.tier)
         self._to_read[task.tier].add(task.id)
         if self.was_deleted(task.id):
             self.delete(task.id)
@@ -579,7 +572,7 @@ class Dropper:
     def _gone(self, entry: Entry, task: DropCopy, outcome: Outcome) -> bool:
         tells = (task.tier, task.id) in self._to_tell
         self._to_tell.discard((task.tier, task.id))
-        if stops_drop(outcome.value, tombstoned=task.tombstoned):
+        if stops_drop(outcome.value or (), tombstoned=task.tombstoned):
             self._stays(entry, task, outcome.value)
             return False
         self.notes.dropped(task, entry.bytes.get(task.tier, 0), outcome.seconds)
@@ -619,6 +612,16 @@ class Dropper:
 def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
     copies = {name: copy for name, copy in checkpoint.copies.items() if name != tier}
     return replace(checkpoint, copies=copies)
+
+
+def _as_if_whole(view: View, tier: str, sizes: Mapping[CheckpointId, int]) -> View:
+    def whole(checkpoint: CheckpointView) -> CheckpointView:
+        if checkpoint.id not in sizes:
+            return checkpoint
+        copy = CopyView(state=CopyState.COMMITTED, bytes=sizes[checkpoint.id])
+        return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
+
+    return replace(view, checkpoints=tuple(map(whole, view.checkpoints)))
 
 
 def _has_record(entry: Entry, tier: str) -> bool:

@@ -17,6 +17,7 @@ from tierfall.core.scheduler.ledger.tasks import (
     ReadMarks,
     Task,
 )
+from tierfall.core.types import events
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import AccessDeniedError, CapacityError, FlushError, StepError
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome
@@ -396,6 +397,29 @@ def test_a_drop_that_had_failed_is_not_tried_again_once_what_it_relied_on_has_go
     assert deleted == [{}]
     world.settle()
     assert world.steps_on("nvme") == [1]
+
+
+def test_a_drop_that_failed_half_way_ends_although_the_copy_must_stay_by_now() -> None:
+    """Its commit record has gone: nothing is left that could stay, and the tier has room for others."""
+    fault = Fault(
+        kind=FaultKind.FAIL_AFTER, operation=Operation.DELETE, keys="*1-a0001/commit.json", times=1
+    )
+    world = faulty_world(fault, retain_last=1)
+    for step in (1, 2):
+        world.save(step)
+        world.run_all()
+    assert world.steps_on("nvme") == [2]
+    deleted = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    world.run_all()
+    assert deleted == [{}]
+    world.settle()
+    assert not any("/step-" in stored.key for stored in world.disks["nvme"].scan("run/"))
+    assert [event.unfinished for event in dropped(world)] == [False, False]
+    assert not world.coordinator.busy()
+
+
+def dropped(world: World) -> list[events.Dropped]:
+    return [event for event in world.lives[-1].events if isinstance(event, events.Dropped)]
 
 
 def test_a_pin_that_comes_between_the_tombstone_and_the_drop_keeps_that_copy_and_is_said() -> None:
