@@ -152,6 +152,8 @@ class History:
         self.seen_drops: list[DropCopy] = []
         self.purges = random.Random(f"purge {seed}")
         self.purged: set[tuple[str, CheckpointId]] = set()
+        self.no_room: set[tuple[str, CheckpointId]] = set()
+        """Those of them that this start had no room to write anew at some time: the next start tries again."""
         self.rot = random.Random(f"rot {seed}")
         self.rotten: dict[tuple[str, CheckpointId], tuple[object, Commit]] = {}
         self.left_by_zombies: set[tuple[str, str]] = set()
@@ -322,6 +324,7 @@ class History:
         self.world.wall_ahead_s = self.skews.choice((0.0, 0.0, -1000.0, 1000.0, 1e9))
         self.asked.clear()
         self.captures.clear()
+        self.no_room.clear()
         self.unpinning.clear()
         self.world.handles.clear()
         for weather in self.weathers:
@@ -508,8 +511,14 @@ class History:
         return held
 
     def _is_taken_twice(self, id: CheckpointId) -> bool:
-        """Say whether two attempts have the number: one of them counts, and what the other saved is passed over."""
-        return len(self._lives.get(id.attempt, ())) > 1
+        """Say whether two attempts have the number: one of them counts, and what the other saved is passed over. One
+        that has committed nothing may have left something in memory."""
+        in_memory = {
+            commit.line.attempt_id
+            for commit in self.before["host"].commits.values()
+            if commit.line.checkpoint.attempt == id.attempt
+        }
+        return len(self._lives.get(id.attempt, set()) | in_memory) > 1
 
     def _is_rotten(self, id: CheckpointId) -> bool:
         """Say whether a tier has a copy that nobody knows to be damaged: what is pinned may rely on it."""
@@ -557,6 +566,7 @@ class History:
 
     def check(self) -> None:
         now = self.look()
+        self.no_room |= {copy for copy in self.purged if self._is_full(copy[0], now)}
         self._check_bytes(now)
         self._check_pins(now)
         self._check_newest(now)
@@ -814,7 +824,8 @@ class History:
             sends_all = not (rules.in_order or rules.retain or rules.capacity_bytes)
             for id in due_there:
                 due = id in wanted or not rules.retain
-                beside = there | {i for tier, i in self.rotten if tier == rules.name}
+                stays = self.rotten.keys() | (self.purged & self.no_room)
+                beside = there | {i for tier, i in stays if tier == rules.name}
                 passed = id in beside or (not sends_all and any(other > id for other in beside))
                 full = self._is_full(rules.name, now, below=rules.evict_high or 1.0)
                 evicted = f"DropCopy {id} on {rules.name}: done" in self.log
