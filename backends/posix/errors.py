@@ -15,6 +15,7 @@ from tierfall.core.types.errors import (
     BackendError,
     KeyExistsError,
     KeyInvalidError,
+    LostWriteError,
     StorageFullError,
     UnreachableError,
 )
@@ -67,7 +68,7 @@ def sync_error(error: OSError, what: str, state: str) -> BackendError:
 
     Never retryable: the kernel may have dropped the bytes and forgotten it, and a second fsync would then lie.
     """
-    kind = StorageFullError if error.errno in _FULL else BackendError
+    kind = StorageFullError if error.errno in _FULL else LostWriteError
     return kind(f"{what}: {error.strerror or error}; {state}")
 
 

@@ -21,6 +21,7 @@ from tierfall.backends.posix.errors import sync_error
 from tierfall.core.types.errors import (
     AccessDeniedError,
     BackendError,
+    LostWriteError,
     TierfallError,
     UnreachableError,
 )
@@ -94,8 +95,8 @@ class Folders:
         return self._identity
 
     def verify(self, begun_in: tuple[int, int] | None = None) -> None:
-        """Raise UnreachableError unless the path still leads to the folder that was opened; and BackendError where what
-        was ``begun_in`` a folder lies in another one by now."""
+        """Raise UnreachableError unless the path still leads to the folder that was opened; and LostWriteError where
+        what was ``begun_in`` a folder lies in another one by now."""
         if self._root < 0:
             raise BackendError(f"{self.path}: this backend is closed; open it again")
         try:
@@ -111,7 +112,7 @@ class Folders:
                 "mount it again, or open the tier again"
             )
         if begun_in not in (None, self._identity):
-            raise BackendError(
+            raise LostWriteError(
                 f"{self.path}: the tier's folder was mounted anew since this object was begun: write it anew"
             )
 

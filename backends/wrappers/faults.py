@@ -30,7 +30,12 @@ from tierfall.backends.toolkit.keys import check_key
 from tierfall.backends.toolkit.views import flat
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
 from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
-from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
+from tierfall.core.types.errors import (
+    BackendError,
+    LostWriteError,
+    StorageFullError,
+    UnreachableError,
+)
 
 
 class Operation(StrEnum):
@@ -306,7 +311,7 @@ class _FaultyWriter(WriterWrapper):
         try:
             with self._faults.striking(Operation.PUBLISH, self._key) as faults:
                 if FaultKind.LOST_SYNC in faults:
-                    raise BackendError(
+                    raise LostWriteError(
                         f"fsync {self._key!r} in {self._faults.place}: failed on purpose; the bytes count as lost, "
                         "write the object anew"
                     )
@@ -315,7 +320,7 @@ class _FaultyWriter(WriterWrapper):
                 self._unheard = True
                 self._faults.note_published(self._key, synced=FaultKind.UNSYNCED not in faults)
                 if FaultKind.UNSYNCED in faults:
-                    raise BackendError(
+                    raise LostWriteError(
                         f"fsync of the folder of {self._key!r} in {self._faults.place}: failed on purpose; it is "
                         "visible, but may not survive a power cut: write it anew"
                     )

@@ -19,6 +19,7 @@
         |-- KeyExistsError        a conditional create lost
         |-- StorageFullError      no space, or a quota is reached
         |-- AccessDeniedError     the store answered: not allowed
+        |-- LostWriteError        what was written may be lost: write it anew
         `-- UnreachableError      the store did not answer: could not look
 
 A message names operation, place and what to do. ``retryable`` says whether the same call may succeed a moment later.
@@ -109,6 +110,11 @@ class StorageFullError(BackendError):
 
 class AccessDeniedError(BackendError, PermissionError):
     """The store answered that this process may not do that."""
+
+
+class LostWriteError(BackendError):
+    """What was written may be lost (a failed fsync, a tier that was mounted anew): the same call does not mend that,
+    while writing the object anew may well succeed."""
 
 
 class UnreachableError(BackendError):

@@ -10,7 +10,7 @@ from typing import Any
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
 from tierfall.core.types.backend import Publish, Writer
-from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
+from tierfall.core.types.errors import AccessDeniedError, LostWriteError, UnreachableError
 
 KEYS = "run/step-*"
 UNSYNCED = Fault(kind=FaultKind.UNSYNCED, operation=Operation.PUBLISH)
@@ -150,7 +150,7 @@ class Outage(Weather):
         if not self._is_the_same() and fails:
             raise UnreachableError(f"{operation} {key!r}: another folder stands there")
         if at_work and fails and self._begun.get(key) not in (None, self._now):
-            raise BackendError(f"{operation} {key!r}: it was mounted anew since, write it anew")
+            raise LostWriteError(f"{operation} {key!r}: it was mounted anew since, write it anew")
         in_folder = operation is Operation.PUBLISH and self._has_folders and "/step-" in key
         if in_folder and self._syncs.random() < self.sync_fails:
             yield {FaultKind.UNSYNCED: UNSYNCED}

@@ -27,6 +27,7 @@ from tierfall.core.types.errors import (
     FencedError,
     FlushError,
     IntegrityError,
+    LostWriteError,
     NotSupportedError,
     StorageFullError,
 )
@@ -388,9 +389,7 @@ class Flusher:
     def committed(self, tier: str, id: CheckpointId, stored_bytes: int) -> None:
         """A checkpoint is committed on a tier, where it takes ``stored_bytes``."""
         entry, lane = self._ledger.entries[id], self._lanes[tier]
-        marks = (
-            entry.marks.get(lane.tier, frozenset()) if lane.tier in entry.damage else frozenset()
-        )
+        marks = entry.marks.get(tier, frozenset()) if tier in entry.damage else frozenset()
         entry.forget_damage(lane.tier)
         entry.set_state(lane.tier, CopyState.COMMITTED, stored_bytes)
         entry.marks[lane.tier] = marks.union(mark.name for mark in self.marks_of(entry))
@@ -451,7 +450,8 @@ class Flusher:
         is its source that does not answer."""
         entry = transfer.entry
         failures = entry.failures.setdefault(lane.tier, Failures())
-        failures.note(lane.arrivals, lasts=not getattr(error, "retryable", False))
+        passes = getattr(error, "retryable", False) or isinstance(error, LostWriteError)
+        failures.note(lane.arrivals, lasts=not passes)
         tried = failures.count >= TRIES_BEFORE_REPORT
         others_needed = 1 if failures.lasts else ARRIVALS_BEFORE_SET_ASIDE
         alone = tried and failures.others_came >= others_needed and not transfer.source_is_silent

@@ -167,6 +167,23 @@ def test_one_that_does_not_answer_while_others_come_is_set_aside_later() -> None
     assert world.steps_on("nvme")[-1] == 23
 
 
+@pytest.mark.parametrize("kind", [FaultKind.LOST_SYNC, FaultKind.UNSYNCED])
+def test_one_whose_fsync_fails_is_written_anew_while_others_come(kind: FaultKind) -> None:
+    """The writer is dead, and the next one may well end: it was not this copy that could not be written."""
+    tries = 4
+    world, _ = world_with(
+        Fault(kind=kind, operation=Operation.PUBLISH, keys=OF_FIRST, times=tries), images=16
+    )
+    world.save(1)
+    for step in range(2, 2 + tries):
+        world.save(step)
+        world.settle(limit_s=70)
+    assert world.coordinator.counters.flush_failures == tries
+    assert set_aside_in(world) == []
+    assert 1 in world.steps_on("nvme")
+    world.check("nvme")
+
+
 def test_the_next_start_tries_it_again_and_the_one_after_it_too() -> None:
     world, faulty = world_with(refusing(OF_FIRST))
     for step in (1, 2, 3):
