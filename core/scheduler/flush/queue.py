@@ -69,7 +69,7 @@ class Turns:
 
     def leaves_room(self, tier: str, entry: Entry, plan: Eviction, *, fits: bool) -> bool:
         """Give a copy up, and say so, that came after newer ones and would have room only in place of these; or, where
-        it does not fit as it is, of what may not go at all."""
+        it does not fit as it is, of what may not go at all. What a person has deleted makes room in a moment."""
         draining = self.draining is not None and self.draining.active
         in_turn = tier in self._in_order and not draining and tier not in entry.overtaken
         if entry.pinned or in_turn:
@@ -85,10 +85,16 @@ class Turns:
             for d in plan.drops
             if self._ledger.entries.peek(d.checkpoint).readable_on(tier)
         )
-        if not after or not (newer or (plan.missing_bytes and not fits)):
+        missing = plan.missing_bytes - self._deleted_bytes(tier)
+        if not after or not (newer or (missing > 0 and not fits)):
             return False
         self.give_up(entry, tier, "newer ones came first, and there is no room beside them")
         return True
+
+    def _deleted_bytes(self, tier: str) -> int:
+        """Return the bytes of copies on a tier that go once their tombstones are on every tier."""
+        held = (e for e in self._ledger.entries.values() if e.tombstoned and not e.pinned)
+        return sum(e.bytes.get(tier, 0) for e in held if e.readable_on(tier))
 
     def give_up(self, entry: Entry, tier: str, reason: str, *, level: int = logging.INFO) -> None:
         """Give a copy up by a rule that a person has set: all ranks do, whoever waits is told, and it is no error."""

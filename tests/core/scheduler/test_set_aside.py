@@ -13,8 +13,10 @@ from tests.rules import NEWEST_FIRST
 from tests.simulation.many import NODE_TIER, SHARED_TIER
 from tests.simulation.world import IMAGE, World, file_rules
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation
+from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.flush.flusher import ARRIVALS_BEFORE_SET_ASIDE
 from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -229,6 +231,22 @@ def test_an_old_one_is_not_brought_in_place_of_newer_ones() -> None:
     start_again(world, 3)
     world.settle(limit_s=20)
     assert world.steps_on("nvme") == [2, 3]
+    assert owed_in(world) == []
+
+
+def test_an_old_one_is_brought_where_a_deletion_makes_room() -> None:
+    """The deletion was ordered while no trainer lived: its room is free a moment after the start."""
+    world, faulty = world_with(refusing(OF_FIRST), capacity_bytes=int(2.5 * IMAGE))
+    for step in (1, 2, 3):
+        world.save(step)
+    world.settle(limit_s=20)
+    faulty.heal()
+    tombstone = Mark(name=keys.TOMBSTONE_MARK, checkpoint=CheckpointId(2, 1), wall_time_s=0.0)
+    world.stores["nvme"].add_mark(tombstone)
+    start_again(world, 3)
+    world.settle(limit_s=20)
+    assert world.steps_on("nvme") == [1, 3]
+    assert world.coordinator.ledger.failing == {}
     assert owed_in(world) == []
 
 
