@@ -118,6 +118,24 @@ def test_steps_beside_copies_that_an_earlier_start_left_are_not_what_a_step_take
     assert (report.interval_steps, report.bound) == (STEPS, "overhead")
 
 
+def test_a_copy_that_its_tier_takes_late_is_a_cost_of_the_last_save() -> None:
+    """A save is told that its tier is full at the moment, and waits for it no more: the copy comes all the same."""
+    loop = Loop(OVERHEAD)
+    loop.run(200)
+    late = 20
+    for _ in range(3):
+        loop.run_to(len(loop.saved) + 1)
+        loop.handles[-1].tell_tier_failed("store", CapacityError("full"))
+        loop.run(2)
+        loop.copies_others = True
+        loop.run(late)
+        loop.copies_others = False
+    report = loop.cadence.report()
+    cost_s = loop.blocked_s + late * loop.slower_s
+    assert report.cost_s == pytest.approx(cost_s)
+    assert report.interval_steps == math.ceil(cost_s / (0.035 * 0.5))
+
+
 def test_copies_that_never_end_keep_no_save_off_for_long() -> None:
     loop = Loop(OVERHEAD, copies_others=True)
     first, second, third = loop.run(2 * STALE_STEPS)[:3]

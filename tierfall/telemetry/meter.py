@@ -3,8 +3,8 @@
 It belongs to the training thread and reads no clock: whoever calls hands it the time, and the handles tell the rest.
 Steps are timed from one call to the next; those from a save on, until every tier has it or the next save begins, are
 *affected*, and so are those beside copies of anything else; all others are *clean*. What a save costs is what its
-affected steps took beyond as many clean ones. ``step_clock`` times the optimizer's own steps, beside flushes or not;
-``steps_seen`` all steps alike, for any thread.
+affected steps took beyond as many clean ones; later ones beside copies count with the last save. ``step_clock`` times
+the optimizer's own steps, beside flushes or not; ``steps_seen`` all steps alike, for any thread.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Meter:
         self._progress.seconds += seconds
         window = self._window
         if window is None:
-            self._count(steps, copying=copying)
+            self._count(steps, seconds, copying=copying)
             return
         window.steps += steps
         window.seconds += seconds
@@ -105,12 +105,13 @@ class Meter:
         if self._settled():
             self._close()
 
-    def _count(self, steps: int, *, copying: bool) -> None:
+    def _count(self, steps: int, seconds: float, *, copying: bool) -> None:
         if self._skip > 0:
             self._skip -= 1
             return
         if copying:  # what an earlier start has left, or what is tried again
             self._count_affected(steps, pace_counts=True)
+            self._count_late(steps, seconds)
         else:
             self._clean.append(self._paces[-1])
             self._seen_clean += 1
@@ -129,6 +130,14 @@ class Meter:
         if self._since_clean > STALE_STEPS:  # from then on these tell what a step takes
             enough = pace_counts and len(self._affected) == PROFILE_STEPS
             self.changed |= before <= STALE_STEPS or enough
+
+    def _count_late(self, steps: int, seconds: float) -> None:
+        """A copy goes on although no save waits for it: its tier takes it late. That is a cost of the last save."""
+        if self._costs and (step_s := self.step_s) is not None:
+            more_s = seconds - steps * step_s
+            self._costs[-1] += more_s
+            self._progress.seconds -= more_s
+            self.changed = True
 
     def saved(self, handle: SaveHandle) -> None:
         """A save has begun at the step of the last ``tick``, or at one that there was no tick for."""
