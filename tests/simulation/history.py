@@ -740,7 +740,8 @@ class History:
             for id, marks in held.marks.items()
             if keys.PIN_MARK in marks
         }
-        for id, tier in coordinator.left_undone():
+        left_undone = coordinator.left_undone()
+        for id, tier in left_undone:
             free = not (self._is_full(tier, now) or self.is_blocked(tier, id))
             assert not free, f"{id} is still owed to {tier}, which has room"
         unread = coordinator._orders._unread  # what lies there is for the next start to see
@@ -750,6 +751,7 @@ class History:
                 id = keys.parse_step_folder(folder)
                 known = id is None or id in now[tier].commits or tier in unread
                 known |= (tier, id) in self._bad() or (tier, key) in self.left_by_zombies
+                known |= (id, tier) in left_undone  # it is written over once there is room
                 assert known, f"{tier}: {key} is a leftover"
             for id, marks in now[tier].marks.items():
                 if keys.TOMBSTONE_MARK in marks:
@@ -775,7 +777,7 @@ class History:
             latest = self._clean(tier).read_latest()
             there = latest in now[tier].commits or (tier, latest) in self._bad()
             assert latest is None or there, f"{tier}: latest names {latest}"
-        owed = {id for id, _ in coordinator.left_undone()}
+        owed = {id for id, _ in left_undone}
         for id, handle in world.handles.items():
             told = handle.outcome is not SaveOutcome.PENDING
             assert told or id in owed, f"whoever waits for {id} waits for ever"
