@@ -233,7 +233,7 @@ class Hour(History):
         may only have hung."""
         if shared := self._shared():
             self.zombies.append(Zombie(self.world, shared))
-        self.world.memory.regions.clear()
+        self.world.take_other_memory()  # a zombie goes on with that of its own machine
         self.world.machine.data = None
         gone = {r.name for r in self.world.rules[1:] if RANK[r.survives] < RANK[LossClass.NODE]}
         for tier in gone:

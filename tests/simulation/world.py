@@ -377,6 +377,10 @@ class World:
             run_bytes_min=0 if store.packs else self.run_bytes_min,
         )
 
+    def take_other_memory(self) -> None:
+        """The next start finds the memory of another machine, which is empty."""
+        self.memory = FakeMemory(self.memory.capacity_bytes // IMAGE)
+
     def take_new_attempt(self) -> None:
         """Go on as a line of its own, as a restore after a save does."""
         self._take_number(self.attempt.number + 1)
