@@ -8,7 +8,6 @@ from tierfall.policies.drain import plan_drain
 from tierfall.policies.eviction import plan_eviction
 from tierfall.policies.flush import lateness, plan_flush, still_owed, tiers_owed, wants_repair
 from tierfall.policies.forecast import forecast
-from tierfall.policies.protection import reason_to_keep
 from tierfall.policies.retention import (
     keeps_all_live,
     missing_metrics,
@@ -35,7 +34,6 @@ __all__ = [
     "plan_retention",
     "plan_superseding",
     "plan_yield",
-    "reason_to_keep",
     "still_owed",
     "tiers_owed",
     "wants_repair",

@@ -78,7 +78,7 @@ MORE_LINES = {
     "core/scheduler/ledger/ledger.py": 560,
     "core/state/walk.py": 520,
     "tierfall/run/saver.py": 510,
-    "core/scheduler/deletion/deleter.py": 630,
+    "core/scheduler/deletion/deleter.py": 620,
     "core/scheduler/executor.py": 480,
     "core/load/fill.py": 470,
     "core/format/records.py": 480,

@@ -140,7 +140,6 @@ class Coordinator:
             keeps_all_live=policies.keeps_all_live,
             next_due_s=policies.next_due_s,
             missing_metrics=policies.missing_metrics,
-            reason_to_keep=policies.reason_to_keep,
             dispatch=self._dispatch,
         )
         self.turns = Turns(ledger=ledger, plan_flush=policies.plan_flush)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from tierfall.core.scheduler.flush.backlog import Foresee
@@ -43,10 +43,6 @@ class Policies(Protocol):
     def plan_drops(self, view: View, tier_name: str) -> tuple[Decision, ...]: ...
 
     def missing_metrics(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
-
-    def reason_to_keep(
-        self, view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
-    ) -> str | None: ...
 
     def next_due_s(self, view: View, tier_name: str) -> float | None: ...
 

@@ -665,7 +665,11 @@ class History:
     def _check_retained(self, task: Task) -> None:
         """What no rule is said to keep, none wants, among all that lies there and was not left behind: asked as the
         drop is decided, since a person may delete another one a moment later."""
-        if not isinstance(task, DropCopy) or not task.reason.startswith("no rule keeps it"):
+        if (
+            not isinstance(task, DropCopy)
+            or task.unfinished
+            or not task.reason.startswith("no rule keeps it")
+        ):
             return
         again = any(task is seen for seen in self.seen_drops)
         if again or self.world.coordinator._orders._unread:

@@ -8,7 +8,7 @@ what is to be done as tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,14 +35,6 @@ PlanDrops = Callable[[View, str], tuple[Decision, ...]]
 
 class MissingMetrics(Protocol):
     def __call__(self, view: View, *, saves_min: int) -> Mapping[str, str]: ...
-
-
-class ReasonToKeep(Protocol):
-    """What no policy may drop; see ``policies.protection``."""
-
-    def __call__(
-        self, view: View, checkpoint: CheckpointView, tier: TierRules, gone: Set[CheckpointId]
-    ) -> str | None: ...
 
 
 class Verifies(Protocol):
@@ -75,14 +67,12 @@ class Dropper:
         keeps_all_live: Callable[[TierRules], bool],
         next_due_s: Callable[[View, str], float | None],
         missing_metrics: MissingMetrics,
-        reason_to_keep: ReasonToKeep,
         dispatch: Callable[[Task], None],
     ) -> None:
         self._ledger = ledger
         self._plan_drops = plan_drops
         self._keeps_all_live = {t.name: keeps_all_live(t) for t in ledger.rules}
         self._missing_metrics = missing_metrics
-        self._reason_to_keep = reason_to_keep
         self._said_missing: set[str] = set()
         self._ageing = Ageing(ledger, next_due_s)
         self._dispatch = dispatch
@@ -159,18 +149,9 @@ class Dropper:
             if now_s < not_before_s or self.paused:
                 continue
             del self._failed[key]
-            # what must stay by now stays if its commit record is there; else what is left of it goes
-            self._dispatch(replace(task, unfinished=task.unfinished or self._must_stay(task)))
-
-    def _must_stay(self, task: DropCopy) -> bool:
-        """Say whether a copy that failed to go must not go any more, if it is still whole. Other nodes let parts go."""
-        entry = self._ledger.entries.get(task.id)
-        if entry is None or task.void or task.tombstoned or self.is_split(task.tier):
-            return False
-        sizes = {task.id: entry.bytes.get(task.tier, 0)}
-        view = _as_if_whole(self._ledger.view(), task.tier, sizes)
-        (whole,) = [c for c in view.checkpoints if c.id == task.id]
-        return self._reason_to_keep(view, whole, view.tier(task.tier), frozenset()) is not None
+            # what a rule let go is decided on again, if its commit record is there; else what is left of it goes
+            ordered = task.tombstoned or task.void or self.is_split(task.tier)
+            self._dispatch(replace(task, unfinished=task.unfinished or not ordered))
 
     def retry_now(self, id: CheckpointId) -> tuple[str, ...]:
         """Try what could not be dropped of a checkpoint again at once; name the tiers."""
@@ -346,8 +327,15 @@ class Dropper:
         left = {e.id: e.bytes.get(tier, 0) for e in self._left_damaged(tier)}
         if not left:
             return
-        plan = self._plan_drops(_as_if_whole(view, tier, left), tier)
-        yield from (d for d in plan if d.checkpoint in left)
+
+        def as_if_whole(checkpoint: CheckpointView) -> CheckpointView:
+            if checkpoint.id not in left:
+                return checkpoint
+            copy = CopyView(state=CopyState.COMMITTED, bytes=left[checkpoint.id])
+            return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
+
+        whole = replace(view, checkpoints=tuple(map(as_if_whole, view.checkpoints)))
+        yield from (d for d in self._plan_drops(whole, tier) if d.checkpoint in left)
 
     def _left_damaged(self, tier: str) -> list[Entry]:
         """Name the damaged copies on a tier that are not written anew, and that nobody reads."""
@@ -498,7 +486,6 @@ class Dropper:
         One that failed half-way counts as leaving until it succeeds: its commit record may be gone.
         """
         entry = self._ledger.entries.get(task.id)
-        leaving = entry is not None and entry.state(task.tier) is CopyState.LEAVING
         if isinstance(outcome.error, NotWholeError):
             self._is_kept(entry, task, outcome.error)
             return False
@@ -509,27 +496,36 @@ class Dropper:
                 self._leaving[task.tier].discard(task.id)
             else:
                 # it has looked, and may have begun: what it relied on may go meanwhile
-                task = replace(task, relies_on=(), unfinished=task.unfinished and not leaving)
+                unfinished = task.unfinished and not _is_leaving(entry, task.tier)
+                task = replace(task, relies_on=(), unfinished=unfinished)
                 self._failed[task.tier, task.id] = (task, now_s + RETRY_S)
             return False
         self._leaving[task.tier].discard(task.id)
         if task.unfinished:
-            size = self._ledger.unfinished.pop((task.tier, task.id), 0)
-            if entry is not None:
-                entry.in_doubt.discard(task.tier)
-            if outcome.value is not None:
-                self._is_committed(task, outcome.value)
-            elif entry is not None and leaving:
-                return self._gone(entry, replace(task, unfinished=False), outcome)
-            else:
-                self.notes.dropped(task, size, outcome.seconds)
-            return True
+            return self._took_rest(entry, task, outcome)
         if entry is not None:
             return self._gone(entry, task, outcome)
         if not (self.alone or task.void) and stops_drop(outcome.value, tombstoned=task.tombstoned):
             # a part that a mark keeps, or a deletion is to find
             self._ledger.partial.add((task.tier, task.id))
         return False
+
+    def _took_rest(self, entry: Entry | None, task: DropCopy, outcome: Outcome) -> bool:
+        """What was left of a copy is gone: of one that was never committed, or of one whose deletion had failed. Or its
+        commit record is there: then it is a copy."""
+        size = self._ledger.unfinished.pop((task.tier, task.id), 0)
+        leaving = _is_leaving(entry, task.tier)
+        if entry is not None:
+            entry.in_doubt.discard(task.tier)
+        if outcome.value is not None:
+            self._is_committed(task, outcome.value)
+            if leaving:
+                self.survey(task.tier)
+            return not leaving
+        if entry is not None and leaving:
+            return self._gone(entry, replace(task, unfinished=False), outcome)
+        self.notes.dropped(task, size, outcome.seconds)
+        return True
 
     def _is_kept(self, entry: Entry | None, task: DropCopy, error: NotWholeError) -> None:
         """What a deletion relies on is not whole: the copy is still there, and what may go is planned anew."""
@@ -614,14 +610,8 @@ def _without(checkpoint: CheckpointView, tier: str) -> CheckpointView:
     return replace(checkpoint, copies=copies)
 
 
-def _as_if_whole(view: View, tier: str, sizes: Mapping[CheckpointId, int]) -> View:
-    def whole(checkpoint: CheckpointView) -> CheckpointView:
-        if checkpoint.id not in sizes:
-            return checkpoint
-        copy = CopyView(state=CopyState.COMMITTED, bytes=sizes[checkpoint.id])
-        return replace(checkpoint, copies={**checkpoint.copies, tier: copy})
-
-    return replace(view, checkpoints=tuple(map(whole, view.checkpoints)))
+def _is_leaving(entry: Entry | None, tier: str) -> bool:
+    return entry is not None and entry.state(tier) is CopyState.LEAVING
 
 
 def _has_record(entry: Entry, tier: str) -> bool:

@@ -418,6 +418,28 @@ def test_a_drop_that_failed_half_way_ends_although_the_copy_must_stay_by_now() -
     assert not world.coordinator.busy()
 
 
+def test_what_a_drop_that_failed_has_left_whole_is_kept_by_a_rule_that_wants_it_by_now() -> None:
+    """A person has deleted another one meanwhile: two are there again for the two that are to stay."""
+    fault = Fault(
+        kind=FaultKind.FAIL_BEFORE, operation=Operation.DELETE, keys="*1-a0001/commit.json", times=1
+    )
+    world = faulty_world(fault, retain_last=2)
+    for step in (1, 2, 3):
+        world.save(step)
+        world.run_all()
+    assert world.steps_on("nvme") == [1, 2, 3]
+    deleted = give(world, PersonsOrder.DELETE, CheckpointId(2, 1))
+    world.run_all()
+    assert deleted == [{}]
+    world.settle()
+    assert world.steps_on("nvme") == [1, 3]
+    assert not world.coordinator.busy()
+    world.save(4)
+    world.settle()
+    assert world.steps_on("nvme") == [3, 4]
+    world.check("nvme")
+
+
 def dropped(world: World) -> list[events.Dropped]:
     return [event for event in world.lives[-1].events if isinstance(event, events.Dropped)]
 
