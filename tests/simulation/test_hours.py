@@ -38,6 +38,17 @@ def test_no_hour_of_one_rank_breaks_a_promise(block: int) -> None:
         pytest.param(10482, id="a drop that had failed, and what it relied on has gone"),
         pytest.param(20543, id="a copy whose source does not answer is not set aside"),
         pytest.param(50250, id="a pin of what a tier had already, as turned out later"),
+        pytest.param(70176, id="a drop that failed half-way, and a pin of the copy from outside"),
+        pytest.param(70417, id="a drop that failed half-way, of what is the newest by now"),
+        pytest.param(80491, id="a drop that failed, and another copy was dropped for room"),
+        pytest.param(70555, id="a copy whose fsync fails again and again"),
+        pytest.param(20467, id="a deletion that a start finds makes room"),
+        pytest.param(70477, id="a purged copy, and no room to write it anew"),
+        pytest.param(30230, id="two attempts of a number, one of which has only saved into memory"),
+        pytest.param(80256, id="a rest on a full tier, of a copy that is still owed"),
+        pytest.param(80393, id="a zombie saves into the memory of its own machine"),
+        pytest.param(70108, id="two full tiers that make room for each other take copies late"),
+        pytest.param(70672, id="a tier that does not answer for long takes copies late"),
     ],
 )
 def test_an_hour_that_broke_a_promise_once(seed: int) -> None:
