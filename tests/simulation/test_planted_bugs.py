@@ -24,8 +24,8 @@ from tierfall.tiers import stored
 from tierfall.tiers.documents import Documents
 
 SEEDS = 60
-FIRST = {"rely_on_what_nobody_has_read": 85}
-"""Where the seeds of a bug begin that comes about in one hour of forty."""
+FIRST = {"rely_on_what_nobody_has_read": 150}
+"""Where the seeds of a bug begin that comes about in one hour of sixty."""
 
 
 def evict_before_the_successors_commit(patch: pytest.MonkeyPatch) -> None:
