@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tierfall.core.format.catalog import FoundCopy, Listing, StepFolderError, start_of
-from tierfall.core.format.commit_files import without_index, wrong_files
+from tierfall.core.format.commit_files import damage_mark, without_index, wrong_files
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import (
     Attempt,
@@ -26,11 +26,9 @@ from tierfall.core.format.records import (
     encode_start,
     read_attempt,
     read_commit,
-    read_mark,
     read_tier,
     stops_drop,
 )
-from tierfall.core.runtime.bounded_calls import side_by_side
 from tierfall.core.runtime.rate_limit import Pace
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend, Stored, delete_all
@@ -50,6 +48,7 @@ from tierfall.core.types.values import CheckpointId, Codec, CopyState, Shard
 from tierfall.tiers.commit_records import CommitRecords, Found
 from tierfall.tiers.documents import Documents
 from tierfall.tiers.image_writer import PackCounts, PackedImageWriter, Packing, RawImageWriter
+from tierfall.tiers.marks import Marks, marks_among
 
 logger = logging.getLogger("tierfall")
 Recognise = Callable[[str, Callable[[bytes], bool]], None]
@@ -103,7 +102,7 @@ class StoredTier:
         self._recorded_numbers: set[int] = set()
         self._parallel = max(REQUESTS_AT_ONCE_MIN, REQUESTS_FOR_EACH * backend.traits.max_parallel)
         self._commits = CommitRecords(self._read_commit, parallel=self._parallel)
-        self._marks_seen: bytes | None = None
+        self._marks = Marks(run, backend, self._documents, parallel=self._parallel)
 
     @property
     def place(self) -> str:
@@ -130,8 +129,7 @@ class StoredTier:
             return Listing(tier=self.name, error=error)
 
     def _list(self) -> Listing:
-        if self._marks_seen is None:  # before the listing: what changes later is noticed
-            self._marks_seen = self._marks_changed()
+        self._marks.begin()  # before the listing: what changes later is noticed
         folders, attempts, starts = self._scan()
         records = self._commits.find(
             {
@@ -149,6 +147,8 @@ class StoredTier:
             # the folder of what was committed during the scan may have been read in part: look once more
             again, _, _ = self._scan()
             copies = [self._judged(c, again[c.id]) for c in copies if c.id in again]
+            folders = {**folders, **again}
+        copies = [self._as_marked(copy, folders[copy.id]) for copy in copies]
         return Listing(
             tier=self.name,
             copies=tuple(sorted(copies, key=lambda c: c.id)),
@@ -209,6 +209,13 @@ class StoredTier:
         what = self._documents.what(self._key(copy.id, name))
         return replace(copy, damage=IntegrityError(f"{what}: {problem}{more}"))
 
+    def _as_marked(self, copy: FoundCopy, files: Iterable[str]) -> FoundCopy:
+        """Report a copy as damaged that an earlier reader, of this process or another, has found so."""
+        if copy.commit is None or copy.damage is not None:
+            return copy
+        why = self._marks.damage_of(copy.commit, files)
+        return copy if why is None else replace(copy, damage=IntegrityError(f"{self.name}: {why}"))
+
     def read_commit(self, checkpoint: CheckpointId) -> Commit:
         return self._read_commit(checkpoint, None)
 
@@ -248,7 +255,7 @@ class StoredTier:
         record = None if listed is None else self._commits.find_one(checkpoint, listed)
         if record is None:
             return None
-        return self._judged(_found(checkpoint, files, record), files)
+        return self._as_marked(self._judged(_found(checkpoint, files, record), files), files)
 
     def settle(self, checkpoint: CheckpointId) -> None:
         """Make the commit record that was found here durable, once: whoever wrote it may have failed, or died, between
@@ -360,10 +367,11 @@ class StoredTier:
         self.check_fence(attempt)
         checkpoint = commit.line.checkpoint
         for mark in marks:
-            self._create_mark(mark)
+            self._marks.create(mark)
         if repairs:
             self._documents.replace(self._key(checkpoint, keys.COMMIT_NAME), commit.encode())
             self._settled.add(checkpoint)
+            self.forget_damage(checkpoint)
             self.remove_other_forms(commit, attempt=attempt)
             return
         try:
@@ -670,61 +678,41 @@ class StoredTier:
 
     def add_mark(self, mark: Mark) -> None:
         """Leave a person's mark beside a checkpoint; whoever else has the run open is to read it."""
-        self._create_mark(mark)
-        self._say_marks_changed()
-
-    def _create_mark(self, mark: Mark) -> None:
-        key = self._key(mark.checkpoint, f"{keys.MARKS_FOLDER}/{mark.name}")
-        try:
-            self._documents.create(key, mark.encode())
-        except KeyExistsError:
-            self._documents.settle(
-                key
-            )  # somebody left the same mark already, which is what was asked for
+        self._marks.add(mark)
 
     def remove_mark(self, checkpoint: CheckpointId, name: str) -> None:
         """Take a mark away, as ``add_mark`` leaves it."""
-        self.backend.delete(self._key(checkpoint, f"{keys.MARKS_FOLDER}/{name}"))
-        self._say_marks_changed()
-
-    def _say_marks_changed(self) -> None:
-        """Last, so that who reads this reads the mark too. It stays unread here as well: what somebody else said a
-        moment ago may just be written over."""
-        text = f"{secrets.token_hex(16)}\n".encode()
-        self._documents.replace(f"{self._run}/{keys.MARKS_CHANGED_NAME}", text)
-
-    def _marks_changed(self) -> bytes:
-        try:
-            return self._documents.read(f"{self._run}/{keys.MARKS_CHANGED_NAME}")
-        except KeyNotFoundError:
-            return b""
+        self._marks.remove(checkpoint, name)
 
     def read_mark(self, checkpoint: CheckpointId, name: str) -> Mark:
-        key = self._key(checkpoint, f"{keys.MARKS_FOLDER}/{name}")
-        return read_mark(self._documents.read(key), what=self._documents.what(key))
+        return self._marks.read(checkpoint, name)
 
     def marks(self, checkpoint: CheckpointId) -> frozenset[str]:
         """Names of the marks beside a checkpoint, read afresh."""
-        prefix = self._key(checkpoint, f"{keys.MARKS_FOLDER}/")
-        return frozenset(s.key.removeprefix(prefix) for s in self.backend.scan(prefix))
+        return self._marks.of(checkpoint)
 
     def read_marks(self, checkpoints: Iterable[CheckpointId]) -> dict[CheckpointId, frozenset[str]]:
         """Names of the marks beside these checkpoints, read afresh; of all that lie here, where a person has left or
         taken away any since they were last read."""
-        changed = self._marks_changed()
-        if changed == self._marks_seen:
-            asked = list(checkpoints)
-            found = side_by_side(self.marks, asked, parallel=self._parallel)
-            return dict(zip(asked, found, strict=True))
-        marks: dict[CheckpointId, set[str]] = {checkpoint: set() for checkpoint in checkpoints}
-        for stored in self.backend.scan(f"{self._run}/"):
-            folder, _, name = stored.key.removeprefix(f"{self._run}/").partition("/")
-            if checkpoint := keys.parse_step_folder(folder):
-                of_one = marks.setdefault(checkpoint, set())
-                if name.startswith(f"{keys.MARKS_FOLDER}/"):
-                    of_one.add(name.removeprefix(f"{keys.MARKS_FOLDER}/"))
-        self._marks_seen = changed
-        return {checkpoint: frozenset(of_one) for checkpoint, of_one in marks.items()}
+        return self._marks.of_many(checkpoints)
+
+    def note_damage(self, commit: Commit, why: str, *, wall_time_s: float) -> None:
+        """Record beside a copy that a reader found it damaged, so that later listings report it.
+
+        Raises KeyNotFoundError, with nothing left behind, where the copy has been dropped.
+        """
+        name = damage_mark(commit.line)
+        id = commit.line.checkpoint
+        self.add_mark(Mark(name=name, checkpoint=id, wall_time_s=wall_time_s, reason=why))
+        try:
+            self.read_commit(id)
+        except KeyNotFoundError:
+            self.remove_mark(id, name)
+            raise
+
+    def forget_damage(self, checkpoint: CheckpointId) -> None:
+        """Remove what was recorded of damage: the copy was written anew, or all of it was read and is good."""
+        self._marks.forget_damage(checkpoint)
 
     # Going ---------------------------------------------------------------------------------------
 
@@ -860,14 +848,13 @@ def _start(name: str) -> AttemptStart | None:
 
 
 def _found(checkpoint: CheckpointId, files: dict[str, Stored], record: Found) -> FoundCopy:
-    prefix = f"{keys.MARKS_FOLDER}/"
     return FoundCopy(
         id=checkpoint,
         state=CopyState.COMMITTED,
         bytes=_bytes(files.values()),
         commit=record if isinstance(record, Commit) else None,
         damage=record if isinstance(record, TierfallError) else None,
-        marks=frozenset(f.removeprefix(prefix) for f in files if f.startswith(prefix)),
+        marks=marks_among(files),
     )
 
 

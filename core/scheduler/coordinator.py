@@ -212,6 +212,7 @@ class Coordinator:
             wants_repair=policies.wants_repair,
             has_lost=self.dropper.survey,
             may_write=lambda: self.fenced is None and not self._tending,
+            dispatch=self._dispatch,
             council=council,
             commits=self.commits,
         )

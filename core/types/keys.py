@@ -54,9 +54,10 @@ _IMAGE_SUFFIXES = {
     Codec.PLANES: ".safetensors.tfz",
 }
 _MARK = re.compile(
-    r"(pin|unpin|tombstone|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
+    r"(pin|unpin|tombstone|damaged-[0-9a-f]{32}|tag-[A-Za-z0-9._-]+|untag-[A-Za-z0-9._-]+|"
     rf"restore-a[0-9]{{4,{_ATTEMPT_DIGITS}}}-[0-9]+)\Z"
 )
+_DAMAGE_MARK = re.compile(r"damaged-[0-9a-f]{32}\Z")
 
 
 def check_name(name: str, *, what: str) -> str:
@@ -140,6 +141,11 @@ def parse_shard(name: str) -> Shard | None:
     """Read rank and world size from the name of an image, raw or packed, or of a record beside it."""
     match = _SHARD.match(name)
     return Shard(int(match[1]), int(match[2])) if match else None
+
+
+def is_damage_mark(name: str) -> bool:
+    """Say whether a mark is no person's, but a reader's that found the copy damaged (``commit_files.damage_mark``)."""
+    return _DAMAGE_MARK.match(name) is not None
 
 
 def tag_mark(tag: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from cli_kit import Cli, Trainer, flip
 
 import tierfall
-from tests.steps import state_of, steps_on
+from tests.steps import blank, files_below, state_of, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.copies.verify import Verifier
 from tierfall.core.types.errors import UnreachableError
@@ -339,3 +339,121 @@ def test_beside_a_trainer_that_saves_nothing_good_is_called_damaged(
         seen |= {(c["step"], c["tier"]) for c in document["copies"]}
         looks += 1
     assert {tier for _, tier in seen} == {"host", "disk"}
+
+
+# What was found is known later -----------------------------------------------------------------------
+
+
+def marks_of_damage(root: Path) -> list[Path]:
+    return list(root.rglob("marks/damaged-*"))
+
+
+def test_what_was_found_is_known_to_ls_and_costs_no_good_copy(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={})
+    saved(cli, range(1, 4))
+    flip(folder(tmp_path / "disk", 3) / IMAGE, 66_000)
+    damage(cli)
+    listed = cli("ls", code=1)
+    assert "3@1 is damaged on tier disk" in listed.err
+    assert "bytes 65536 to" in listed.err
+    cli.config["tiers"][1]["retain"] = {"last": 1}
+    cli.configure(cli.config)
+    cli("prune", code=-1)
+    assert [folder(tmp_path / "disk", step).exists() for step in (1, 2)] == [False, True]
+
+
+def test_the_next_start_takes_it_for_damage_and_repairs_it(cli: Cli, tmp_path: Path) -> None:
+    """It restores another step, and reads nothing of this one by itself."""
+    flip(folder(tmp_path / "far") / IMAGE, -1)
+    assert len(damage(cli)) == 1
+    assert cli.steps()["1@1"] == {"disk": "committed", "far": "damaged"}
+    with tierfall.open(cli.config) as ckpt:
+        assert ckpt.restore(blank()).step == 2
+        ckpt.drain()
+    assert cli.steps()["1@1"] == {"disk": "committed", "far": "committed"}
+    assert marks_of_damage(tmp_path) == []
+    assert cli("verify").code == 0
+
+
+@pytest.mark.parametrize("repaired", ["by the command", "by hand"])
+def test_what_was_repaired_is_damaged_no_more(cli: Cli, tmp_path: Path, repaired: str) -> None:
+    image = folder(tmp_path / "far") / IMAGE
+    flip(image, -1)
+    damage(cli)
+    assert len(marks_of_damage(tmp_path)) == 1
+    if repaired == "by the command":
+        cli("verify", "--repair")
+    else:
+        flip(image, -1)
+        assert cli.steps()["1@1"]["far"] == "damaged"  # until somebody reads it
+        cli("verify")
+    assert cli.steps()["1@1"] == {"disk": "committed", "far": "committed"}
+    assert marks_of_damage(tmp_path) == []
+
+
+def test_it_is_of_one_copy_alone(make_cli: MakeCli, tmp_path: Path) -> None:
+    """It goes with the copy that it speaks of, and to no other tier."""
+    cli = make_cli(disk={}, far={})
+    with tierfall.open(cli.config) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    flip(folder(tmp_path / "disk") / IMAGE, -1)
+    damage(cli, "--tier", "disk")
+    shutil.rmtree(folder(tmp_path / "far"))
+    shutil.copytree(folder(tmp_path / "disk"), folder(tmp_path / "far"))
+    assert cli.steps()["1@1"] == {"disk": "damaged", "far": "damaged"}  # it is that copy, too
+    shutil.rmtree(folder(tmp_path / "far"))
+    with tierfall.open(cli.config, fresh=True) as ckpt:
+        ckpt.save(1, state_of(1), block=True)
+    assert cli.steps()["1@2"] == {"disk": "committed", "far": "committed"}
+    cli("rm", "1@1", "--yes")
+    assert marks_of_damage(tmp_path) == []
+
+
+def test_a_damaged_report_of_damage_is_one_all_the_same(cli: Cli, tmp_path: Path) -> None:
+    flip(folder(tmp_path / "far") / IMAGE, -1)
+    damage(cli)
+    (mark,) = marks_of_damage(tmp_path)
+    mark.write_bytes(b"")
+    assert cli.steps()["1@1"]["far"] == "damaged"
+    cli("verify", "--repair")
+    assert marks_of_damage(tmp_path) == []
+
+
+def test_a_tier_that_is_only_read_is_left_alone_and_that_is_said(cli: Cli, tmp_path: Path) -> None:
+    flip(folder(tmp_path / "far") / IMAGE, -1)
+    cli.config["tiers"][2]["read_only"] = True
+    cli.configure(cli.config)
+    before = files_below(tmp_path / "far")
+    assert "far 1@1: what was found could not be recorded there" in cli("verify", code=1).out
+    assert files_below(tmp_path / "far") == before
+
+
+def test_a_living_trainer_hears_of_it_before_it_drops_because_of_that_copy(
+    make_cli: MakeCli, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It still has the step in memory, and writes the copy anew."""
+    cli = make_cli(disk={"retain": {"last": 2}})
+    with tierfall.open(cli.config) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step), block=True)
+        flip(folder(tmp_path / "disk", 2) / IMAGE, 66_000)
+        damage(cli)
+        ckpt.save(3, state_of(3), block=True)
+        wait_until(lambda: steps_on(tmp_path / "disk") == [2, 3], "the oldest goes")
+        assert "disk: 1@1 is not dropped: disk: 2@1 was found damaged" in caplog.text
+        wait_until(lambda: marks_of_damage(tmp_path) == [], "the copy is written anew")
+    cli("verify")
+
+
+def test_what_a_restore_found_is_known_later(
+    make_cli: MakeCli, saved: Saved, tmp_path: Path
+) -> None:
+    cli = make_cli(disk={})
+    saved(cli, (1, 2))
+    flip(folder(tmp_path / "disk", 2) / IMAGE, 66_000)
+    with tierfall.open(cli.config) as ckpt:
+        assert ckpt.restore(blank()).step == 1
+        ckpt.drain()
+    assert cli.steps() == {"1@1": {"disk": "committed"}, "2@1": {"disk": "damaged"}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +31,7 @@ from tierfall.ops.commands import trained_elsewhere
 from tierfall.ops.findings import Finding
 from tierfall.ops.reader import Reader
 from tierfall.ops.repair import Repair, Repairer
-from tierfall.ops.verify import RunReport, Scope, check_run, planned_bytes
+from tierfall.ops.verify import RunReport, Scope, check_run, planned_bytes, remember_damage
 from tierfall.ops.write_copy import owning
 
 
@@ -70,6 +71,9 @@ def verify(
                 repairs = tuple(repairer.repairs)
             else:
                 report = check_run(reader, listings, scope, watch.add)
+        report = replace(
+            report, notes=(*report.notes, *remember_damage(settings, listings, report))
+        )
     _answer(answer, settings, report, repairs)
     answer.finish()
 

@@ -183,6 +183,7 @@ class Repairer:
         ):  # what this tier was owed then, another tier's record does not say
             commit = replace(commit, owed=copy.commit.owed)
         self._replace_records(store, commit)
+        store.forget_damage(commit.line.checkpoint)
         store.remove_other_forms(commit, attempt=attempt)
         return f"written anew from {', '.join(source.tally.bytes)}"
 

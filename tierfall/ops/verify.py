@@ -1,17 +1,20 @@
 """Checking a whole run: which copies there are to check, what is wrong beyond a single copy, and what helps.
 
-It reads beside a living trainer and changes nothing, but for what a mender does that it is handed. What lies in memory
+It reads beside a living trainer and changes nothing, but for what a mender does that it is handed, and for the marks
+that ``remember_damage`` leaves. What lies in memory
 may be reused by the trainer while it is read, so damage there counts only when a second look finds it again.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierfall.core.copies.verify import CheckedCopy, Verifier
+from tierfall.config import Config
+from tierfall.core.copies.verify import CheckedCopy, Damage, Verifier
 from tierfall.core.format.catalog import Listing, StepFolderError
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
@@ -24,7 +27,10 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.findings import NEWER, Finding, contradictions, damage_findings
 from tierfall.ops.reader import Reader
+from tierfall.ops.write_copy import writable
 from tierfall.tiers.stored import StoredTier, StrayAttemptError
+
+logger = logging.getLogger("tierfall")
 
 SECOND_LOOKS = 20
 BETWEEN_LOOKS_S = 0.05
@@ -122,6 +128,52 @@ def check_run(
     return RunReport(
         copies=tuple(copies), findings=tuple(findings), unread=tuple(unread), notes=tuple(notes)
     )
+
+
+def remember_damage(
+    config: Config, listings: Sequence[Listing], report: RunReport
+) -> tuple[str, ...]:
+    """Record beside each damaged copy on a stored tier that it is, for every later listing; and take that away from
+    copies that are good. Return what could not be recorded, and why.
+
+    A damaged copy is read once more before: a trainer may have written it anew meanwhile. Nothing is written where the
+    run is as it is known to be.
+    """
+    known = {(x.tier, c.id): c for x in listings for c in x.copies}
+    notes = []
+    for tier in (tier.name for tier in config.stored):
+        copies = [copy for copy in report.copies if copy.tier == tier]
+        damaged = [copy for copy in copies if copy.commit is not None and _spoils(copy.damage)]
+        mended = [copy for copy in copies if copy.good and known[tier, copy.id].damage is not None]
+        if not damaged and not mended:
+            continue
+        try:
+            with writable(config, tier) as store, Verifier() as verifier:
+                for copy in mended:
+                    store.forget_damage(copy.id)
+                for copy in damaged:
+                    _note_damage(store, verifier.check_stored(store, copy.id))
+        except TierfallError as error:
+            ids = ", ".join(str(copy.id) for copy in (*damaged, *mended))
+            notes.append(f"{tier} {ids}: what was found could not be recorded there: {error}")
+    return tuple(notes)
+
+
+def _spoils(damage: Sequence[Damage]) -> bool:
+    """Say whether a copy is not whole: it is without its index, and whatever its marks are."""
+    marks = f"{keys.MARKS_FOLDER}/"
+    found = [d for d in damage if not d.newer and d.file != keys.INDEX_NAME]
+    return any(not d.file.startswith(marks) for d in found)
+
+
+def _note_damage(store: StoredTier, copy: CheckedCopy) -> None:
+    first = next((d for d in copy.damage if _spoils([d])), None)
+    if first is None or copy.commit is None:
+        return
+    try:
+        store.note_damage(copy.commit, f"{first.file}: {first.problem}", wall_time_s=time.time())
+    except KeyNotFoundError:
+        logger.info("%s: %s was dropped meanwhile", store.name, copy.id)
 
 
 # Memory ----------------------------------------------------------------------------------------------

@@ -15,10 +15,13 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from tierfall.core.format.commit_files import damage_mark
+from tierfall.core.format.records import Mark
 from tierfall.core.ranks.message_tree import Council, Topic
 from tierfall.core.ranks.ranks import Announced, News, Told
 from tierfall.core.scheduler.group.commits import Commits
 from tierfall.core.scheduler.ledger.ledger import Entry, Ledger
+from tierfall.core.scheduler.ledger.tasks import ChangeMark, Task
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import CheckpointView, View
 
@@ -32,8 +35,8 @@ class WantsRepair(Protocol):
 
 class Damages:
     """See the module. ``tiers`` are those that copies are brought to. Other ranks are reached by ``council``, and
-    ``commits`` says what all of them have given up. ``has_lost`` is told of a tier that has a good copy less;
-    ``may_write`` says whether this process may bring copies at all."""
+    ``commits`` says what all of them have given up. ``has_lost`` is told of a tier that has a good copy less,
+    and ``dispatch`` has it recorded there; ``may_write`` says whether this process may bring copies at all."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Damages:
         wants_repair: WantsRepair,
         has_lost: Callable[[str], None],
         may_write: Callable[[], bool],
+        dispatch: Callable[[Task], None],
         council: Council | None = None,
         commits: Commits | None = None,
     ) -> None:
@@ -51,6 +55,7 @@ class Damages:
         self._wants_repair = wants_repair
         self._has_lost = has_lost
         self._may_write = may_write
+        self._dispatch = dispatch
         self._council = council
         self._commits = commits
         self._tried: set[tuple[str, CheckpointId]] = set()
@@ -130,7 +135,19 @@ class Damages:
         if not repairable:
             entry.bytes.pop(tier, None)  # it has gone: it takes no room that could be made
         self._has_lost(tier)
+        if repairable:
+            self._leave_mark(entry, tier, why)
         self.plan_repairs(entry)
+
+    def _leave_mark(self, entry: Entry, tier: str, why: str) -> None:
+        """Let whoever lists the tier later know it too; a repair takes the mark away."""
+        if entry.commit is None or tier not in self._tiers:
+            return
+        if self._may_write() and (self._commits is None or self._commits.owns(tier)):
+            name = damage_mark(entry.commit.line)
+            wall_time_s = self._ledger.now_s + self._ledger.wall_offset_s
+            mark = Mark(name=name, checkpoint=entry.id, wall_time_s=wall_time_s, reason=why)
+            self._dispatch(ChangeMark(tier=tier, mark=mark))
 
     def _repair_together(self, entry: Entry | None, id: CheckpointId, tier: str, why: str) -> None:
         """Bring this rank's part, though that may be whole: a checkpoint is committed when all have brought theirs."""
