@@ -17,7 +17,14 @@ from tests.steps import blank, state_of, step_in, steps_on, wait_until
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.cli.app import app
 from tierfall.core.format.records import read_tier
-from tierfall.core.types.errors import BackendError, ConfigError, RestoreError, UnreachableError
+from tierfall.core.types.errors import (
+    BackendError,
+    ConfigError,
+    RestoreError,
+    StorageFullError,
+    UnreachableError,
+)
+from tierfall.tiers.documents import Documents
 from tierfall.tiers.stored import StoredTier
 
 
@@ -285,10 +292,94 @@ def test_a_tier_that_cannot_be_asked_to_forget_is_named(
     assert restored(config) == 1
 
 
-def test_a_tier_that_moved_is_a_new_one(tmp_path: Path) -> None:
-    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
+def forget(root: Path, config: dict[str, Any], *names: str) -> None:
+    path = root / "tiers.yaml"
+    path.write_text(json.dumps(config))
+    for name in names:
+        said = CliRunner().invoke(app, ["forget", name, "--config", str(path)])
+        assert said.exit_code == 0, said.output
+
+
+@pytest.mark.parametrize("memory", ["memory", "another-nodes"])
+def test_a_tier_that_moved_to_where_nothing_lies_is_asked_about(
+    tmp_path: Path, memory: str
+) -> None:
+    """The path may be wrong; the way to say that it is not is named, and holds."""
+    disk = tier(tmp_path, "disk", flush={"every": 2})
+    save(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True)), 1, 2, 3)
     moved = {**tier(tmp_path, "elsewhere", shared=True), "name": "pfs"}
-    assert restored(chain(tmp_path, tier(tmp_path, "disk"), moved)) == 1
+    config = chain(tmp_path, disk, moved, memory=memory)
+    for _ in range(2):
+        with pytest.raises(RestoreError, match=r"this tier lay in .*pfs before.*forget pfs"):
+            restored(config)
+    forget(tmp_path, config, "pfs")
+    assert restored(config) == 2
+    assert restored(chain(tmp_path, disk, tier(tmp_path, "pfs", shared=True), memory="third")) == 3
+
+
+def test_a_disk_of_a_node_may_lie_in_another_folder_at_each_start(tmp_path: Path) -> None:
+    """As one below a folder that the scheduler makes for each job."""
+    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
+    moved = {**tier(tmp_path, "job-2"), "name": "disk"}
+    assert restored(chain(tmp_path, moved, tier(tmp_path, "pfs", shared=True))) == 1
+
+
+@pytest.mark.parametrize("memory", ["memory", "another-nodes"])
+@pytest.mark.parametrize("how", ["renamed", "respelled", "both"])
+def test_a_tier_under_another_name_that_is_not_mounted_is_not_a_new_one(
+    tmp_path: Path, how: str, memory: str
+) -> None:
+    disk = tier(tmp_path, "disk", flush={"every": 2})
+    pfs = tier(tmp_path, "pfs", shared=True)
+    save(chain(tmp_path, disk, pfs), 1, 2, 3)
+    (tmp_path / "link").symlink_to("pfs")
+    if how != "renamed":
+        pfs["path"] = str(tmp_path / "link")
+    if how != "respelled":
+        pfs["name"] = "lustre"
+    config = chain(tmp_path, disk, pfs, memory=memory)
+    away = unmount(tmp_path / "pfs")
+    for _ in range(2):  # a start without it does not make the next one forget it
+        with pytest.raises(RestoreError, match="is a file system not mounted there"):
+            restored(config)
+    assert not list((tmp_path / "pfs").iterdir())
+    mount_again(tmp_path / "pfs", away)
+    assert restored(config) == 3
+
+
+def test_a_renamed_tier_that_was_emptied_on_purpose_is_forgotten(tmp_path: Path) -> None:
+    config = chain(tmp_path, tier(tmp_path, "pfs", shared=True))
+    save(config, 1)
+    shutil.rmtree(tmp_path / "pfs/run")
+    config = chain(tmp_path, {**tier(tmp_path, "pfs", shared=True), "name": "lustre"})
+    with pytest.raises(RestoreError, match="forget lustre"):
+        restored(config)
+    forget(tmp_path, config, "lustre")
+    assert restored(config) is None
+
+
+@pytest.mark.parametrize("memory", ["memory", "another-nodes"])
+def test_tiers_that_have_changed_places_are_refused(tmp_path: Path, memory: str) -> None:
+    """Else the rules of the small one would be applied to the other."""
+    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1, 2)
+    disk = {**tier(tmp_path, "pfs", retain={"last": 1}), "name": "disk"}
+    pfs = {**tier(tmp_path, "disk", shared=True), "name": "pfs"}
+    config = chain(tmp_path, disk, pfs, memory=memory)
+    with pytest.raises(ConfigError) as refused:
+        tierfall.open(config)
+    assert f"disk lies now in {tmp_path}/pfs, which is tier pfs" in str(refused.value)
+    assert f"pfs lies now in {tmp_path}/disk, which is tier disk" in str(refused.value)
+    assert steps_on(tmp_path / "pfs") == [1, 2]
+    forget(tmp_path, config, "disk", "pfs")
+    for _ in range(2):
+        assert restored(config) == 2
+
+
+def test_a_tier_may_be_renamed_while_it_is_there(tmp_path: Path) -> None:
+    save(chain(tmp_path, tier(tmp_path, "disk"), tier(tmp_path, "pfs", shared=True)), 1)
+    pfs = {**tier(tmp_path, "pfs", shared=True), "name": "lustre"}
+    for _ in range(2):
+        assert restored(chain(tmp_path, tier(tmp_path, "disk"), pfs)) == 1
 
 
 def test_checkpoints_of_a_version_without_records_are_found(tmp_path: Path) -> None:
@@ -310,14 +401,18 @@ def test_a_damaged_record_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptur
 # One folder twice -------------------------------------------------------------------------------------
 
 
-def test_one_folder_by_two_ways_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def mount_one_as_two(root: Path, patch: pytest.MonkeyPatch) -> None:
     """As by a bind mount, or one export that is mounted twice: two paths, and neither is a link to the other."""
     real = PosixBackend.__init__
 
-    def init(self: PosixBackend, root: Path, **more: Any) -> None:
-        real(self, tmp_path / "one" if Path(root).name == "two" else root, **more)
+    def init(self: PosixBackend, path: Path, **more: Any) -> None:
+        real(self, root / "one" if Path(path).name == "two" else path, **more)
 
-    monkeypatch.setattr(PosixBackend, "__init__", init)
+    patch.setattr(PosixBackend, "__init__", init)
+
+
+def test_one_folder_by_two_ways_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount_one_as_two(tmp_path, monkeypatch)
     config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
     for _ in range(2):  # at the first start, and at a later one
         with pytest.raises(ConfigError, match=r"tiers one .* and two .* are one folder"):
@@ -335,6 +430,33 @@ def test_a_copy_of_a_folder_is_another_tier(tmp_path: Path) -> None:
     }
     assert len(ids) == 2
     assert steps_on(tmp_path / "two") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("one_folder", [True, False])
+def test_a_full_disk_keeps_nobody_from_opening_what_may_be_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_folder: bool
+) -> None:
+    """Whether two tiers that bear one id are one is found out by a file, which a full disk does not take."""
+    save(chain(tmp_path, tier(tmp_path, "one")), 1, 2)
+    two = tmp_path / "two"
+    shutil.copytree(tmp_path / "one", two)
+    config = chain(tmp_path, tier(tmp_path, "one"), tier(tmp_path, "two", shared=True))
+
+    def replace(self: Documents, key: str, data: bytes) -> None:
+        raise StorageFullError(f"{key}: no space left")
+
+    monkeypatch.setattr(Documents, "replace", replace)
+    if one_folder:
+        mount_one_as_two(tmp_path, monkeypatch)
+        with pytest.raises(ConfigError, match="are one folder"):
+            tierfall.open(config)
+        return
+    with tierfall.open(config) as ckpt:
+        state = blank()
+        assert ckpt.restore(state).step == step_in(state) == 2
+        assert [t.read_only for t in ckpt._config.stored] == [False, True]
+        assert "may be the same folder" in ckpt._session.found_read_only["two"]
+    assert sorted(p.name for p in two.iterdir()) == ["run"]
 
 
 # Mounted anew in mid-run -----------------------------------------------------------------------------

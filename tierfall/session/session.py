@@ -177,12 +177,13 @@ class Session:
     def _find_out_which_tiers(self) -> None:
         """Refuse two tiers that are one, and go on without those that are not mounted."""
         self.identities = Identities(self.config, self.stores, self._folder, self.listings)
-        self.identities.refuse_aliases()
+        self.go_on_reading(self.identities.refuse_aliases())
         for name, error in self.identities.missing(self.listings).items():
             self._leave_out(name, error)
             logger.warning(
                 "open: goes on without tier %s, for as long as this process runs: %s", name, error
             )
+        self.identities.refuse_swapped()
 
     def _leave_out(self, name: str, error: TierfallError) -> None:
         self.stores.pop(name).close()

@@ -22,6 +22,7 @@ from tierfall.core.format.records import Attempt, KnownTier, TierRecord, read_ti
 from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     AccessDeniedError,
+    BackendError,
     ConfigError,
     IntegrityError,
     StorageFullError,
@@ -50,6 +51,7 @@ class Identities:
         answer. ``folder`` is the run's in host memory."""
         self._config = config
         self._opened = stores
+        self._places = {name: store.place for name, store in stores.items()}
         self._silent = {listing.tier for listing in listings if listing.error is not None}
         self._memory = folder / MEMORY_NAME
         self.records: dict[str, TierRecord] = {}
@@ -85,18 +87,39 @@ class Identities:
             return None
 
     def _remembers(self, name: str) -> KnownTier | None:
-        """Say what was remembered last of a tier. On which device its folder lies this machine alone remembers."""
-        said = [record for tier, record in self.records.items() if tier != name]
-        said += [self._remembered] if self._remembered is not None else []
-        found = [record for record in said if name in record.others and record.others[name].id]
-        newest = max(found, key=lambda record: record.wall_time_s, default=None)
+        """Return what was remembered last of a tier, by its name; or else of the place where it lies, by a name that is
+        not configured any more. On which device its folder lies this machine alone remembers."""
+        known = self._newest_of(name)
+        if known is None and name in self._places:
+            known = self._newest_at(self._places[name])
+        return known
+
+    def _newest_of(self, name: str) -> KnownTier | None:
+        said = [r for r in self._witnesses(but=name) if name in r.others and r.others[name].id]
+        newest = max(said, key=lambda record: record.wall_time_s, default=None)
         if newest is None:
             return None
         known = newest.others[name]
         here = self._remembered.others.get(name) if self._remembered is not None else None
-        if here is not None and here.place == known.place:
+        if here is not None and same_place(here.place, known.place):
             return replace(known, device=here.device)
         return known
+
+    def _newest_at(self, place: str) -> KnownTier | None:
+        """Return what was remembered last of a place, by names that the configuration no longer has."""
+        names = [name for name, known in self._renamed().items() if same_place(known.place, place)]
+        return next((known for name in names if (known := self._newest_of(name))), None)
+
+    def _renamed(self) -> dict[str, KnownTier]:
+        """Return what is remembered by names that the configuration does not have."""
+        now = {tier.name for tier in self._config.stored}
+        found = {name: known for w in self._witnesses() for name, known in w.others.items()}
+        return {name: known for name, known in found.items() if name not in now}
+
+    def _witnesses(self, *, but: str = "") -> list[TierRecord]:
+        """Return the records that remember other tiers, this machine's among them, ``but`` that of one tier."""
+        found = [record for tier, record in self.records.items() if tier != but]
+        return found if self._remembered is None else [*found, self._remembered]
 
     def is_remembered(self, name: str) -> bool:
         """Say whether another tier, or this machine, knows of a tier."""
@@ -124,14 +147,23 @@ class Identities:
         known, place = self._remembers(tier.name), self._stores[tier.name].place
         if tier.name in self.records:
             return self._why_another(tier, place)
-        if _holds_any(listing) or known is None or known.place != place:
+        if _holds_any(listing) or known is None:
             return None
+        if not same_place(known.place, place):
+            return self._why_moved(tier.name, place, known) if known.shared else None
         if not known.shared and known.device in (None, _device(tier)):
             return None
         return UnreachableError(
             f"{tier.name}: nothing of run {self._config.run!r} lies in {place}, where its files were before: is a file "
             "system not mounted there? Mount it, and open again. If the files were removed on purpose, say so by "
             f"'tierfall forget {tier.name}'"
+        )
+
+    def _why_moved(self, name: str, place: str, known: KnownTier) -> UnreachableError:
+        return UnreachableError(
+            f"{name}: nothing of run {self._config.run!r} lies in {place}, and this tier lay in {known.place} before: "
+            "is a file system not mounted, or the path or address wrong? Mount it, or correct that, and open again. If "
+            f"the tier is to begin anew there, say so by 'tierfall forget {name}'"
         )
 
     def are_as_remembered(self, listings: tuple[Listing, ...]) -> bool:
@@ -143,7 +175,7 @@ class Identities:
             known, record = remembered.get(tier.name), self.records.get(tier.name)
             if tier.name not in self._stores:
                 return False
-            if known is None or known.place != self._stores[tier.name].place:
+            if known is None or not same_place(known.place, self._stores[tier.name].place):
                 if record is not None or _holds_any(found[tier.name]):
                     return False
                 remembered = {n: k for n, k in remembered.items() if n != tier.name}
@@ -155,7 +187,9 @@ class Identities:
         """Say why what bears another id is not the tier that lay in the same place: all nodes saw that one, or it lay
         on another device of this machine."""
         name, known = tier.name, self._remembers(tier.name)
-        if known is None or known.place != place or known.id == self.records[name].id:
+        if known is None or known.id in ("", self.records[name].id):
+            return None
+        if not same_place(known.place, place):
             return None
         if not known.shared and known.device in (None, _device(tier)):
             return None
@@ -170,17 +204,61 @@ class Identities:
         record, known = self.records.get(name), self._remembers(name)
         return bool(record and record.shared) or bool(known and known.shared)
 
-    # What is there twice ---------------------------------------------------------------------------
+    # What is there twice, or in another's place ------------------------------------------------------
 
-    def refuse_aliases(self) -> None:
-        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses."""
+    def refuse_swapped(self) -> None:
+        """Raise ConfigError where a tier lies in what was another tier of the configuration: rules and capacities of
+        one would be applied to the checkpoints of the other."""
+        swapped = {}
+        for name, record in self.records.items():
+            was = self._was_called(record)
+            if was is None or name not in self._stores or was not in self._stores:
+                continue
+            if was != name and (was not in self.records or self.records[was].id != record.id):
+                swapped[name] = was
+        if not swapped:
+            return
+        where = ", ".join(
+            f"{name} lies now in {self._stores[name].place}, which is tier {was}"
+            for name, was in sorted(swapped.items())
+        )
+        both = " and ".join(f"'tierfall forget {n}'" for n in sorted({*swapped, *swapped.values()}))
+        raise ConfigError(
+            f"open: tiers have changed places: {where}, by the ids in {self._config.run}/{keys.TIER_NAME}. Rules of "
+            f"one would drop checkpoints of the other: correct names, paths or addresses. If it is meant, say {both}"
+        )
+
+    def _was_called(self, record: TierRecord) -> str | None:
+        """Return by which name a tier of this id was remembered last."""
+        found = [
+            (witness.wall_time_s, name)
+            for witness in self._witnesses()
+            for name, known in witness.others.items()
+            if known.id == record.id
+        ]
+        return max(found)[1] if found else None
+
+    def refuse_aliases(self) -> dict[str, str]:
+        """Raise ConfigError where two tiers are one folder, by two mounts or two addresses.
+
+        Return the tiers of which that could not be found out, as none of the two takes a file, with why: they must not
+        be written to, as one copy might count as two.
+        """
         seen: dict[str, str] = {}
+        doubtful: dict[str, str] = {}
         for name, record in list(self.records.items()):
             other = seen.setdefault(record.id, name)
             if other == name:
                 continue
             one, two = self._stores[other], self._stores[name]
-            if two.is_seen_by(one) if one.read_only else one.is_seen_by(two):
+            try:
+                is_one = self._are_one(one, two)
+            except BackendError as error:
+                doubtful[name] = (
+                    f"it bears the same id as {other}, and may be the same folder: {error}"
+                )
+                continue
+            if is_one:
                 raise ConfigError(
                     f"open: tiers {other} ({one.place}) and {name} ({two.place}) are one folder, and one copy would "
                     "count as two: give each a folder of its own, or leave one of them out"
@@ -189,6 +267,24 @@ class Identities:
                 continue  # it bears that id, and is not written to
             del self.records[name]  # a copy of that folder: it gets an id of its own
             self._anew.add(name)
+        return doubtful
+
+    def _are_one(self, one: StoredTier, two: StoredTier) -> bool:
+        """Say whether a file that is written through one tier is seen through the other. Raises BackendError where
+        neither takes one, as on a full disk, and they are not plainly one folder."""
+        if is_same_folder(one.place, two.place):
+            return True
+        failure: BackendError | None = None
+        for writer, reader in ((one, two), (two, one)):
+            if writer.read_only:
+                continue
+            try:
+                return writer.is_seen_by(reader)
+            except BackendError as error:
+                failure = error
+        if failure is None:
+            raise AccessDeniedError("both are read-only")
+        raise failure
 
     # Remembering -----------------------------------------------------------------------------------
 
@@ -277,13 +373,17 @@ class Identities:
     def forget(
         self, name: str, *, wall_time_s: float
     ) -> tuple[tuple[str, ...], dict[str, TierfallError]]:
-        """Let every other tier, and this machine, forget a tier; return who did, and what kept others from it."""
+        """Let every other tier, and this machine, forget a tier, also by the names that it had before in its place;
+        return who did, and what kept others from it."""
         forgot: list[str] = []
         failed = {tier: error for tier, error in self._unread.items() if tier != name}
+        names = {name}
+        if (place := self._places.get(name)) is not None:
+            names |= {n for n, known in self._renamed().items() if same_place(known.place, place)}
         for tier, record in self.records.items():
-            if name not in record.others:
+            if not names & record.others.keys():
                 continue
-            others = {n: known for n, known in record.others.items() if n != name}
+            others = {n: known for n, known in record.others.items() if n not in names}
             try:
                 self._stores[tier].write_tier(
                     replace(record, others=others, wall_time_s=wall_time_s), again=True
@@ -292,11 +392,28 @@ class Identities:
                 failed[tier] = error
             else:
                 forgot.append(tier)
-        if self._remembered is not None and name in self._remembered.others:
-            left = {n: known for n, known in self._remembered.others.items() if n != name}
+        if self._remembered is not None and names & self._remembered.others.keys():
+            left = {n: known for n, known in self._remembered.others.items() if n not in names}
             self._write_memory(left, wall_time_s)
             forgot.append("this machine")
         return tuple(forgot), failed
+
+
+def same_place(one: str, other: str) -> bool:
+    """Say whether two places are one, however they are spelled: a path by ``..`` or symbolic links."""
+    if one == other:
+        return True
+    if not (os.path.isabs(one) and os.path.isabs(other)):
+        return False
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def is_same_folder(one: str, other: str) -> bool:
+    """Say whether two places are plainly one folder of this machine, whatever ways lead there."""
+    try:
+        return os.path.isabs(one) and os.path.isabs(other) and os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def _holds_any(listing: Listing) -> bool:
