@@ -436,6 +436,40 @@ def test_of_two_lives_of_one_number_the_one_that_began_last_counts_and_it_is_sai
     assert restored(lives)[1] == -6
 
 
+def test_an_older_life_of_a_higher_number_is_not_restored_without_a_word(
+    make_config: MakeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Machine ``a`` goes on while ``pfs`` is away; then ``b`` goes on from what is there, and never sees a's disk."""
+    config = make_config(nvme={}, pfs={"shared": True})
+    elsewhere = make_config(nvme={"path": str(tmp_path / "b")}, pfs={"shared": True})
+    elsewhere["tiers"][0]["folder"] = str(tmp_path / "memory-of-b")
+    save_steps(config, range(1, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        away("pfs", patch)
+        with tierfall.open(config) as ckpt:
+            ckpt.restore(blank(), unreachable="ignore")
+            ckpt.save(3, state_of(3), block=True)
+    with tierfall.open(elsewhere) as ckpt:
+        ckpt.restore(blank())
+        number = ckpt.save(9, state_of(-9), block=True).attempt
+        ckpt.drain()
+    caplog.clear()
+    with tierfall.open(config) as ckpt:
+        assert ckpt.restore(blank()) is not None
+        said = [r.getMessage() for r in caplog.records if "could see the other" in r.getMessage()]
+        assert len(said) == 1
+        assert f"restore(step=9, attempt={number})" in said[0]
+        assert f"9@{number} on pfs" in said[0]
+        state = blank()
+        ckpt.restore(state, step=9, attempt=number)
+        assert step_in(state) == -9
+        ckpt.save(10, state_of(-10), block=True)
+        ckpt.drain()
+    caplog.clear()
+    assert restored(config)[1] == -10
+    assert "could see the other" not in caplog.text, "the run has gone on from it"
+
+
 def test_nothing_of_the_other_life_goes_before_the_run_has_gone_on(
     lives: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -158,9 +159,8 @@ def test_a_tier_that_does_not_answer_the_probe_is_left_out_by_all(
     assert leftovers(tmp_path) == []
 
 
-def test_a_full_tier_is_taken_for_what_is_set(
-    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def takes_no_probe(patch: pytest.MonkeyPatch) -> None:
+    """As a full disk does."""
     real = PosixBackend.create
 
     def create(self: PosixBackend, key: str, **options: Any) -> Any:
@@ -168,7 +168,58 @@ def test_a_full_tier_is_taken_for_what_is_set(
             raise StorageFullError(f"{key}: no space")
         return real(self, key, **options)
 
-    monkeypatch.setattr(PosixBackend, "create", create)
+    patch.setattr(PosixBackend, "create", create)
+
+
+def saved_on(folder: Path, nodes: list[str]) -> None:
+    """Save a step into the one folder, as a job on these nodes, all of which are started anew after."""
+    with network(nodes) as ranks:
+        ckpts = Two(folder, ranks, one_folder).all_open()
+        for ckpt in ckpts:
+            handle = ckpt.save(1, {"w": torch.ones(4), "rng": None})
+        handle.wait(timeout=SOON_S)
+        close_all(ckpts)
+    for memory in folder.glob("*/memory"):
+        shutil.rmtree(memory)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("before", [["a", "b"], ["a", "a"], ["a"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_on_which_a_shared_folder_is_not_mounted_ends_the_start(
+    tmp_path: Path,
+    ranks: list[Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    before: list[str],
+    full: bool,
+) -> None:
+    """What the other rank's records say counts, whichever it is, and however many ranks the run had before."""
+    saved_on(tmp_path, before)
+    if full:
+        takes_no_probe(monkeypatch)
+    outcomes = Two(tmp_path, ranks, lambda r: "unmounted" if r == rank else "far").all_open()
+    for outcome in outcomes:
+        assert isinstance(outcome, ConfigError)
+        assert "Mount it on all nodes" in str(outcome)
+        assert f"rank {1 - rank} finds that" in str(outcome)
+    assert not list((tmp_path / "unmounted").rglob("a0*.json"))
+
+
+def test_a_full_tier_that_all_nodes_saw_before_is_shared_if_it_bears_its_id(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_on(tmp_path, ["a", "b"])
+    takes_no_probe(monkeypatch)
+    both = Two(tmp_path, ranks, one_folder).all_open()
+    assert [c._config.stored[0].shared for c in both] == [True, True]
+    close_all(both)
+
+
+def test_a_full_tier_is_taken_for_what_is_set(
+    tmp_path: Path, ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_no_probe(monkeypatch)
     both = Two(tmp_path, ranks, one_folder).all_open(shared=True)
     assert [c._config.stored[0].shared for c in both] == [True, True]
     close_all(both)

@@ -85,6 +85,33 @@ def resolve(
     return tuple(merged.values())
 
 
+def overtaken_starts(
+    starts: Iterable[AttemptStart], *, above: int
+) -> tuple[tuple[AttemptStart, AttemptStart], ...]:
+    """Return the starts that began, by their clocks, after the one of the highest number, each with that one; not those
+    that it goes on from.
+
+    A start takes a number above all that it sees, so such a one did not see the other's tiers. The highest number is
+    ``above`` those of starts that see all tiers then: else only clocks disagree.
+    """
+    known = [start for start in starts if not start.passed_over]
+    newest = max(known, key=lambda start: start.attempt, default=None)
+    if newest is None or newest.attempt <= above:
+        return ()
+    of_number = {start.attempt: start for start in known}
+    line = {newest.attempt}
+    start: AttemptStart | None = newest
+    while start is not None and start.started_from is not None:
+        number = start.started_from.attempt
+        line.add(number)
+        start = of_number.get(number) if number < start.attempt else None
+    return tuple(
+        (start, newest)
+        for start in known
+        if start.attempt not in line and start.began_s > newest.began_s
+    )
+
+
 def _continued(
     rivals: list[AttemptStart],
     merged: Mapping[Key, AttemptStart],

@@ -22,7 +22,7 @@ from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.buffer_ring import Ring
 from tierfall.core.copies.chunk_reader import Tally
 from tierfall.core.copies.images import Image, RegionImage, StoredImage
-from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, start_of, starts_in
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import News, Ranks
 from tierfall.core.runtime.bounded_calls import Answer, BoundedCalls
@@ -45,7 +45,6 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.lineage import Key
-from tierfall.core.types.text import few_of
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.policies import defaults
 from tierfall.session.adopt import check_life, take_over
@@ -60,7 +59,7 @@ from tierfall.session.leftovers import (
 from tierfall.session.memory_files import MemoryFiles
 from tierfall.session.start import held_by_all, is_owner, is_shared, start_together
 from tierfall.session.status_writer import StatusWriter
-from tierfall.setup.attempts import next_number
+from tierfall.setup.attempts import next_number, warn_of_two_lives
 from tierfall.setup.tier_identity import Identities
 from tierfall.setup.tiers import (
     bounds_s,
@@ -110,7 +109,7 @@ class Session:
         self.probed = False
         self._tending = tending
         self._closed = False
-        self._said_passed_over: set[Key] = set()
+        self._told_of: set[Key] = set()
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
         self.steps_seen = StepsSeen()
@@ -199,31 +198,9 @@ class Session:
             for damage in listing.damaged:
                 logger.warning("open: tier %s holds something damaged: %s", listing.tier, damage)
 
-    def _say_passed_over(self) -> None:
-        """Say, once, which checkpoints only share an attempt's number with what counts."""
-        if not self.ranks.topology.is_root:
-            return
-        passed_over = {
-            s.key for s in starts_in(self._held) if s.passed_over
-        } - self._said_passed_over
-        self._said_passed_over |= passed_over
-        found = [
-            c for c in self.known_by_all() if c.commit and start_of(c.commit).key in passed_over
-        ]
-        for number in sorted({number for number, _ in passed_over}):
-            left = [c for c in found if c.id.attempt == number]
-            if left:
-                logger.warning(
-                    "run %s: two starts have taken attempt %d, as neither could see the other's tiers. The one counts "
-                    "that the run went on from, or else that began last by its clock; what the other has saved is left "
-                    "behind: %s. If that is the wrong one, go back to it by restore(step=%d, attempt=%d); to keep it, "
-                    "pin it now",
-                    self.run,
-                    number,
-                    few_of([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
-                    left[-1].id.step,
-                    number,
-                )
+    def _warn_of_two_lives(self) -> None:
+        if self.ranks.topology.is_root:
+            warn_of_two_lives(self.run, starts_in(self._held), self.known_by_all(), self._told_of)
 
     def hosts(self) -> list[HostTier]:
         """The slots of this process: its own, and those that it has adopted."""
@@ -243,7 +220,7 @@ class Session:
         if not self.puts_together:
             self.settle()
             self.take_number(self.next_number())
-            self._say_passed_over()
+            self._warn_of_two_lives()
             return self.knows_of_nothing()
         start = start_together(self)
         self._held = held_by_all(self, start)
@@ -252,7 +229,7 @@ class Session:
         self._inherited = start.inherited
         self._deleted = start.deleted
         self._marks = start.marks
-        self._say_passed_over()
+        self._warn_of_two_lives()
         return start.first
 
     def settle(self) -> None:

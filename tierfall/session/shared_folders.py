@@ -50,21 +50,24 @@ def to_probe(session: Session) -> Tiers:
     return tuple(tier for tier in session.config.written if tier.folder is not None)
 
 
-def probe(session: Session, token: str, written: Sequence[str]) -> tuple[Config, Mapping[str, str]]:
-    """Return the configuration with what all ranks have found, after rank 0 has ``written`` its files; and the tiers
-    that some rank could not look at, with why.
+def probe(session: Session, said: Mapping[str, Any]) -> tuple[Config, Mapping[str, str]]:
+    """Return the configuration with what all ranks have found, after rank 0 has ``said`` where it wrote its files
+    (``Probe.write``); and the tiers that some rank could not look at, with why.
 
     Raises ConfigError, on all ranks, where some nodes see a tier's files and others do not, and where a set value
     disagrees.
     """
     topology = session.ranks.topology
     looks = topology.is_leader and topology.node != 0
-    tiers = [tier for tier in to_probe(session) if tier.name in written]
-    body = look(session, tiers, token) if looks else {"seen": {}, "failed": {}}
+    tiers = [tier for tier in to_probe(session) if tier.name in (*said["written"], *said["full"])]
+    written = [tier for tier in tiers if tier.name in said["written"]]
+    body = look(session, written, said["token"]) if looks else {"seen": {}, "failed": {}}
+    body["left_out"] = [t.name for t in tiers if t.name not in session.stores]
+    body["ids"] = {t.name: session.identities.id_of(t.name) for t in tiers}
     body["shared_before"] = {t.name: why for t in tiers if (why := _shared_before(session, t))}
     body["empty"] = [t.name for t in tiers if _is_empty(session, t)]
     body["lies_on"] = {t.name: _file_system(t) for t in tiers} if topology.is_leader else {}
-    found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, bodies))
+    found = session.ranks.agree(_SHARED, body, lambda bodies: _decide(tiers, said["full"], bodies))
     shared: Mapping[str, bool] = found["shared"]
     for tier in tiers:
         if tier.shared is None and tier.name in shared and isinstance(tier, FileTier):
@@ -110,9 +113,11 @@ class Probe:
     def write(self) -> dict[str, Any]:
         """Leave a file in each folder; say where, and what kept the others from it.
 
-        A tier that is full is not probed: it is taken for what is set. Raises what a tier refuses for good.
+        A tier that is full is not probed: it is taken for what is set, or for what its records say. Raises what a tier
+        refuses for good.
         """
         failed: dict[str, str] = {}
+        full: list[str] = []
         for tier in to_probe(self._session):
             store = self._session.stores.get(tier.name)
             if store is None:
@@ -120,9 +125,10 @@ class Probe:
             try:
                 self._write(store)
             except StorageFullError as error:
+                full.append(store.name)
                 logger.warning(
-                    "open: tier %s is full, and whether all nodes see it could not be found out: it is taken for %s. "
-                    "Say so by 'shared', or free the disk: %s",
+                    "open: tier %s is full, and no file shows whether all nodes see it: it is taken for what its "
+                    "records say, or else for %s. Say so by 'shared', or free the disk: %s",
                     tier.name,
                     "shared" if _setting(tier) else "a folder of each node",
                     error,
@@ -134,6 +140,7 @@ class Probe:
         return {
             "token": self.token,
             "written": [store.name for store in self._written],
+            "full": full,
             "failed": failed,
         }
 
@@ -168,7 +175,7 @@ def _is_stale(key: str) -> bool:
     return written.isdecimal() and time.time() - int(written) > STALE_S
 
 
-def _decide(tiers: Tiers, bodies: Bodies) -> dict[str, Any]:
+def _decide(tiers: Tiers, full: Sequence[str], bodies: Bodies) -> dict[str, Any]:
     failed: dict[str, str] = {}
     shared: dict[str, bool] = {}
     for rank, body in bodies.items():
@@ -176,11 +183,25 @@ def _decide(tiers: Tiers, bodies: Bodies) -> dict[str, Any]:
             failed.setdefault(name, f"rank {rank}: {why}")
     for tier in tiers:
         seen = {rank: b["seen"][tier.name] for rank, b in bodies.items() if tier.name in b["seen"]}
-        if tier.name not in failed and seen:
+        if tier.name in full and _setting(tier) is None:
+            if any(tier.name in body["left_out"] for body in bodies.values()):
+                continue  # all ranks go on without it
+            if _has_one_id(tier, bodies):
+                shared[tier.name] = True
+            else:
+                _check_doubt(tier, bodies, "it is full, so that no file shows what all nodes see")
+        elif tier.name not in failed and seen:
             shared[tier.name] = _found(tier, seen)
             if _setting(tier) is None and not shared[tier.name]:
-                _check_doubt(tier, bodies)
+                _check_doubt(tier, bodies, "other nodes do not see what rank 0 writes there")
     return {"shared": shared, "failed": failed}
+
+
+def _has_one_id(tier: FileTier | ObjectTier, bodies: Bodies) -> bool:
+    """Say whether all nodes find the id of one tier there, of which it is known that all nodes see it."""
+    ids = {body["ids"].get(tier.name) for body in bodies.values()}
+    known = (body["shared_before"].get(tier.name) for body in bodies.values())
+    return len(ids) == 1 and None not in ids and any(why and why[1] for why in known)
 
 
 def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
@@ -207,17 +228,15 @@ def _found(tier: FileTier | ObjectTier, seen: Mapping[int, bool]) -> bool:
     return found
 
 
-def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies) -> None:
-    """Raise ConfigError where something says that a tier is shared, and the nodes do not see the same files."""
+def _check_doubt(tier: FileTier | ObjectTier, bodies: Bodies, doubt: str) -> None:
+    """Raise ConfigError where something says that a tier is shared, and ``doubt`` that it is not."""
     where = f"open: tier {tier.name} ({tier.folder})"
     advice = "Mount it on all nodes; or, where each node is to have a folder of its own there, set shared: false"
     for rank, body in bodies.items():
         why, is_certain = body["shared_before"].get(tier.name, (None, False))
         # a node whose folder holds files of the run has one of its own
         if why and (is_certain or any(tier.name in other["empty"] for other in bodies.values())):
-            raise ConfigError(
-                f"{where}: other nodes do not see what rank 0 writes there, and rank {rank} finds that {why}. {advice}"
-            )
+            raise ConfigError(f"{where}: {doubt}, and rank {rank} finds that {why}. {advice}")
     lies_on = {r: b["lies_on"][tier.name] for r, b in bodies.items() if tier.name in b["lies_on"]}
     others = [rank for rank, kind in lies_on.items() if kind != lies_on[0]]
     if others:
@@ -238,11 +257,10 @@ def _shared_before(session: Session, tier: FileTier | ObjectTier) -> tuple[str, 
     if session.identities.is_shared(tier.name):
         return "all nodes saw the same files there before", True
     listing = next(x for x in session.listings if x.tier == tier.name)
-    world_size = session.ranks.topology.world_size
     for copy in listing.copies:
-        if copy.commit is None or copy.commit.world_size != world_size:
+        if copy.commit is None:
             continue
-        if len(named_shards(copy.commit, world_size)) == world_size:
+        if len(named_shards(copy.commit, copy.commit.world_size)) == copy.commit.world_size:
             return f"the commit record of {copy.id} there names the images of all ranks", False
     return None
 

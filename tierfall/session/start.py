@@ -146,7 +146,7 @@ def _find_shared(session: Session) -> None:
             return files.write()
 
         said = session.ranks.agree(_OPEN, {}, write, timeout_s=_patience_s(session))
-        session.config, failed = shared_folders.probe(session, said["token"], said["written"])
+        session.config, failed = shared_folders.probe(session, said)
     session.leave_out({**said["failed"], **failed})
     session.probed = True
 

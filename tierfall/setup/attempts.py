@@ -6,10 +6,18 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tierfall.core.format.catalog import Listing, next_attempt
+from tierfall.core.format.catalog import (
+    UNSEEN_ATTEMPTS,
+    KnownCheckpoint,
+    Listing,
+    next_attempt,
+    start_of,
+)
 from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import ConfigError, KeyNotFoundError, TierfallError
 from tierfall.core.types.keys import ATTEMPT_MAX
+from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
+from tierfall.core.types.text import few_of
 from tierfall.tiers.stored import StoredTier, StrayAttemptError
 
 logger = logging.getLogger("tierfall")
@@ -109,3 +117,43 @@ def newest_attempt(
         if failure is not None:
             raise failure
     return None
+
+
+def warn_of_two_lives(
+    run: str,
+    starts: Sequence[AttemptStart],
+    known: Sequence[KnownCheckpoint],
+    told_of: set[Key],
+) -> None:
+    """Log, once each, which starts could not see each other's tiers, which of them counts, and how to go back to the
+    others. ``told_of`` are those that were named before, and come to be."""
+    saved: dict[Key, list[KnownCheckpoint]] = {}
+    for checkpoint in known:
+        if checkpoint.commit is not None:
+            saved.setdefault(start_of(checkpoint.commit).key, []).append(checkpoint)
+    passed_over = {start.key: start.attempt for start in starts if start.passed_over}
+    later = {
+        start.key: counts.attempt
+        for start, counts in overtaken_starts(starts, above=UNSEEN_ATTEMPTS)
+    }
+    for key, counts in {**later, **passed_over}.items():
+        left = [c for c in saved.get(key, []) if c.abandoned]
+        if key in told_of or not left:
+            continue
+        told_of.add(key)
+        what = (
+            f"two starts have taken attempt {key[0]}, as neither could see the other's tiers. The one counts that the "
+            "run went on from, or else that began last by its clock"
+            if key in passed_over
+            else f"attempt {key[0]} began after attempt {counts}, by their clocks, and has the lower number: neither "
+            "could see the other's tiers. The higher number counts"
+        )
+        logger.warning(
+            "run %s: %s; what the other has saved is left behind: %s. If that is the wrong one, go back to it by "
+            "restore(step=%d, attempt=%d); to keep it, pin it now",
+            run,
+            what,
+            few_of([f"{c.id} on {'+'.join(c.copies)}" for c in left]),
+            left[-1].id.step,
+            key[0],
+        )

@@ -199,6 +199,11 @@ class Identities:
             f"right one, and open again. If it was replaced on purpose, say so by 'tierfall forget {name}'"
         )
 
+    def id_of(self, name: str) -> str | None:
+        """Return the id that a tier bears here; None where it bears none, or it could not be read."""
+        record = self.records.get(name)
+        return None if record is None else record.id
+
     def is_shared(self, name: str) -> bool:
         """Say whether all nodes saw a tier's files at an earlier start, as far as that is known here."""
         record, known = self.records.get(name), self._remembers(name)
@@ -209,13 +214,13 @@ class Identities:
     def refuse_swapped(self) -> None:
         """Raise ConfigError where a tier lies in what was another tier of the configuration: rules and capacities of
         one would be applied to the checkpoints of the other."""
-        swapped = {}
-        for name, record in self.records.items():
-            was = self._was_called(record)
-            if was is None or name not in self._stores or was not in self._stores:
-                continue
-            if was != name and (was not in self.records or self.records[was].id != record.id):
-                swapped[name] = was
+        was = {name: self._was_called(record) for name, record in self.records.items()}
+        swapped = {
+            name: of
+            for name, of in was.items()
+            if of not in (None, name) and of in self._stores and name in self._stores
+            if was.get(of, "nothing") not in (None, of)  # else it is a copy of that tier's folder
+        }
         if not swapped:
             return
         where = ", ".join(
