@@ -10,8 +10,8 @@ from tierfall.core.types.backend import Backend, Stored
 
 
 class Heard(Wrapper):
-    """Passes every call on to ``inner``; ``heard_s`` is when a read or a row of a listing last came, in seconds
-    of the monotonic clock."""
+    """Passes every call on to ``inner``; ``heard_s`` is when a read, an fsync or a row of a listing last came, in
+    seconds of the monotonic clock."""
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
@@ -25,6 +25,10 @@ class Heard(Wrapper):
         found = self._inner.stat(key)
         self.heard_s = time.monotonic()
         return found
+
+    def sync(self, folder: str) -> None:
+        super().sync(folder)
+        self.heard_s = time.monotonic()
 
     def scan(self, prefix: str) -> Iterator[Stored]:
         for stored in self._inner.scan(prefix):

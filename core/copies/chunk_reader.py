@@ -23,7 +23,7 @@ from tierfall.core.copies.images import READ_THREADS, Image, PackedImage
 from tierfall.core.copies.to_device import DeviceCopies, Piece
 from tierfall.core.format.records import DIGEST_PREFIX, Manifest
 from tierfall.core.load.build import Fill
-from tierfall.core.runtime.buffers import Buffer, BufferPool
+from tierfall.core.runtime.buffers import Buffer, BufferPool, allocate, is_being_filled
 from tierfall.core.runtime.streams import Streams
 from tierfall.core.types.errors import BackendError, IntegrityError, KeyNotFoundError, TierfallError
 from tierfall.core.types.values import CheckpointId
@@ -108,6 +108,8 @@ class ChunkReader:
         start, end = self._manifest.chunk_range(index)
         failures: list[TierfallError] = []
         for image in self._images:
+            if is_being_filled(buffer):
+                buffer = allocate(len(buffer))
             try:
                 view = self._read(image, index, buffer)
             except (IntegrityError, BackendError) as error:

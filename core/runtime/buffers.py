@@ -1,7 +1,8 @@
 """Page-aligned buffers that are taken once and used again: what reads from storage go through.
 
 Anonymous mappings, so that direct I/O takes them as they are; nothing large is allocated or freed in steady state.
-A device may go on reading a buffer after it was given back: it is lent again only once that is over.
+A device may go on reading a buffer after it was given back: it is lent again only once that is over. A read that never
+returns may go on filling one: that is not lent again at all, and another takes its place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,25 @@ logger = logging.getLogger("tierfall")
 HUGE_PAGE_BYTES = 2 << 20
 # Linux 4.14; the mmap module does not name it.
 _MADV_WIPEONFORK = 18
+
+
+_filled: set[int] = set()
+"""The memory that reads are under way into, by the identity of the object that owns it: each read holds that object."""
+
+
+def begin_filling(view: memoryview) -> None:
+    """Note that a read into this memory begins, which its caller may leave behind."""
+    _filled.add(id(view.obj))
+
+
+def end_filling(view: memoryview) -> None:
+    """Note that the read into this memory has returned."""
+    _filled.discard(id(view.obj))
+
+
+def is_being_filled(view: memoryview) -> bool:
+    """Say whether a read that was left behind may write to this memory."""
+    return id(view.obj) in _filled
 
 
 class Buffer:
@@ -76,6 +96,8 @@ class BufferPool:
         self.bytes = -(-bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._left = count
         self._free: deque[Buffer] = deque()
+        self._lost: list[Buffer] = []
+        """Buffers that reads were left behind in: their memory stays until those have returned."""
         self._changed = threading.Condition()
         self._refused = False
 
@@ -104,12 +126,16 @@ class BufferPool:
 
     def give_back(self, buffer: Buffer) -> None:
         """Take back what was borrowed, or in its place another one of the same length. The marks of one that was
-        allocated for this once are waited for."""
+        allocated for this once are waited for. One that is still being filled is replaced."""
         if len(buffer.view) > self.bytes:
             buffer.settle()
             return
         with self._changed:
-            self._free.append(buffer)
+            if is_being_filled(buffer.view):
+                self._lost.append(buffer)
+                self._left += 1
+            else:
+                self._free.append(buffer)
             self._changed.notify()
 
     def lock_pages(self, buffer: Buffer, on: torch.device) -> None:
@@ -139,8 +165,10 @@ class BufferPool:
         Nobody has one out.
         """
         with self._changed:
-            freed, self._free = self._free, deque()
+            freed, self._free = list(self._free), deque()
             self._left += len(freed)
+            freed += [buffer for buffer in self._lost if not is_being_filled(buffer.view)]
+            self._lost = [buffer for buffer in self._lost if is_being_filled(buffer.view)]
         for buffer in freed:
             buffer.free()
 

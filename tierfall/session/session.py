@@ -62,6 +62,7 @@ from tierfall.session.status_writer import StatusWriter
 from tierfall.setup.attempts import next_number, warn_of_two_lives
 from tierfall.setup.tier_identity import Identities
 from tierfall.setup.tiers import (
+    bounded,
     bounds_s,
     check_written,
     holds_something,
@@ -72,6 +73,7 @@ from tierfall.setup.tiers import (
     run_folder,
     settle,
     tier_rules,
+    unsettled,
 )
 from tierfall.telemetry.journal import Journal
 from tierfall.telemetry.steps_seen import StepsSeen
@@ -235,10 +237,15 @@ class Session:
     def settle(self) -> None:
         """Have what was found on the tiers of this rank's own made durable, before anything relies on it."""
         own = {tier.name for tier in self.config.stored if is_owner(tier, self.ranks)}
-        self.listings = tuple(
-            settle(self.stores[x.tier], x) if x.tier in own & self.stores.keys() else x
-            for x in self.listings
-        )
+        found = {x.tier: x for x in self.listings if x.tier in own & self.stores.keys()}
+        stores = [self.stores[name] for name, x in found.items() if x.copies]
+        for name, answer in self._ask(stores, lambda s: settle(s, found[s.name])).items():
+            match answer.error:
+                case UnreachableError() as error:
+                    found[name] = unsettled(name, found[name], error)
+                case _:
+                    found[name] = answer.get()
+        self.listings = tuple(found.get(x.tier, x) for x in self.listings)
         self._held = self.listings
 
     def take_attempt(self) -> Attempt:
@@ -560,9 +567,11 @@ class Session:
     def open_image(
         self, regions: Mapping[tuple[CheckpointId, Shard], HostRegion]
     ) -> Callable[[str, CheckpointId, Shard], Image]:
+        stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
+
         def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
             if tier != self.host.name:
-                return StoredImage(self.stores[tier], id, shard)
+                return StoredImage(stores[tier], id, shard)
             region = regions.get((id, shard))
             if region is None:
                 raise IntegrityError(

@@ -20,6 +20,7 @@ from tierfall.backends.wrappers.last_answer import Heard
 from tierfall.config import Config, FileTier, ObjectTier, Tier
 from tierfall.config import StoredTier as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
+from tierfall.core.copies.bounded_store import BoundedStore
 from tierfall.core.format.catalog import FoundCopy, Listing
 from tierfall.core.runtime.bounded_calls import BoundedCalls, side_by_side
 from tierfall.core.runtime.buffers import BufferPool
@@ -50,6 +51,9 @@ BUDGET_BYTES = 64 << 20
 WORKERS_MAX = 4
 SYNCS_AT_ONCE = 64
 """Flushes of a disk's cache that are asked for at once are done as one."""
+READ_BYTES_PER_S_MIN = 1 << 20
+"""A read of many bytes has so much longer to return: only then is anything heard of it."""
+SHARES = 16
 ANSWER_S = 5.0
 """A tier has so many seconds to answer, also where saves wait for less."""
 
@@ -318,6 +322,16 @@ def list_all(
     return tuple(map(listing, names))
 
 
+def bounded(store: StoredTier, config: Config) -> BoundedStore:
+    """Return a tier for reading, whose reads end within the time that it has to answer. A tier that is kept to a rate
+    has as much longer as all that is under way there takes at that rate."""
+    limit = next((t.bandwidth_bytes_per_s for t in config.stored if t.name == store.name), None)
+    slowest = READ_BYTES_PER_S_MIN if limit is None else min(READ_BYTES_PER_S_MIN, limit / SHARES)
+    return BoundedStore(
+        store, bound_s=bounds_s(config)[store.name], bytes_per_s_min=slowest, heard_s=store.heard_s
+    )
+
+
 def settle(store: StoredTier, listing: Listing) -> Listing:
     """Make what a start found on a tier durable, as earlier processes may have died before their last fsync, or have
     failed at it. A copy of which that fails is damage to whoever keeps count of copies; it can still be read."""
@@ -325,6 +339,17 @@ def settle(store: StoredTier, listing: Listing) -> Listing:
         return listing
     settled = side_by_side(partial(_settle, store), listing.copies, parallel=SYNCS_AT_ONCE)
     return replace(listing, copies=tuple(settled))
+
+
+def unsettled(tier: str, listing: Listing, error: TierfallError) -> Listing:
+    """Return what was found on a tier that does not answer any more: nothing relies on it."""
+    logger.warning(
+        "open: tier %s: what was found there may not survive a power cut, so nothing relies on it: %s",
+        tier, error,
+    )  # fmt: skip
+    why = IntegrityError(f"{tier}: it may not survive a power cut: {error}")
+    copies = (copy if copy.damage else replace(copy, damage=why) for copy in listing.copies)
+    return replace(listing, copies=tuple(copies))
 
 
 def _settle(store: StoredTier, copy: FoundCopy) -> FoundCopy:
