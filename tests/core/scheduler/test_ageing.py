@@ -14,7 +14,7 @@ from tierfall.core.scheduler.deletion.deleter import RETRY_S
 from tierfall.core.scheduler.ledger.tasks import ReadMarks
 from tierfall.core.types.errors import UnreachableError
 from tierfall.core.types.values import CheckpointId
-from tierfall.tiers.stored import StoredTier
+from tierfall.tiers.marks import Marks
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -120,7 +120,7 @@ def test_marks_that_could_not_be_read_are_read_again_without_a_commit() -> None:
     world = aged()
     world.now_s = HOUR_S + 100  # nothing more comes to be too old after that
     unreachable = UnreachableError("on purpose")
-    with mock.patch.object(StoredTier, "marks", side_effect=unreachable) as marks:
+    with mock.patch.object(Marks, "of", side_effect=unreachable) as marks:
         world.step()
         world.run_all()
     assert marks.call_count == 1
