@@ -1,8 +1,8 @@
 """From a URL and fsspec's option names to a backend, with the library that serves it best.
 
-Folders are served by this package itself, ``s3://``, ``gs://`` and ``az://`` by obstore where it is installed and
-knows every option, what was registered (``registry``) by that, and all else by fsspec. No library is loaded that is
-not used.
+Folders are served by this package itself, ``s3://`` by this package with botocore, ``gs://`` and ``az://`` by obstore
+where it is installed and knows every option, what was registered (``registry``) by that, and all else by fsspec. No
+library is loaded that is not used.
 """
 
 from __future__ import annotations
@@ -158,29 +158,32 @@ def _split_user(rest: str) -> tuple[str, str]:
 def _client(
     scheme: str, url: str, options: Mapping[str, Any] | None, driver: Driver | None
 ) -> ObjectClient:
-    if driver is Driver.FSSPEC:
-        return _open_by(Driver.FSSPEC, url, options)
-    if driver is None and scheme not in _WITH_BUCKET:
-        return _open_by(Driver.FSSPEC, url, options)
+    if scheme == "s3":
+        # One client, whatever the driver.
+        return _open_by("s3", "botocore", url, options)
+    if driver is Driver.FSSPEC or (driver is None and scheme not in _WITH_BUCKET):
+        return _open_by("fsspec", "fsspec", url, options)
     try:
-        return _open_by(Driver.OBSTORE, url, options)
+        return _open_by("obstore", "obstore", url, options)
     except (NotServedError, ConfigError) as error:
         if driver is not None:
             raise
         logger.info("%s; fsspec is used instead", error)
-    return _open_by(Driver.FSSPEC, url, options)
+    return _open_by("fsspec", "fsspec", url, options)
 
 
-def _open_by(driver: Driver, url: str, options: Mapping[str, Any] | None) -> ObjectClient:
-    """Load a library and let it make the client; the errors that say what is missing are ConfigError."""
-    package = "obstore" if driver is Driver.OBSTORE else "fsspec"
+def _open_by(
+    folder: str, library: str, url: str, options: Mapping[str, Any] | None
+) -> ObjectClient:
+    """Load the folder that uses a library and let it make the client; an error that says what is missing is a
+    ConfigError."""
     try:
-        opening = importlib.import_module(f"tierfall.backends.{package}.options")
+        opening = importlib.import_module(f"tierfall.backends.{folder}.options")
     except ModuleNotFoundError as error:
-        if error.name not in ("obstore", "fsspec"):
+        if (error.name or "").partition(".")[0] != library:
             raise
         raise ConfigError(
-            f"open {place_of(url)}: {driver} is not installed; pip install 'tierfall[object]'"
+            f"open {place_of(url)}: {library} is not installed; pip install 'tierfall[object]'"
         ) from error
     client: ObjectClient = opening.open_client(url, options)
     return client

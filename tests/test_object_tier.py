@@ -29,7 +29,6 @@ from tierfall.core.types.errors import AccessDeniedError, BackendError, FencedEr
 from tierfall.core.types.values import CopyState
 
 Make = Callable[..., dict[str, Any]]
-DRIVERS = ["obstore", "fsspec"]
 CODECS = ["none", "zstd", "planes"]
 PATIENCE_S = 120.0
 MIB = 1 << 20
@@ -97,13 +96,11 @@ def uploads_on(server: SeaweedFS, bucket: str) -> list[Any]:
 # What it is for ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("driver", "codec"), [("obstore", "none"), ("fsspec", "zstd"), ("obstore", "planes")]
-)
+@pytest.mark.parametrize("codec", ["none", "zstd", "planes"])
 def test_a_run_whose_node_is_gone_restores_from_the_store_alone_in_a_fresh_process(
-    with_store: Make, tmp_path: Path, memory: Path, driver: str, codec: str
+    with_store: Make, tmp_path: Path, memory: Path, codec: str
 ) -> None:
-    config = with_store({"driver": driver, "compress": {"codec": codec}}, disk={})
+    config = with_store({"compress": {"codec": codec}}, disk={})
     with tierfall.open(config) as ckpt:
         ckpt.save(1, large(1, mib=6))
         ckpt.save(2, large(2, mib=6), metrics={"loss": 0.5}, tags=["good"])
@@ -138,11 +135,10 @@ def test_a_run_whose_node_is_gone_restores_from_the_store_alone_in_a_fresh_proce
     assert torch.equal(loaded["w"], large(2, mib=6)["w"])
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 def test_the_object_is_the_local_shard_to_the_byte(
-    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, driver: str
+    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path
 ) -> None:
-    with tierfall.open(with_store({"driver": driver}, disk={})) as ckpt:
+    with tierfall.open(with_store({}, disk={})) as ckpt:
         ckpt.save(1, large(1), block=True)
     (shard,) = (tmp_path / "disk").glob("run/step-*/*.safetensors")
     key = f"checkpoints/{shard.relative_to(tmp_path / 'disk')}"
@@ -173,7 +169,7 @@ def test_objects_may_stand_anywhere_in_the_chain_and_more_than_once(
     config = with_store(disk={})
     tiers = {tier["name"]: tier for tier in config["tiers"]}
     tiers["far"] = {
-        **store_tier(s3_server, bucket, compress={"codec": "planes"}, driver="fsspec"),
+        **store_tier(s3_server, bucket, compress={"codec": "planes"}),
         "name": "far",
         "url": f"s3://{bucket}/elsewhere",
     }
@@ -241,16 +237,15 @@ def sent_bytes(ckpt: tierfall.Checkpointer) -> int:
     return sum(n for edge, n in ckpt.statistics().edge_bytes.items() if edge.endswith("->store"))
 
 
-@pytest.mark.parametrize(("driver", "codec"), [("obstore", "zstd"), ("fsspec", "none")])
+@pytest.mark.parametrize("codec", ["zstd", "none"])
 def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_more(
     make_config: Make,
     own_server: SeaweedFS,
     caplog: pytest.LogCaptureFixture,
-    driver: str,
     codec: str,
 ) -> None:
     caplog.set_level(logging.INFO, logger="tierfall")
-    more = {"driver": driver, "bandwidth": "20MB/s", "compress": {"codec": codec}}
+    more = {"bandwidth": "20MB/s", "compress": {"codec": codec}}
     config = make_config(disk={}, chunk="1MiB", max_wait="2s", host={"capacity": "256MiB"})
     config["tiers"].append(store_tier(own_server, "bucket", **more))
     with tierfall.open(config) as ckpt:
@@ -286,18 +281,16 @@ def test_a_store_that_dies_in_mid_flush_and_comes_back_is_sent_the_rest_and_no_m
         assert torch.equal(tierfall.load(alone, step=step)["w"], large(step, mib=48)["w"])
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 def test_throttling_is_said_once_counted_and_waited_out(
     make_config: Make,
     s3_server: SeaweedFS,
     bucket: str,
     caplog: pytest.LogCaptureFixture,
-    driver: str,
 ) -> None:
     caplog.set_level(logging.INFO, logger="tierfall")
     with ThrottlingProxy(s3_server.endpoint) as proxy:
         config = make_config(chunk="1MiB", host={"capacity": "64MiB"})
-        tier = store_tier(s3_server, bucket, driver=driver)
+        tier = store_tier(s3_server, bucket)
         tier["options"] = s3_server.options(endpoint_url=proxy.endpoint)
         config["tiers"] = [config["tiers"][0], tier]
         with tierfall.open(config) as ckpt:
@@ -321,13 +314,12 @@ def test_throttling_is_said_once_counted_and_waited_out(
     assert "503" in said[0].getMessage()
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 def test_a_listing_that_fails_is_never_an_empty_one(
-    make_config: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, driver: str
+    make_config: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path
 ) -> None:
     with ThrottlingProxy(s3_server.endpoint) as proxy:
         config = make_config(disk={}, host={"capacity": "64MiB"})
-        tier = store_tier(s3_server, bucket, driver=driver)
+        tier = store_tier(s3_server, bucket)
         tier["options"] = s3_server.options(endpoint_url=proxy.endpoint)
         config["tiers"].append(tier)
         with tierfall.open(config) as ckpt:
@@ -345,16 +337,14 @@ def test_a_listing_that_fails_is_never_an_empty_one(
         assert step_in(tierfall.load(config)) == 1, "and nothing was collected meanwhile"
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 def test_no_server_is_said_and_never_taken_for_nothing_there(
     make_config: Make,
     tmp_path: Path,
     own_server: SeaweedFS,
-    driver: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = make_config(disk={})
-    config["tiers"].append(store_tier(own_server, "bucket", driver=driver))
+    config["tiers"].append(store_tier(own_server, "bucket"))
     with tierfall.open(config) as ckpt:
         ckpt.save(1, state_of(1), block=True)
     shutil.rmtree(tmp_path / "disk")
@@ -375,7 +365,6 @@ def test_no_server_is_said_and_never_taken_for_nothing_there(
     assert step_in(state) == 1
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -385,9 +374,9 @@ def test_no_server_is_said_and_never_taken_for_nothing_there(
     ],
 )
 def test_what_will_not_pass_is_refused_at_open_with_the_tier_and_what_to_do(
-    with_store: Make, driver: str, change: dict[str, Any], kind: type[Exception], message: str
+    with_store: Make, change: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    config = with_store({"driver": driver})
+    config = with_store({})
     tier = config["tiers"][-1]
     tier["options"] = {**tier["options"], **change.get("options", {})}
     tier["url"] = change.get("url", tier["url"])
@@ -448,13 +437,10 @@ def test_credentials_stand_nowhere(
 # What is left behind ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
 def test_uploads_that_a_crash_left_are_collected_by_the_next_start(
-    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path, driver: str
+    with_store: Make, s3_server: SeaweedFS, bucket: str, tmp_path: Path
 ) -> None:
-    config = with_store(
-        {"driver": driver, "bandwidth": "8MB/s"}, disk={}, chunk="1MiB", host={"capacity": "128MiB"}
-    )
+    config = with_store({"bandwidth": "8MB/s"}, disk={}, chunk="1MiB", host={"capacity": "128MiB"})
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = """
         import json, sys, time, torch, tierfall
@@ -566,19 +552,19 @@ MEMORY = """
 
 
 @pytest.mark.parametrize(
-    ("driver", "codec", "mib"),
-    [("obstore", "none", 512), ("obstore", "planes", 512), ("fsspec", "none", 512)],
+    ("codec", "mib"),
+    [("none", 512), ("planes", 512)],
 )
 def test_a_flush_takes_no_more_memory_than_parts_times_parallel_calls(
-    with_store: Make, tmp_path: Path, driver: str, codec: str, mib: int
+    with_store: Make, tmp_path: Path, codec: str, mib: int
 ) -> None:
     """Chunks of 16 MiB, four of which are on their way at once; a 512 MiB image.
 
-    obstore's side sends them from where they lie, s3fs copies each, and whoever packs holds for each thread the planes,
-    a frame and a part of 8 MiB, and one frame more.
+    They are sent from where they lie; whoever packs holds for each thread the planes, a frame and a part of 8 MiB, and
+    one frame more.
     """
     config = with_store(
-        {"driver": driver, "compress": {"codec": codec}},
+        {"compress": {"codec": codec}},
         chunk="16MiB",
         max_wait="60s",
         host={"capacity": f"{mib + 96}MiB"},
@@ -594,9 +580,5 @@ def test_a_flush_takes_no_more_memory_than_parts_times_parallel_calls(
     )
     assert done.returncode == 0, done.stderr
     packers = 1 + max(1, min(os.cpu_count() or 1, 4))
-    bound_mib = {
-        ("obstore", "none"): 4 * 16,
-        ("fsspec", "none"): 2 * 4 * 16,
-        ("obstore", "planes"): packers * (16 + 16 + 8) + 16,
-    }[driver, codec]
+    bound_mib = {"none": 4 * 16, "planes": packers * (16 + 16 + 8) + 16}[codec]
     assert int(done.stdout) >> 20 < bound_mib + 16

@@ -22,18 +22,8 @@ from tierfall.core.types.errors import (
 )
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What botocore and aiohttp call a request that got no answer; their classes are not imported for it.
-_SILENT = {
-    "HTTPClientError",
-    "EndpointConnectionError",
-    "ConnectionClosedError",
-    "ResponseStreamingError",
-    "IncompleteReadError",
-    "IncompleteRead",
-    "ResponseParserError",
-    "ClientError",
-}
-_NO_KEYS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"}
+# What aiohttp and asyncio call a request that got no answer; their classes are not imported for it.
+_SILENT = {"ClientError", "IncompleteRead", "IncompleteReadError"}
 
 
 @contextmanager
@@ -55,9 +45,8 @@ def store_error(error: Exception, what: str) -> BackendError:
     if answer is None and (is_silent or names & _SILENT):
         # What caused it may have a number that looks like a status: a broken answer is 400 to aiohttp's parser.
         return silence_error(type(error).__name__, what)
-    source = error if answer else error.__cause__
-    answer = answer or _answer_in(source)
-    if answer == (404, "") and not _is_botocores(source):
+    answer = answer or _answer_in(error.__cause__)
+    if answer == (404, ""):
         # With no code behind it this is the filesystem's own word, not that of whatever stands before a store.
         return KeyNotFoundError(f"{what}: there is no such object")
     if answer is not None:
@@ -66,7 +55,7 @@ def store_error(error: Exception, what: str) -> BackendError:
         return KeyNotFoundError(f"{what}: there is no such object")
     if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
         return BackendError(f"{what}: a folder and an object would have the same name")
-    if isinstance(error, PermissionError) or names & _NO_KEYS:
+    if isinstance(error, PermissionError):
         return AccessDeniedError(f"{what}: not allowed; {KEYS_HINT}")
     if isinstance(error, OSError):
         return _system_error(error, what)
@@ -80,19 +69,8 @@ def _system_error(error: OSError, what: str) -> BackendError:
     return silence_error(reason, what)
 
 
-def _is_botocores(error: BaseException | None) -> bool:
-    return isinstance(getattr(error, "response", None), dict)
-
-
 def _answer_in(error: BaseException | None) -> tuple[int, str] | None:
     """Find a store's answer in an exception, as status and code."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        # botocore's. For HEAD, which is answered without a body, the code is the status again.
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if status or code.isdigit():
-            return int(status or code), "" if code.isdigit() else code
     for name in ("status_code", "status", "code"):
         value = getattr(error, name, None)
         if isinstance(value, int) and 300 <= value < 600:

@@ -14,11 +14,9 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 
 from tierfall.backends.fsspec.client import FsspecClient
-from tierfall.backends.object.client import ObjectClient
 from tierfall.core.types.errors import ConfigError
 
 _PACKAGES = {
-    "s3": "'tierfall[object]'",
     "gs": "gcsfs",
     "gcs": "gcsfs",
     "az": "adlfs",
@@ -28,7 +26,7 @@ _PACKAGES = {
 _UNKNOWN_WORD = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
-def open_client(url: str, options: Mapping[str, Any] | None = None) -> ObjectClient:
+def open_client(url: str, options: Mapping[str, Any] | None = None) -> FsspecClient:
     """Make the client; nothing is asked of the store yet.
 
     Raises ConfigError for a protocol that fsspec does not know, for a package that is missing, and for options that
@@ -37,13 +35,6 @@ def open_client(url: str, options: Mapping[str, Any] | None = None) -> ObjectCli
     protocol = url.partition("://")[0]
     kind = _filesystem_class(protocol)
     given = dict(options or {})
-    if protocol == "s3":
-        from tierfall.backends.fsspec.s3 import S3fsClient, with_defaults
-
-        system = _made(kind, protocol, with_defaults(given))
-        with _refusing(protocol):
-            system.connect()
-        return S3fsClient(system, url)
     system = _made(kind, protocol, {**kind._get_kwargs_from_urls(url), **given})
     return FsspecClient(system, url)
 

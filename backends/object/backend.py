@@ -1,4 +1,4 @@
-"""Objects in an object store, through whatever client is handed in: obstore, s3fs, or any filesystem of fsspec.
+"""Objects in an object store, through whatever client is handed in: of S3, obstore, or any filesystem of fsspec.
 
 Here stands what is the same for all of them: keys, traits, the probe at open, which writer serves. Retry, throttling
 and faults are wrappers' work.

@@ -53,6 +53,7 @@ _BY_CODE: dict[str, tuple[type[BackendError], str]] = {
     "PermanentRedirect": _REGION,
     "RequestTimeout": _MAY_PASS,
     "SlowDown": _MAY_PASS,
+    "Throttling": _MAY_PASS,
     "InternalError": _MAY_PASS,
     "QuotaExceeded": _FULL,
     "XMinioStorageFull": _FULL,

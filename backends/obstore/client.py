@@ -1,12 +1,9 @@
-"""Objects through obstore: ``s3://``, ``gs://``, ``az://``, and for tests its own memory.
+"""Objects through obstore: ``gs://``, ``az://``, and for tests its own memory.
 
-obstore deletes, looks, and puts what is small. On S3 the requests of an upload in parts, of reading a range, of listing
-and of deleting many are made beside it, in ``s3_multipart``, ``s3_ranges``, ``s3_listing`` and ``s3_deletions``, signed
-with the same credentials.
-Elsewhere obstore's own writer is used: it takes bytes in order, keeps up to ``_AT_ONCE`` parts in memory and on their
-way, and sends a failed part again by itself, because nobody else can. Nobody can list what it leaves unfinished when
-the process is killed: on Azure that goes after a week, on Google Cloud Storage a bucket's lifecycle rule
-AbortIncompleteMultipartUpload collects it.
+obstore's writer takes bytes in order, keeps up to ``_AT_ONCE`` parts in memory and on their way, and sends a failed
+part again by itself, because nobody else can. Nobody can list what it leaves unfinished when the process is killed: on
+Azure that is deleted after a week, on Google Cloud Storage a bucket's lifecycle rule AbortIncompleteMultipartUpload
+collects it.
 """
 
 from __future__ import annotations
@@ -21,9 +18,6 @@ from obstore.store import ObjectStore
 from tierfall.backends.object.client import Deletions, Found, Row, Stream
 from tierfall.backends.object.responses import creating, is_worth_a_get
 from tierfall.backends.obstore.errors import translated
-from tierfall.backends.s3.listing import Listing
-from tierfall.backends.s3.multipart import Multipart
-from tierfall.backends.s3.ranges import Ranges
 from tierfall.backends.toolkit.views import copy_bytes, flat
 from tierfall.core.types.backend import Publish, part_bytes
 from tierfall.core.types.errors import BackendError
@@ -44,12 +38,13 @@ class ObstoreClient:
     durable: bool
     store: ObjectStore = field(repr=False)
     streams: ObjectStore = field(repr=False)
-    uploads: Multipart | None = field(repr=False)
-    ranges: Ranges | None = field(repr=False, default=None)
-    listing: Listing | None = field(repr=False, default=None)
     deletions: Deletions | None = field(repr=False, default=None)
     atomic_replace: bool = True
     knows_condition: bool = True
+
+    @property
+    def uploads(self) -> None:
+        return None
 
     def open_stream(self, key: str, most_bytes: int | None, what: str) -> Stream:
         size_bytes = part_bytes(most_bytes or 0, _PART_BYTES)
@@ -78,8 +73,6 @@ class ObstoreClient:
         return Found(bytes=found["size"], etag=(found["e_tag"] or "").strip('"'))
 
     def read_into(self, key: str, offset: int, view: memoryview, what: str) -> int:
-        if self.ranges is not None:
-            return self.ranges.read_into(key, offset, view, what)
         filled = 0
         with translated(what):
             end = offset + view.nbytes
@@ -94,9 +87,6 @@ class ObstoreClient:
         return filled
 
     def rows(self, prefix: str, what: str) -> Iterator[Row]:
-        if self.listing is not None:
-            yield from self.listing.rows(prefix, what)
-            return
         folder, _, start = prefix.rpartition("/")
         with translated(what):
             if start:
@@ -114,23 +104,17 @@ class ObstoreClient:
             obstore.delete(self.store, key)
 
     def pending(self, prefix: str, what: str) -> Iterable[tuple[str, str]]:
-        return () if self.uploads is None else self.uploads.pending(prefix, what)
+        return ()
 
     def abort(self, key: str, unfinished: str, what: str) -> None:
-        if self.uploads is not None:
-            self.uploads.abort(key, unfinished, what)
+        """Do nothing: none is listed."""
 
     def check_open(self) -> None:
-        what = f"open {self.place}"
-        if self.listing is not None:
-            next(self.listing.rows(self.prefix, what, rows_max=1), None)
-            return
-        with translated(what):
+        with translated(f"open {self.place}"):
             next(iter(obstore.list(self.store, self.prefix or None, chunk_size=1)), None)
 
     def close(self) -> None:
-        if self.uploads is not None:
-            self.uploads.close()
+        """Do nothing: obstore has no call for it; connections are closed with this object."""
 
 
 class _ObstoreStream:

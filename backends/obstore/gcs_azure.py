@@ -108,14 +108,6 @@ class AzureDeletions:
         return ()
 
 
-def taken_dict(options: dict[str, Any], name: str, place: str) -> dict[str, Any]:
-    """Take an option that is a mapping out of the options."""
-    value = options.pop(name, None) or {}
-    if not isinstance(value, Mapping):
-        raise BackendError(f"open {place}: {name} is no mapping")
-    return dict(value)
-
-
 def check_taken(left: Collection[str], what: str) -> None:
     """Raise NotServedError, naming the options that nobody took."""
     if left:
@@ -137,7 +129,6 @@ def _client(
         durable=True,
         store=store,
         streams=streams,
-        uploads=None,
         deletions=deletions,
     )
 

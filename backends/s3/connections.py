@@ -1,206 +1,251 @@
-"""Connections to an S3 server, kept between requests, over which bytes go to and from the caller's memory directly.
+"""Connections to S3 servers, over which bytes go to and from the caller's memory without a copy.
 
-One request is one call here: nothing is retried, and an error says whether it may be. Nothing here knows what an object
-is for.
+botocore makes and signs a request and reads its answer; in between, ``Connections.send`` sends it. Nothing is retried.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
+import os
 import select
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from urllib.parse import quote, urlsplit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
-from tierfall.backends.object.responses import answer_error, code_in, silence_error
+from botocore.awsrequest import AWSResponse  # type: ignore[import-untyped]
+
+from tierfall.backends.toolkit.views import copy_bytes
 
 _ANSWER_BYTES_MAX = 16 * 1024 * 1024
-_KEEP_IDLE = 16
+_IDLE_MAX = 16
 _SEND_BYTES = 256 * 1024
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+Connection = http.client.HTTPConnection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    connect_s: float = 5.0
-    request_s: float = 120.0
+class NoAnswerError(Exception):
+    """A request got no answer, or not all of it; the text names the reason and the server."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a store said. ``filled``: bytes that came into the caller's memory; ``more``: there were more."""
+class ViewReader(io.RawIOBase):
+    """A caller's memory as the file that botocore takes; ``view`` is sent as it is."""
 
-    status: int
-    etag: str
-    text: str
-    filled: int = 0
-    more: bool = False
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self.view = view
+        self._offset = 0
+
+    def __len__(self) -> int:
+        return self.view.nbytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self.view.nbytes}
+        self._offset = starts[whence] + offset
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+    def readinto(self, target: Any) -> int:
+        with memoryview(target).cast("B") as room:
+            source = self.view[self._offset : self._offset + room.nbytes]
+            copy_bytes(room[: source.nbytes], source)
+        self._offset += source.nbytes
+        return source.nbytes
 
 
-class Lines:
-    """Connections to one host, kept between requests."""
+class Connections:
+    """Connections that are kept between requests; ``tls`` is for https. May be used by several threads at once."""
 
-    def __init__(self, url: str, *, timeouts: Timeouts, verify: bool) -> None:
-        parts = urlsplit(url)
-        self.address = url
-        self._host = parts.netloc
-        # Never the whole of what stands before the path: there may be a password in it.
-        self._shown = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
-        self._timeouts = timeouts
+    def __init__(self, *, connect_s: float, read_s: float, tls: ssl.SSLContext | None) -> None:
+        self._connect_s = connect_s
+        self._read_s = read_s
+        self._tls = tls
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
-        self._keep_idle = _KEEP_IDLE
-        self._context: ssl.SSLContext | None = None
-        if parts.scheme == "https":
-            self._context = ssl.create_default_context()
-            if not verify:
-                self._context.check_hostname = False
-                self._context.verify_mode = ssl.CERT_NONE
+        self._idle: dict[tuple[str, str], list[Connection]] = {}
+        self._idle_max = _IDLE_MAX
 
-    def send(
-        self,
-        method: str,
-        url: str,
-        what: str,
-        *,
-        body: memoryview | None = None,
-        headers: Mapping[str, str] = NO_HEADERS,
-        into: memoryview | None = None,
-    ) -> Answer:
-        """Ask once. A good answer's body goes into ``into``, if that is given; any other body is the answer's text."""
-        parts = urlsplit(url)
-        line: http.client.HTTPConnection | None = None
+    def send(self, request: Any, **_: Any) -> AWSResponse:
+        """Send a prepared request of botocore's once (a handler of its event ``before-send``); NoAnswerError."""
+        url = urlsplit(request.url)
+        with answering(url):
+            connection = self._take(url)
         try:
-            line = self._take()
-            _ask(line, method, f"{parts.path}?{parts.query}", body, headers)
-            return self._answer(line, into)
-        except (OSError, http.client.HTTPException) as error:
-            if line is not None:
-                line.close()
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise silence_error(f"{reason} at {self._shown}", what) from None
+            with answering(url):
+                _ask(connection, request, f"{url.path}?{url.query}" if url.query else url.path)
+                response = connection.getresponse()
+            body = _Body(self, url, connection, response)
+            answer = AWSResponse(request.url, response.status, dict(response.getheaders()), body)
+            if not request.stream_output:
+                answer.content  # noqa: B018 - read now, so that an answer that breaks off is an error of the request
+        except BaseException:
+            connection.close()
+            raise
+        return answer
 
-    def at(self, key: str) -> str:
-        """Return an object's address; of the bucket where the key is ''."""
-        return f"{self.address}/{quote(key, safe='/-_.~')}" if key else self.address
+    def give(self, url: SplitResult, connection: Connection) -> None:
+        """Keep a connection for the next request to the same server."""
+        with self._lock:
+            idle = self._idle.setdefault((url.scheme, url.netloc), [])
+            if len(idle) < self._idle_max:
+                idle.append(connection)
+                return
+        connection.close()
 
     def close(self) -> None:
         """Close what is idle, and from now on every connection after its use."""
         with self._lock:
-            idle, self._idle, self._keep_idle = self._idle, [], 0
-        for line in idle:
-            line.close()
+            idle, self._idle, self._idle_max = self._idle, {}, 0
+        for connection in [each for some in idle.values() for each in some]:
+            connection.close()
 
-    def _answer(self, line: http.client.HTTPConnection, into: memoryview | None) -> Answer:
-        response = line.getresponse()
-        text, filled = "", 0
-        if into is not None and response.status in (200, 206):
-            filled = _fill(response, into)
-        else:
-            text = response.read(_ANSWER_BYTES_MAX).decode("utf-8", "replace")
-            if response.length:
-                # http.client says nothing of a body that broke off.
-                raise http.client.IncompleteRead(b"", response.length)
-        more = bool(response.length)
-        if (response.isclosed() or response.length == 0) and line.sock is not None:
-            response.close()
-            self._give(line)
-        else:
-            response.close()
-            line.close()
-        return Answer(
-            status=response.status,
-            etag=response.getheader("ETag") or "",
-            text=text,
-            filled=filled,
-            more=more,
-        )
-
-    def _take(self) -> http.client.HTTPConnection:
+    def _take(self, url: SplitResult) -> Connection:
         while True:
             with self._lock:
-                line = self._idle.pop() if self._idle else None
-            if line is None:
-                return self._open()
-            if not _is_readable(line):
-                return line
-            line.close()
+                idle = self._idle.get((url.scheme, url.netloc))
+                connection = idle.pop() if idle else None
+            if connection is None:
+                return self._open(url)
+            if not _is_readable(connection):
+                return connection
+            connection.close()
 
-    def _open(self) -> http.client.HTTPConnection:
-        line = (
-            http.client.HTTPConnection(self._host, timeout=self._timeouts.connect_s)
-            if self._context is None
-            else http.client.HTTPSConnection(
-                self._host, timeout=self._timeouts.connect_s, context=self._context
-            )
+    def _open(self, url: SplitResult) -> Connection:
+        connection = (
+            http.client.HTTPSConnection(url.netloc, timeout=self._connect_s, context=self._tls)
+            if url.scheme == "https"
+            else http.client.HTTPConnection(url.netloc, timeout=self._connect_s)
         )
         try:
-            line.connect()
-            line.sock.settimeout(self._timeouts.request_s)
+            connection.connect()
+            connection.sock.settimeout(self._read_s)
             # Else megabytes may wait in the kernel, and a slow store look silent while they drain.
-            line.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SEND_BYTES)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SEND_BYTES)
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        return line
-
-    def _give(self, line: http.client.HTTPConnection) -> None:
-        with self._lock:
-            if len(self._idle) < self._keep_idle:
-                self._idle.append(line)
-                return
-        line.close()
+        return connection
 
 
-def _is_readable(line: http.client.HTTPConnection) -> bool:
-    """Say whether something came without a request: the other side has closed it."""
-    poll = select.poll()
-    poll.register(line.sock, select.POLLIN)
-    return bool(poll.poll(0))
+class _Body:
+    """The body of an answer, as botocore reads one. Once it is read to its end, its connection is used again."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        url: SplitResult,
+        connection: Connection,
+        response: http.client.HTTPResponse,
+    ) -> None:
+        self._connections = connections
+        self._url = url
+        self._connection: Connection | None = connection
+        self._response = response
+        self._on_read(is_end=False)
+
+    def read(self, size: int | None = None) -> bytes:
+        size = _ANSWER_BYTES_MAX if size is None else size
+        with answering(self._url):
+            data = self._response.read(size)
+            self._on_read(is_end=len(data) < size)
+        return data
+
+    def readinto(self, view: memoryview) -> int:
+        with answering(self._url):
+            count = self._response.readinto(view)
+            self._on_read(is_end=not count and view.nbytes > 0)
+        return count
+
+    def stream(self, *_: Any, **__: Any) -> Iterator[bytes]:
+        yield self.read()
+        if self._connection is not None:
+            self.close()
+            raise NoAnswerError(f"the answer is too long at {_server(self._url)}")
+
+    def close(self) -> None:
+        self._response.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _on_read(self, *, is_end: bool) -> None:
+        left = self._response.length
+        if is_end and left:
+            # http.client reports nothing of a body that breaks off.
+            self.close()
+            raise http.client.IncompleteRead(b"", left)
+        if not (is_end or left == 0 or self._response.isclosed()):
+            return
+        self._response.close()
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.sock is not None:
+            self._connections.give(self._url, connection)
 
 
-def checked(answer: Answer, what: str) -> Answer:
-    """Return a good answer, or raise its error."""
-    if 200 <= answer.status < 300:
-        return answer
-    raise answer_error(answer.status, code_in(answer.text), what)
-
-
-def _ask(
-    line: http.client.HTTPConnection,
-    method: str,
-    target: str,
-    body: memoryview | None,
-    headers: Mapping[str, str],
-) -> None:
-    pieces = None if body is None else _pieces(body)
-    length = {} if body is None else {"Content-Length": str(body.nbytes)}
+@contextmanager
+def answering(url: SplitResult) -> Iterator[None]:
+    """Raise what a connection raises as a NoAnswerError."""
     try:
-        line.request(method, target, body=pieces, headers={**length, **headers})
+        yield
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise NoAnswerError(f"{reason} at {_server(url)}") from None
+
+
+def _ask(connection: Connection, request: Any, target: str) -> None:
+    body = request.body
+    view = body.view if isinstance(body, ViewReader) else memoryview(body) if body else None
+    # The body is sent at once: a store that refuses it is heard all the same.
+    headers = {name: value for name, value in request.headers.items() if name.lower() != "expect"}
+    try:
+        connection.request(
+            request.method,
+            target,
+            body=None if view is None else _slices(view),
+            headers=headers,
+        )
     except (BrokenPipeError, ConnectionResetError):
         # A store that refuses says so before it has read the body; then the answer is there already.
-        if line.sock is None:
+        if connection.sock is None:
             raise
 
 
-def _pieces(body: memoryview) -> Iterator[memoryview]:
-    """Cut a body, without a copy: a socket's timeout bounds one sending as a whole, and is to bound a silence."""
+def _slices(body: memoryview) -> Iterator[memoryview]:
+    """Slices of a body: a socket's timeout bounds one sending as a whole, and is to bound a silence."""
     for start in range(0, body.nbytes, _SEND_BYTES):
         yield body[start : start + _SEND_BYTES]
 
 
-def _fill(response: http.client.HTTPResponse, view: memoryview) -> int:
-    """Read a body to where it belongs, without a copy of it; a body that breaks off raises IncompleteRead."""
-    filled = 0
-    while filled < view.nbytes:
-        count = response.readinto(view[filled:])
-        if not count:
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            break
-        filled += count
-    return filled
+def _is_readable(connection: Connection) -> bool:
+    """Whether something came without a request: the other side has closed it."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _server(url: SplitResult) -> str:
+    """The server for messages; never a password that stands before it."""
+    return f"{url.hostname}:{url.port}" if url.port else str(url.hostname)
+
+
+def tls_context(verify: bool | str) -> ssl.SSLContext:
+    """Make the context for https. ``verify``: whether certificates are verified, or a file or folder of those to
+    trust."""
+    context = ssl.create_default_context()
+    if isinstance(verify, str):
+        context.load_verify_locations(**{"capath" if os.path.isdir(verify) else "cafile": verify})
+    elif not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

@@ -46,7 +46,7 @@ class Codec(StrEnum):
 
 
 class Driver(StrEnum):
-    """The library that speaks to an object store."""
+    """The library that speaks to an object store; ``s3://`` has a client of its own, whatever is named."""
 
     OBSTORE = "obstore"
     FSSPEC = "fsspec"

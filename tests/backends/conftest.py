@@ -11,13 +11,6 @@ from s3_stub import Stub
 from tierfall.backends.posix import listings
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import BackendError
-from tierfall.core.types.values import Driver
-
-
-@pytest.fixture(params=Driver)
-def driver(request: pytest.FixtureRequest) -> Driver:
-    """Each client of an S3 store, one after the other."""
-    return Driver(request.param)
 
 
 @pytest.fixture

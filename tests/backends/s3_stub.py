@@ -15,7 +15,6 @@ import pytest
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
 from tierfall.core.types.errors import BackendError
-from tierfall.core.types.values import Driver
 
 PART_BYTES = 5 * 1024 * 1024
 SECRET = "tierfall-test-secret-5f1d"
@@ -43,24 +42,33 @@ def error_body(code: str) -> str:
 
 
 class Stub:
-    """Answers every request by ``reply(method, query)``; None answers nothing at all. ``body`` is the last request's;
-    ``cut_bytes`` are announced beyond the answer's and never sent; ``kind`` is its content type."""
+    """Answers every request by ``reply(method, query)``; None answers nothing at all.
+
+    ``body`` and ``headers`` are the last request's; ``cut_bytes`` are announced beyond the answer's and never sent;
+    ``kind`` is its content type; ``connections`` is how many were made."""
 
     def __init__(self) -> None:
         self.reply: Callable[[str, dict[str, list[str]]], Reply | None] = lambda *_: (200, "")
         self.requests: list[str] = []
         self.body = b""
+        self.headers: dict[str, str] = {}
         self.cut_bytes = 0
         self.kind = ""
+        self.connections = 0
         self.ended = threading.Event()
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                stub.connections += 1
+                super().setup()
+
             def answer(self) -> None:
                 query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
                 stub.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                stub.headers = dict(self.headers)
                 stub.requests.append(f"{self.command} {self.path}")
                 reply = stub.reply(self.command, query)
                 if reply is None:
@@ -114,11 +122,11 @@ def refused(call: Callable[[], object]) -> BackendError:
     return caught.value
 
 
-def opened(stub: Stub, driver: Driver, **options: Any) -> ObjectStoreBackend:
+def opened(stub: Stub, **options: Any) -> ObjectStoreBackend:
     """Open a place in a store that keeps the condition; then it takes everything."""
     left = [412, 200]
     stub.reply = lambda method, query: (left.pop(), "") if left else taking(method, query)
-    made = open_backend("s3://bucket/run", options={**stub.options, **options}, driver=driver)
+    made = open_backend("s3://bucket/run", options={**stub.options, **options})
     assert isinstance(made, ObjectStoreBackend)
     stub.reply = taking
     stub.requests.clear()

@@ -25,7 +25,6 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.types.values import Driver
 
 KEYS = [f"step/rank-{number:05}.json" for number in range(2500)]
 FEW = KEYS[:4]
@@ -33,13 +32,13 @@ FEW = KEYS[:4]
 Queries = Mapping[str, list[str]]
 
 
-@pytest.fixture(scope="module", params=Driver)
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[Stub, ObjectClient]]:
-    """A stand-in for a server, and each library that speaks to it, opened once: s3fs takes a second for that."""
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Stub, ObjectClient]]:
+    """A stand-in for a server and a client of it, opened once."""
     stub = Stub()
     # A thousand rows may take a busy machine a moment.
     patient = {"connect_timeout": 10, "read_timeout": 10}
-    backend = opened(stub, Driver(request.param), config_kwargs=patient)
+    backend = opened(stub, config_kwargs=patient)
     yield stub, backend._client
     backend.close()
     stub.close()
@@ -121,11 +120,10 @@ def test_odd_names_arrive_as_they_are(backend: ObjectStoreBackend, store: Bucket
     assert store.asked == [list(ODD_KEYS)]
 
 
-@pytest.mark.parametrize("driver", Driver)
 def test_a_real_server_takes_the_request(
-    driver: Driver, s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
+    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
+    backend = open_backend(f"s3://{bucket}/run", options=s3_server.options())
     for key in (*ODD_KEYS, "stays"):
         put(backend, key, b"bytes")
 

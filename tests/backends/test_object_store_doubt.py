@@ -17,14 +17,13 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.types.values import Driver
 
 PART = memoryview(bytes(PART_BYTES))
 
 
 @pytest.fixture
-def backend(stub: Stub, driver: Driver) -> Iterator[ObjectStoreBackend]:
-    made = opened(stub, driver)
+def backend(stub: Stub) -> Iterator[ObjectStoreBackend]:
+    made = opened(stub)
     yield made
     made.close()
 
@@ -59,16 +58,15 @@ def test_a_completion_counts_only_where_the_store_says_so(
 
 
 def test_a_listing_that_breaks_off_or_is_none_is_an_error(
-    backend: ObjectStoreBackend, stub: Stub, driver: Driver
+    backend: ObjectStoreBackend, stub: Stub
 ) -> None:
     stub.cut_bytes = 200
     for call in (lambda: list(backend.scan("")), lambda: backend.discard_unfinished("")):
         assert type(refused(call)) is UnreachableError
     stub.cut_bytes = 0
-    if driver is Driver.OBSTORE:
-        stub.reply = lambda method, query: (200, "<html>sign in</html>")
-        for call in (lambda: list(backend.scan("")), lambda: backend.discard_unfinished("")):
-            assert "is this an S3 server" in str(refused(call))
+    stub.reply = lambda method, query: (200, "<html>sign in</html>")
+    for call in (lambda: list(backend.scan("")), lambda: backend.discard_unfinished("")):
+        assert "is this an S3 server" in str(refused(call))
 
 
 @pytest.mark.parametrize("body", ["", "<html>404 not found</html>"])
@@ -153,14 +151,13 @@ def test_a_foreign_name_is_left_out_of_a_listing(
 
 
 def test_names_that_are_not_encoded_are_taken_as_they_are(
-    backend: ObjectStoreBackend, stub: Stub, driver: Driver
+    backend: ObjectStoreBackend, stub: Stub
 ) -> None:
     text = "<ListBucketResult><Contents><Key>run/a+b%41</Key><Size>3</Size></Contents></ListBucketResult>"
     stub.reply = lambda method, query: (200, text)
     assert [each.key for each in backend.scan("")] == ["a+b%41"]
-    if driver is Driver.OBSTORE:
-        stub.reply = lambda method, query: (200, text.replace("<Size>3</Size>", ""))
-        assert "without its size" in str(refused(lambda: list(backend.scan(""))))
+    stub.reply = lambda method, query: (200, text.replace("<Size>3</Size>", ""))
+    assert "without its size" in str(refused(lambda: list(backend.scan(""))))
 
 
 @pytest.mark.parametrize("where", ["begin", "part"])

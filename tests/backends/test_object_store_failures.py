@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
     UnreachableError,
 )
-from tierfall.core.types.values import Driver
 
 MIB = 1024 * 1024
 PART_BYTES = 5 * MIB
@@ -44,13 +42,8 @@ def parts(seed: int, number: int) -> list[bytes]:
 
 
 @pytest.fixture
-def opened(driver: Driver) -> Callable[..., Backend]:
-    return partial(open_backend, driver=driver)
-
-
-@pytest.fixture
-def backend(s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend]) -> Iterator[Backend]:
-    made = opened(f"s3://{bucket}/run", options=s3_server.options())
+def backend(s3_server: SeaweedFS, bucket: str) -> Iterator[Backend]:
+    made = open_backend(f"s3://{bucket}/run", options=s3_server.options())
     yield made
     made.close()
 
@@ -79,11 +72,11 @@ def refused(call: Callable[[], object], kind: type[BackendError]) -> BackendErro
 @pytest.mark.parametrize("name", ["key", "secret"])
 @READ_ONLY_OR_NOT
 def test_wrong_keys_are_denied_at_open(
-    s3_server: SeaweedFS, bucket: str, name: str, read_only: bool, opened: Callable[..., Backend]
+    s3_server: SeaweedFS, bucket: str, name: str, read_only: bool
 ) -> None:
     options = s3_server.options(**{name: "tierfall-wrong-9c"})
     error = refused(
-        lambda: opened(f"s3://{bucket}", options=options, read_only=read_only),
+        lambda: open_backend(f"s3://{bucket}", options=options, read_only=read_only),
         AccessDeniedError,
     )
     assert "tierfall-wrong-9c" not in str(error)
@@ -91,24 +84,20 @@ def test_wrong_keys_are_denied_at_open(
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_keys_that_turn_wrong_are_denied(
-    backend: Backend, s3_server: SeaweedFS, name: str, opened: Callable[..., Backend]
-) -> None:
+def test_keys_that_turn_wrong_are_denied(backend: Backend, s3_server: SeaweedFS, name: str) -> None:
     # What a store answers to keys that were revoked: the same place with other keys.
     options = s3_server.options(secret="tierfall-wrong-9c")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ObjectStoreBackend, "_probed", lambda self: True)
-        stranger = opened(backend.place, options=options)
+        stranger = open_backend(backend.place, options=options)
     refused(lambda: OPERATIONS[name](stranger), AccessDeniedError)
     stranger.close()
 
 
 @READ_ONLY_OR_NOT
-def test_a_missing_bucket_is_said_at_open(
-    s3_server: SeaweedFS, read_only: bool, opened: Callable[..., Backend]
-) -> None:
+def test_a_missing_bucket_is_said_at_open(s3_server: SeaweedFS, read_only: bool) -> None:
     error = refused(
-        lambda: opened("s3://not-there", options=s3_server.options(), read_only=read_only),
+        lambda: open_backend("s3://not-there", options=s3_server.options(), read_only=read_only),
         BackendError,
     )
     assert "there is no such bucket" in str(error)
@@ -125,21 +114,17 @@ def test_a_bucket_that_is_gone_is_not_nothing_there(
 
 
 @READ_ONLY_OR_NOT
-def test_no_server_is_unreachable_at_open(
-    tmp_path: Path, read_only: bool, opened: Callable[..., Backend]
-) -> None:
+def test_no_server_is_unreachable_at_open(tmp_path: Path, read_only: bool) -> None:
     never_started = SeaweedFS(tmp_path)
     error = refused(
-        lambda: opened("s3://bucket", options=never_started.options(), read_only=read_only),
+        lambda: open_backend("s3://bucket", options=never_started.options(), read_only=read_only),
         UnreachableError,
     )
     assert error.retryable
 
 
-def test_an_outage_in_mid_upload_costs_only_its_parts(
-    own_server: SeaweedFS, opened: Callable[..., Backend]
-) -> None:
-    backend = opened("s3://bucket/run", options=own_server.options())
+def test_an_outage_in_mid_upload_costs_only_its_parts(own_server: SeaweedFS) -> None:
+    backend = open_backend("s3://bucket/run", options=own_server.options())
     data = parts(1, 4)
     with backend.create("key", length=4 * PART_BYTES) as writer:
         for index in (3, 0):
@@ -161,10 +146,8 @@ def test_an_outage_in_mid_upload_costs_only_its_parts(
     backend.close()
 
 
-def test_a_begin_that_got_no_answer_is_tried_again(
-    own_server: SeaweedFS, opened: Callable[..., Backend]
-) -> None:
-    backend = opened("s3://bucket", options=own_server.options())
+def test_a_begin_that_got_no_answer_is_tried_again(own_server: SeaweedFS) -> None:
+    backend = open_backend("s3://bucket", options=own_server.options())
     with backend.create("key") as writer:
         own_server.kill()
         refused(lambda: writer.write(0, memoryview(bytes(PART_BYTES))), UnreachableError)
@@ -177,43 +160,39 @@ def test_a_begin_that_got_no_answer_is_tried_again(
 
 
 def test_what_a_killed_process_left_is_collected(
-    backend: Backend, s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend]
+    backend: Backend, s3_server: SeaweedFS, bucket: str
 ) -> None:
     """The writer is dropped as a killed process drops it: without abort."""
     for key in ("a/b", "a/odd %&?+ é", "c"):
         backend.create(key).write(0, memoryview(bytes(PART_BYTES)))
-    other = opened(f"s3://{bucket}/running", options=s3_server.options())
+    other = open_backend(f"s3://{bucket}/running", options=s3_server.options())
     other.create("a/b").write(0, memoryview(bytes(PART_BYTES)))
     assert list(backend.scan("")) == []
     with pytest.raises(KeyNotFoundError):
         backend.stat("a/b")
-    fresh = opened(backend.place, options=s3_server.options())
+    fresh = open_backend(backend.place, options=s3_server.options())
     assert [fresh.discard_unfinished(prefix) for prefix in ("a/", "", "")] == [2, 1, 0]
     assert other.discard_unfinished("") == 0, "its own living writer"
     for each in (fresh, other):
         each.close()
 
 
-def test_a_writer_outlives_its_backend_to_its_abort(
-    s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend]
-) -> None:
-    backend = opened(f"s3://{bucket}", options=s3_server.options())
+def test_a_writer_outlives_its_backend_to_its_abort(s3_server: SeaweedFS, bucket: str) -> None:
+    backend = open_backend(f"s3://{bucket}", options=s3_server.options())
     writer = backend.create("key")
     writer.write(0, memoryview(bytes(PART_BYTES)))
     backend.close()
     backend.close()
     writer.abort()
-    fresh = opened(f"s3://{bucket}", options=s3_server.options())
+    fresh = open_backend(f"s3://{bucket}", options=s3_server.options())
     assert fresh.discard_unfinished("") == 0
     fresh.close()
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_a_backend_goes_without_a_word(
-    s3_server: SeaweedFS, bucket: str, opened: Callable[..., Backend], close: bool
-) -> None:
+def test_a_backend_goes_without_a_word(s3_server: SeaweedFS, bucket: str, close: bool) -> None:
     """Nothing is said of connections that were left open: warnings are errors here."""
-    backend = opened(f"s3://{bucket}", options=s3_server.options())
+    backend = open_backend(f"s3://{bucket}", options=s3_server.options())
     put(backend, "key", b"bytes")
     if close:
         put(backend, "key", bytes(9 * MIB))
@@ -222,9 +201,7 @@ def test_a_backend_goes_without_a_word(
     gc.collect()
 
 
-def test_a_failed_upload_leaves_nothing(
-    backend: Backend, s3_server: SeaweedFS, opened: Callable[..., Backend]
-) -> None:
+def test_a_failed_upload_leaves_nothing(backend: Backend, s3_server: SeaweedFS) -> None:
     put(backend, "key", b"old")
     hole = backend.create("key", length=3 * PART_BYTES)
     hole.write(0, memoryview(bytes(PART_BYTES)))
@@ -236,7 +213,7 @@ def test_a_failed_upload_leaves_nothing(
     small_in_the_middle.write(PART_BYTES + 5, memoryview(bytes(PART_BYTES)))
     refused(small_in_the_middle.publish, BackendError)
     assert get(backend, "key") == b"old"
-    fresh = opened(backend.place, options=s3_server.options())
+    fresh = open_backend(backend.place, options=s3_server.options())
     assert fresh.discard_unfinished("") == 0
     fresh.close()
 
@@ -252,9 +229,7 @@ def test_small_last_pieces_are_joined(backend: Backend) -> None:
     assert get(backend, "key") == data
 
 
-def test_parts_are_bounded_in_number(
-    backend: Backend, s3_server: SeaweedFS, opened: Callable[..., Backend]
-) -> None:
+def test_parts_are_bounded_in_number(backend: Backend, s3_server: SeaweedFS) -> None:
     view = memoryview(bytes(PART_BYTES))
     large = backend.create("large", length=200 * 1024 * MIB)
     large.write(0, view)
@@ -264,7 +239,7 @@ def test_parts_are_bounded_in_number(
     endless = backend.create("endless")
     endless.write(9_999 * PART_BYTES, view)
     refused(lambda: endless.write(10_000 * PART_BYTES, view), BackendError)
-    fresh = opened(backend.place, options=s3_server.options())
+    fresh = open_backend(backend.place, options=s3_server.options())
     assert fresh.discard_unfinished("") == 0, "a refused writer left its upload"
     fresh.close()
 
@@ -282,7 +257,6 @@ def test_credentials_of_the_environment_serve(
     s3_server: SeaweedFS,
     bucket: str,
     monkeypatch: pytest.MonkeyPatch,
-    opened: Callable[..., Backend],
 ) -> None:
     options = s3_server.options()
     for name, value in (
@@ -291,12 +265,12 @@ def test_credentials_of_the_environment_serve(
         ("AWS_ENDPOINT_URL_S3", options.pop("endpoint_url")),
     ):
         monkeypatch.setenv(name, value)
-    backend = opened(f"s3://{bucket}/a b", options=options)
+    backend = open_backend(f"s3://{bucket}/a b", options=options)
     data = b"".join(parts(1, 2))
     put(backend, "odd %&?+ é", data)
     assert get(backend, "odd %&?+ é") == data
     backend.create("left").write(0, memoryview(bytes(PART_BYTES)))
-    fresh = opened(f"s3://{bucket}/a b", options=options)
+    fresh = open_backend(f"s3://{bucket}/a b", options=options)
     assert fresh.discard_unfinished("") == 1
     for each in (backend, fresh):
         each.close()

@@ -7,23 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 from backend_places import retrying
 
 from tests.object_store import SeaweedFS
 from tierfall.backends.open import open_backend
-from tierfall.core.types.values import Driver
 
 MIB = 1024 * 1024
 
 
-@pytest.mark.parametrize("driver", Driver)
-def test_an_upload_needs_no_memory_of_its_own(
-    s3_server: SeaweedFS, bucket: str, driver: Driver
-) -> None:
+def test_an_upload_needs_no_memory_of_its_own(s3_server: SeaweedFS, bucket: str) -> None:
     """256 MiB in parts of 16 MiB, four at once, from one part's memory: less than what is in flight may be added."""
     part_bytes, parallel, total = 16 * MIB, 4, 256 * MIB
-    backend = retrying(open_backend(f"s3://{bucket}", options=s3_server.options(), driver=driver))
+    backend = retrying(open_backend(f"s3://{bucket}", options=s3_server.options()))
     source = memoryview(bytearray(b"\x5a" * part_bytes))
     targets = [memoryview(bytearray(part_bytes)) for _ in range(parallel)]
     with Peak() as peak, ThreadPoolExecutor(parallel) as pool:

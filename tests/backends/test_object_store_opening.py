@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from backend_places import get, no_sleep, put
-from s3_stub import KEY, PART_BYTES, SECRET, Reply, Stub, error_body, opened, refused, taking
+from s3_stub import PART_BYTES, Reply, Stub, error_body, opened, refused, taking
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
@@ -25,104 +20,10 @@ PART = memoryview(bytes(PART_BYTES))
 
 
 @pytest.fixture
-def backend(stub: Stub, driver: Driver) -> Iterator[ObjectStoreBackend]:
-    made = opened(stub, driver)
+def backend(stub: Stub) -> Iterator[ObjectStoreBackend]:
+    made = opened(stub)
     yield made
     made.close()
-
-
-class Metadata:
-    """A metadata service on loopback that hands out credentials until it is told to die."""
-
-    def __init__(self) -> None:
-        self.status = 200
-        self.asked = 0
-        service = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                service.asked += 1
-                late = datetime.now(UTC) + timedelta(hours=6)
-                body = json.dumps(
-                    {
-                        "AccessKeyId": KEY,
-                        "SecretAccessKey": SECRET,
-                        "Token": "token",
-                        "Expiration": late.strftime("%Y-%m-%dT%H:%M:%SZ"),
-                    }
-                ).encode()
-                self.send_response(service.status)
-                self.send_header("Content-Length", str(len(body) if service.status == 200 else 0))
-                self.end_headers()
-                if service.status == 200:
-                    self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None:
-                """Say nothing."""
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-
-
-@pytest.fixture
-def metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Metadata]:
-    made = Metadata()
-    (tmp_path / "token").write_text("token")
-    address = f"http://127.0.0.1:{made.server.server_port}/credentials"
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", address)
-    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("status", [503, 404])
-def test_credentials_that_are_not_to_be_had_any_more_are_no_answer_of_the_store(
-    stub: Stub, metadata: Metadata, status: int
-) -> None:
-    region = {"client_kwargs": {"region_name": "us-east-1"}}
-    backend = opened(stub, Driver.OBSTORE, key=None, secret=None, **region)
-    writer = backend.create("key")
-    writer.write(0, PART)
-    metadata.status = status
-    for call in (
-        lambda: writer.write(PART_BYTES, PART),
-        lambda: backend.read_into("key", 0, memoryview(bytearray(1))),
-        lambda: list(backend.scan("")),
-    ):
-        before = metadata.asked
-        assert isinstance(refused(call), UnreachableError)
-        assert metadata.asked == before + 1, "wrappers repeat"
-    metadata.status = 200
-    writer.write(PART_BYTES, PART)
-    writer.publish()
-    backend.close()
-
-
-def test_the_environment_may_say_that_nothing_is_signed(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
-    backend = opened(stub, Driver.OBSTORE, key=None, secret=None)
-    put(backend, "key", bytes(2 * PART_BYTES))
-    list(backend.scan(""))
-    assert stub.requests
-    assert not any("X-Amz" in request for request in stub.requests)
-    backend.close()
-
-
-def test_an_address_of_the_environment_may_carry_no_password(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = stub.options["endpoint_url"].replace("//", f"//user:{SECRET}@")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    error = refused(lambda: opened(stub, Driver.OBSTORE, endpoint_url=None))
-    assert "no credentials in" in str(error)
 
 
 def replying(stub: Stub, statuses: list[int], code: str = "") -> None:
@@ -147,11 +48,9 @@ def replying(stub: Stub, statuses: list[int], code: str = "") -> None:
         ([409, 200, 412], "ConditionalRequestConflict"),
     ],
 )
-def test_what_passes_at_open_is_tried_again(
-    stub: Stub, driver: Driver, statuses: list[int], code: str
-) -> None:
+def test_what_passes_at_open_is_tried_again(stub: Stub, statuses: list[int], code: str) -> None:
     replying(stub, statuses, code)
-    made = open_backend("s3://bucket/run", options=stub.options, driver=driver, sleep=no_sleep)
+    made = open_backend("s3://bucket/run", options=stub.options, sleep=no_sleep)
     assert made.traits.conditional_create
     made.close()
     put_, deleted = (
@@ -163,7 +62,7 @@ def test_what_passes_at_open_is_tried_again(
 
 
 @pytest.mark.parametrize(("answer_s", "waited"), [(0.0, 3), (3.5, 1), (20.0, 0)])
-def test_patience_at_open_ends(stub: Stub, driver: Driver, answer_s: float, waited: int) -> None:
+def test_patience_at_open_ends(stub: Stub, answer_s: float, waited: int) -> None:
     """After a number of tries, or where the store takes long over its refusals, after some seconds."""
     waits: list[float] = []
     now_s = 0.0
@@ -183,7 +82,6 @@ def test_patience_at_open_ends(stub: Stub, driver: Driver, answer_s: float, wait
         lambda: open_backend(
             "s3://bucket/run",
             options=stub.options,
-            driver=driver,
             sleep=sleep,
             clock=lambda: now_s,
         )
@@ -193,14 +91,10 @@ def test_patience_at_open_ends(stub: Stub, driver: Driver, answer_s: float, wait
     assert sum(waits) < 3
 
 
-def test_a_definite_refusal_at_open_is_not_tried_again(stub: Stub, driver: Driver) -> None:
+def test_a_definite_refusal_at_open_is_not_tried_again(stub: Stub) -> None:
     stub.reply = lambda method, query: (403, error_body("AccessDenied"))
     waits: list[float] = []
-    refused(
-        lambda: open_backend(
-            "s3://bucket/run", options=stub.options, driver=driver, sleep=waits.append
-        )
-    )
+    refused(lambda: open_backend("s3://bucket/run", options=stub.options, sleep=waits.append))
     assert waits == []
 
 
@@ -228,9 +122,12 @@ def test_probes_that_were_cut_off_are_collected(
     assert backend.discard_unfinished("gpt/") == 0, "probes lie at the place itself"
 
 
-@pytest.mark.parametrize("url", ["memory://", "s3://{}/run"])
+@pytest.mark.parametrize(
+    ("url", "driver"),
+    [("memory://", Driver.OBSTORE), ("memory://", Driver.FSSPEC), ("s3://{}/run", None)],
+)
 def test_a_probe_in_a_place_is_collected(
-    url: str, bucket: str, s3_server: Any, driver: Driver
+    url: str, bucket: str, s3_server: Any, driver: Driver | None
 ) -> None:
     place = url.format(bucket)
     options = s3_server.options() if url.startswith("s3") else {}

@@ -15,25 +15,24 @@ from tierfall.backends.object.client import UploadGoneError
 from tierfall.backends.open import open_backend
 from tierfall.core.types.backend import Backend, Publish, Writer
 from tierfall.core.types.errors import BackendError, UnreachableError
-from tierfall.core.types.values import Driver
 
 DATA = bytes(range(1, 251)) * (2 * PART_BYTES // 250) + b"the last piece"
 
 
 @pytest.fixture
-def real(s3_server: SeaweedFS, bucket: str, driver: Driver) -> Iterator[ObjectStoreBackend]:
-    made = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
+def real(s3_server: SeaweedFS, bucket: str) -> Iterator[ObjectStoreBackend]:
+    made = open_backend(f"s3://{bucket}/run", options=s3_server.options())
     assert isinstance(made, ObjectStoreBackend)
     yield made
     made.close()
 
 
 @pytest.fixture
-def stubbed(stub: Stub, driver: Driver) -> Iterator[Backend]:
+def stubbed(stub: Stub) -> Iterator[Backend]:
     """A store that keeps the condition; then it takes everything."""
     left = [412, 200]
     stub.reply = lambda method, query: (left.pop(), "") if left else (200, "")
-    made = open_backend("s3://bucket/run", options=stub.options, driver=driver)
+    made = open_backend("s3://bucket/run", options=stub.options)
     stub.reply = taking
     stub.requests.clear()
     yield made

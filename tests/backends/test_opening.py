@@ -13,13 +13,12 @@ import pytest
 from backend_places import get, put
 from fsspec.registry import _registry  # type: ignore[import-untyped]
 
-from tests.object_store import KEY, SECRET, SeaweedFS
+from tests.object_store import SECRET, SeaweedFS
 from tierfall.backends.fsspec.client import FsspecClient
-from tierfall.backends.fsspec.s3 import S3fsClient
 from tierfall.backends.object.backend import ObjectStoreBackend
-from tierfall.backends.obstore.client import ObstoreClient
 from tierfall.backends.open import check_url, open_backend, place_of
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.s3.client import S3Client
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import (
     AccessDeniedError,
@@ -28,26 +27,6 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.values import Driver
-
-OBSTORE_MODULES = (
-    "obstore",
-    *(
-        f"tierfall.backends.{name}"
-        for name in (
-            "obstore.options",
-            "obstore.gcs_azure",
-            "obstore.client",
-            "obstore.errors",
-            "obstore.signing",
-            "s3.signing",
-            "s3.connections",
-            "s3.listing",
-            "s3.multipart",
-            "s3.ranges",
-            "s3.requests",
-        )
-    ),
-)
 
 
 def client_of(backend: Backend) -> Any:
@@ -73,56 +52,54 @@ def test_memory_is_one_for_the_process() -> None:
     assert not second.traits.durable
 
 
-@pytest.mark.parametrize(
-    ("driver", "options", "kind"),
-    [
-        (None, {}, ObstoreClient),
-        (Driver.OBSTORE, {}, ObstoreClient),
-        (Driver.FSSPEC, {}, S3fsClient),
-        (None, {"use_ssl": False}, S3fsClient),
-        (None, {"client_kwargs": {"region_name": "us-east-1", "use_ssl": False}}, S3fsClient),
-    ],
-)
-def test_s3_is_served_by_what_knows_the_options(
-    s3_server: SeaweedFS,
-    bucket: str,
-    driver: Driver | None,
-    options: dict[str, Any],
-    kind: type,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("driver", [None, *Driver])
+def test_s3_has_one_client_whatever_the_driver(
+    s3_server: SeaweedFS, bucket: str, driver: Driver | None
 ) -> None:
-    caplog.set_level(logging.INFO)
-    backend = open_backend(
-        f"s3://{bucket}/run", options=s3_server.options(**options), driver=driver
-    )
-    assert isinstance(client_of(backend), kind)
+    backend = open_backend(f"s3://{bucket}/run", options=s3_server.options(), driver=driver)
+    assert isinstance(client_of(backend), S3Client)
     put(backend, "key", b"bytes")
     assert get(backend, "key") == b"bytes"
     backend.close()
-    said = [record.getMessage() for record in caplog.records if "fsspec" in record.getMessage()]
-    assert len(said) == (driver is None and bool(options))
-    if said:
-        assert "use_ssl" in said[0]
-        assert SECRET not in said[0]
-        assert KEY not in said[0]
+
+
+@pytest.mark.parametrize(("url", "library"), [("s3://bucket", "botocore"), ("memory://", "fsspec")])
+def test_a_library_that_is_missing_is_named(
+    url: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget(monkeypatch, library)
+    with pytest.raises(ConfigError, match=rf"{library} is not installed; pip install 'tierfall"):
+        open_backend(url)
 
 
 def test_without_obstore_fsspec_serves(
-    s3_server: SeaweedFS, bucket: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in OBSTORE_MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    backend = open_backend(f"s3://{bucket}", options=s3_server.options())
-    assert isinstance(client_of(backend), S3fsClient)
-    backend.close()
+    caplog.set_level(logging.INFO)
+    forget(monkeypatch, "obstore")
+    with pytest.raises(ConfigError, match="pip install gcsfs"):
+        open_backend("gs://bucket", options={"token": SECRET})
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("tierf")]
+    assert "fsspec is used instead" in said
+    assert SECRET not in said
     with pytest.raises(ConfigError, match=r"pip install 'tierfall\[object\]'"):
-        open_backend(f"s3://{bucket}", options=s3_server.options(), driver=Driver.OBSTORE)
+        open_backend("gs://bucket", driver=Driver.OBSTORE)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    """Let a library be missing, and what has loaded it be loaded again."""
+    folder = {"botocore": "s3"}.get(library, library)
+    for name in list(sys.modules):
+        if name.startswith(f"tierfall.backends.{folder}."):
+            monkeypatch.delitem(sys.modules, name)
+    for name in [each for each in sys.modules if each.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
 
 
 @pytest.mark.parametrize(
     ("protocol", "package", "module"),
-    [("s3", r"'tierfall\[object\]'", "s3fs"), ("gs", "gcsfs", "gcsfs"), ("abfs", "adlfs", "adlfs")],
+    [("gs", "gcsfs", "gcsfs"), ("abfs", "adlfs", "adlfs")],
 )
 def test_a_missing_package_is_named(
     protocol: str, package: str, module: str, monkeypatch: pytest.MonkeyPatch
@@ -131,14 +108,6 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
         open_backend(f"{protocol}://bucket", driver=Driver.FSSPEC)
-
-
-def test_without_fsspec_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fsspec.options", "fsspec.client", "fsspec.errors"):
-        monkeypatch.delitem(sys.modules, f"tierfall.backends.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match=r"fsspec is not installed; pip install"):
-        open_backend("memory://")
 
 
 def test_libraries_are_loaded_only_when_they_are_used() -> None:
@@ -158,8 +127,6 @@ def test_libraries_are_loaded_only_when_they_are_used() -> None:
         ("s3://bucket", {"secrt": SECRET}, None, "secrt"),
         ("s3://bucket", {"secrt": SECRET}, Driver.OBSTORE, "secrt"),
         ("s3://bucket", {"client_kwargs": {"regin": SECRET}}, None, "regin"),
-        ("s3://bucket", {"endpoint_url": f"{SECRET}?"}, Driver.FSSPEC, "ValueError"),
-        ("s3://bucket", {"key": "a", "username": SECRET}, Driver.FSSPEC, "KeyError"),
         ("gs://bucket", {"consistency": "md5"}, Driver.OBSTORE, "consistency"),
         ("nothing://x", {}, None, "not known"),
         ("ftp://x", {}, Driver.OBSTORE, "not known"),

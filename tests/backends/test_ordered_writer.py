@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,8 +13,9 @@ from s3_stub import Reply, Stub, refused
 from tests.object_store import SeaweedFS
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.obstore.client import ObstoreClient
-from tierfall.backends.obstore.options import open_client
+from tierfall.backends.obstore.gcs_azure import NO_RETRIES
 from tierfall.backends.open import open_backend
+from tierfall.backends.s3.options import open_client
 from tierfall.core.types.backend import Backend, Publish
 from tierfall.core.types.errors import BackendError, UnreachableError
 
@@ -35,8 +35,6 @@ def stub() -> Iterator[Stub]:
 @pytest.fixture
 def stubbed(stub: Stub) -> Iterator[ObjectStoreBackend]:
     """A client whose writers wait little between their tries."""
-    client = open_client("s3://bucket/run", stub.options)
-    client.close()
     streams = S3Store(
         "bucket",
         endpoint=stub.options["endpoint_url"],
@@ -53,7 +51,16 @@ def stubbed(stub: Stub) -> Iterator[ObjectStoreBackend]:
             },
         },
     )
-    made = ObjectStoreBackend(replace(client, streams=streams, uploads=None))
+    store = S3Store(
+        "bucket",
+        endpoint=stub.options["endpoint_url"],
+        access_key_id="key",
+        secret_access_key="secret",
+        client_options={"allow_http": True},
+        retry_config=NO_RETRIES,
+        disable_bulk_delete=True,
+    )
+    made = ObjectStoreBackend(client_of(store, streams))
     stub.reply = taking
     stub.requests.clear()
     yield made
@@ -64,10 +71,10 @@ def taking(method: str, query: dict[str, list[str]]) -> Reply:
     return 200, BEGUN
 
 
-@pytest.fixture
-def real(s3_server: SeaweedFS, bucket: str) -> ObstoreClient:
-    """One that can list uploads too, to see what is left."""
-    return open_client(f"s3://{bucket}/run", s3_server.options())
+def client_of(store: S3Store, streams: S3Store) -> ObstoreClient:
+    return ObstoreClient(
+        place="s3://bucket/run", prefix="run/", durable=True, store=store, streams=streams
+    )
 
 
 def write_pieces(backend: Backend, number: int, *, publish: bool) -> None:
@@ -78,9 +85,11 @@ def write_pieces(backend: Backend, number: int, *, publish: bool) -> None:
             writer.publish()
 
 
-def test_what_is_given_up_is_aborted_at_the_store(real: ObstoreClient) -> None:
+def test_what_is_given_up_is_aborted_at_the_store(s3_server: SeaweedFS, bucket: str) -> None:
     """obstore leaves an upload behind when its writer is only dropped."""
-    backend = ObjectStoreBackend(replace(real, uploads=None))
+    store = s3_server.store(bucket)
+    backend = ObjectStoreBackend(client_of(store, store))
+    real = open_client(f"s3://{bucket}/run", s3_server.options())
     put(backend, "key", b"old")
     write_pieces(backend, 4, publish=False)
     assert list(real.pending("run/", "look")) == []

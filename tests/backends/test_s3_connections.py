@@ -1,16 +1,17 @@
-"""How a body is sent: a slow store is not a silent one, and one that refuses early is heard."""
+"""How a body is sent: a slow store is not a silent one, one that refuses early is heard; signatures and proxies."""
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from s3_stub import refused
+from s3_stub import KEY, PART_BYTES, SECRET, Stub, opened, refused, taking
 
-from tierfall.backends.s3.connections import Lines, Timeouts, checked
+from tierfall.backends.s3.options import open_client
 from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
 
 BODY = memoryview(bytes(3 * 1024 * 1024))
@@ -28,7 +29,7 @@ class Listener:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(4)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/bucket"
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -83,11 +84,19 @@ def listener() -> Iterator[Listener]:
 
 
 def send(listener: Listener) -> None:
-    lines = Lines(listener.url, timeouts=Timeouts(connect_s=5, request_s=1.0), verify=True)
+    client = open_client(
+        "s3://bucket",
+        {
+            "endpoint_url": listener.url,
+            "key": KEY,
+            "secret": SECRET,
+            "config_kwargs": {"connect_timeout": 5, "read_timeout": 1.0},
+        },
+    )
     try:
-        checked(lines.send("PUT", f"{listener.url}/key?x=1", "write", body=BODY), "write")
+        client.put_part("key", "upload", 1, BODY, "write")
     finally:
-        lines.close()
+        client.close()
 
 
 def test_a_slow_store_is_not_a_silent_one(listener: Listener) -> None:
@@ -109,3 +118,51 @@ def test_a_refusal_before_the_body_is_read_is_heard(listener: Listener) -> None:
     listener.serve = refuse
     kinds: set[type[BackendError]] = {type(refused(lambda: send(listener))) for _ in range(10)}
     assert kinds == {AccessDeniedError}
+
+
+@pytest.mark.parametrize("body_bytes", [PART_BYTES, 5])
+def test_a_part_goes_unsigned_and_a_small_object_signed(stub: Stub, body_bytes: int) -> None:
+    """Over http too. What is unsigned is not hashed on its way."""
+    backend = opened(stub)
+    data = bytes(body_bytes)
+    with backend.create("key") as writer:
+        writer.write(0, memoryview(data))
+        if body_bytes < PART_BYTES:
+            writer.publish()
+        digest = hashlib.sha256(data).hexdigest()
+        expected = "UNSIGNED-PAYLOAD" if body_bytes == PART_BYTES else digest
+        assert stub.headers["X-Amz-Content-SHA256"] == expected
+        assert stub.body == data
+    backend.close()
+
+
+@pytest.mark.parametrize("by", ["environment", "option"])
+def test_a_proxy_is_used_for_all(stub: Stub, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    proxy, proxies = stub.options["endpoint_url"], {}
+    if by == "environment":
+        monkeypatch.setenv("http_proxy", proxy)
+    else:
+        proxies = {"proxies": {"http": proxy}}
+    words = {**stub.options["config_kwargs"], **proxies}
+    backend = opened(stub, endpoint_url="http://store.invalid", config_kwargs=words)
+    stub.reply = lambda method, query: (206, "four") if method == "GET" else taking(method, query)
+    view = memoryview(bytearray(4))
+    backend.read_into("key", 0, view)
+    assert bytes(view) == b"four"
+    data = bytes(range(256)) * (PART_BYTES // 256)
+    with backend.create("key") as writer:
+        writer.write(0, memoryview(data))
+        assert stub.body == data
+        writer.publish()
+    assert all(" http://store.invalid/bucket/" in request for request in stub.requests)
+    backend.close()
+
+
+def test_connections_are_used_again(stub: Stub) -> None:
+    backend = opened(stub)
+    stub.reply = lambda method, query: (206, "four") if method == "GET" else taking(method, query)
+    for _ in range(3):
+        backend.read_into("key", 0, memoryview(bytearray(4)))
+        backend.stat("key")
+    assert stub.connections == 1
+    backend.close()

@@ -1,0 +1,168 @@
+"""What the options of ``s3://`` mean: where requests go, what they carry, what is refused, and what is shown."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from backend_places import put
+from s3_stub import KEY, PART_BYTES, SECRET, Stub, opened, refused, taking
+
+from tierfall.backends.s3.options import open_client
+from tierfall.core.types.errors import AccessDeniedError, ConfigError
+
+KEYS = {"key": KEY, "secret": SECRET}
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this machine's own."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "word"),
+    [
+        ("s3://", {}, "names no bucket"),
+        ("s3://key:secret@bucket", {}, "names no bucket"),
+        ("s3://bucket", {"endpoint_url": f"http://{KEY}:{SECRET}@127.0.0.1:1"}, "no credentials"),
+        ("s3://bucket", {"endpoint_url": "127.0.0.1:1"}, "http"),
+        ("s3://bucket", {"endpoint_url": f"{SECRET}?"}, "http"),
+        ("s3://bucket", {"secrt": SECRET}, "secrt"),
+        ("s3://bucket", {"username": KEY}, "username"),
+        ("s3://bucket", {"client_kwargs": {"regin": SECRET}}, "regin"),
+        ("s3://bucket", {"client_kwargs": "x"}, "client_kwargs"),
+        ("s3://bucket", {"config_kwargs": {"read_timeot": 1}}, "read_timeot"),
+        ("s3://bucket", {"config_kwargs": {"s3": {"adressing_style": "path"}}}, "adressing_style"),
+        ("s3://bucket", {"config_kwargs": {"s3": {"addressing_style": "x"}}}, "style"),
+        ("s3://bucket", {"config_kwargs": {"retries": {"x": 1}}}, "retry"),
+        ("s3://bucket", {"client_kwargs": {"verify": "/nonexistent/ca.pem"}}, "FileNotFoundError"),
+    ],
+)
+def test_a_wrong_address_or_option_is_refused(url: str, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        open_client(url, {**KEYS, **options})
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_an_address_of_the_environment_may_carry_no_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{SECRET}@127.0.0.1:1")
+    with pytest.raises(ConfigError, match="no credentials in") as caught:
+        open_client("s3://bucket", KEYS)
+    assert SECRET not in str(caught.value)
+
+
+class SentError(Exception):
+    """Ends a request before it is sent."""
+
+
+AMAZON = "https://bucket.s3.eu-west-3.amazonaws.com/prefix/key"
+VIRTUAL = {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "address"),
+    [
+        ({}, {"AWS_REGION": "eu-west-3"}, AMAZON),
+        ({}, {"AWS_DEFAULT_REGION": "eu-west-3"}, AMAZON),
+        ({"client_kwargs": {"region_name": "eu-west-3"}}, {"AWS_REGION": "us-east-2"}, AMAZON),
+        (
+            {"config_kwargs": {"s3": {"addressing_style": "path"}}},
+            {"AWS_REGION": "eu-west-3"},
+            "https://s3.eu-west-3.amazonaws.com/bucket/prefix/key",
+        ),
+        ({"endpoint_url": "https://host:9000/"}, {}, "https://host:9000/bucket/prefix/key"),
+        (
+            {"client_kwargs": {"endpoint_url": "http://host"}},
+            {"AWS_ENDPOINT_URL": "http://other"},
+            "http://host/bucket/prefix/key",
+        ),
+        ({}, {"AWS_ENDPOINT_URL_S3": "http://host"}, "http://host/bucket/prefix/key"),
+        ({}, {"AWS_ENDPOINT_URL": "http://host"}, "http://host/bucket/prefix/key"),
+        ({}, {"AWS_ENDPOINT": "http://host"}, "http://host/bucket/prefix/key"),
+        ({"endpoint_url": "http://host", **VIRTUAL}, {}, "http://bucket.host/prefix/key"),
+        (
+            {"endpoint_url": "http://host"},
+            {"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true"},
+            "http://bucket.host/prefix/key",
+        ),
+    ],
+)
+def test_options_and_environment_say_where_requests_go(
+    options: dict[str, Any],
+    environment: dict[str, str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    client = open_client("s3://bucket/prefix", {**KEYS, **options})
+    asked: list[str] = []
+
+    def send(request: Any, **_: Any) -> None:
+        asked.append(request.url.partition("?")[0])
+        raise SentError
+
+    for each in (client._service, client._parts):
+        each.meta.events.register_first("before-send.s3", send)
+    for call in (
+        lambda: client.look("prefix/key", "look"),
+        lambda: client.put_part("prefix/key", "1", 1, memoryview(b"x"), "write"),
+    ):
+        with pytest.raises(SentError):
+            call()
+    assert asked == [address] * 2
+    client.close()
+
+
+def test_the_region_is_part_of_the_signature(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment, region in (("", "us-east-1"), ("eu-west-3", "eu-west-3")):
+        monkeypatch.setenv("AWS_REGION", environment)
+        backend = opened(stub)
+        backend.stat("key")
+        assert f"/{region}/s3/aws4_request" in stub.headers["Authorization"]
+        backend.close()
+
+
+def test_a_bucket_of_another_region_is_followed_there_once(stub: Stub) -> None:
+    backend = opened(stub)
+    stub.reply = lambda method, query: (301, "")
+    assert type(refused(lambda: backend.stat("key"))) is AccessDeniedError
+    assert len(stub.requests) < 4, "a store that names no region is not asked without end"
+    backend.close()
+
+
+def test_further_parameters_come_with_each_request_that_knows_them(stub: Stub) -> None:
+    """As s3fs takes them."""
+    backend = opened(
+        stub, requester_pays=True, s3_additional_kwargs={"ServerSideEncryption": "aws:kms"}
+    )
+    put(backend, "key", b"bytes")
+    assert stub.headers["x-amz-server-side-encryption"] == "aws:kms"
+    backend.stat("key")
+    assert "x-amz-server-side-encryption" not in stub.headers
+    assert stub.headers["x-amz-request-payer"] == "requester"
+    backend.create("key").write(0, memoryview(bytes(PART_BYTES)))
+    assert stub.headers["x-amz-request-payer"] == "requester"
+    backend.close()
+
+
+def test_options_of_s3fs_for_its_own_files_are_taken(stub: Stub) -> None:
+    backend = opened(stub, default_block_size=1, use_listings_cache=False, use_ssl=False)
+    put(backend, "key", b"bytes")
+    backend.close()
+
+
+def test_nothing_shows_a_credential(stub: Stub) -> None:
+    backend = opened(stub, token="a token")
+    stub.reply = taking
+    for each in (backend, backend._client, vars(backend._client)):
+        assert SECRET not in repr(each), repr(each)
+        assert KEY not in repr(each), repr(each)
+    backend.close()
