@@ -20,9 +20,11 @@ _NO_LOGIN = (
     exceptions.TokenRetrievalError,
     exceptions.PartialCredentialsError,
 )
-# Services that hand out credentials; RuntimeError: credentials that were just renewed have expired.
+# Of botocore's own connections, and of services that hand out credentials. RuntimeError: credentials that were just
+# renewed have expired.
 _NO_ANSWER = (
     exceptions.HTTPClientError,
+    exceptions.IncompleteReadError,
     exceptions.CredentialRetrievalError,
     exceptions.MetadataRetrievalError,
     RuntimeError,

@@ -48,6 +48,8 @@ _DEFAULTS = {
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
+# Of requests for credentials (STS, SSO): botocore's own bounds are five tries of a minute.
+_LOGIN = {"connect_timeout": 5.0, "read_timeout": 10.0, "retries": {"total_max_attempts": 2}}
 # botocore ignores what it does not know there.
 _S3_NAMES = frozenset(
     ("addressing_style", "payload_signing_enabled", "us_east_1_regional_endpoint", "use_accelerate_endpoint")
@@ -138,6 +140,7 @@ def _session(profile: str | None) -> Session:
         logging.getLogger("botocore").setLevel(logging.INFO)
     session = Session(profile=profile)
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    session.set_default_client_config(Config(**_LOGIN))
     # Nobody looks at the times in a listing, and to read them takes longer than all else in it.
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
     return session

@@ -45,7 +45,8 @@ class Stub:
     """Answers every request by ``reply(method, query)``; None answers nothing at all.
 
     ``body`` and ``headers`` are the last request's; ``cut_bytes`` are announced beyond the answer's and never sent;
-    ``kind`` is its content type; ``connections`` is how many were made."""
+    ``kind`` is its content type; ``connections`` is how many were made;
+    ``region`` is the bucket's, where answers name it."""
 
     def __init__(self) -> None:
         self.reply: Callable[[str, dict[str, list[str]]], Reply | None] = lambda *_: (200, "")
@@ -55,6 +56,7 @@ class Stub:
         self.cut_bytes = 0
         self.kind = ""
         self.connections = 0
+        self.region = ""
         self.ended = threading.Event()
         stub = self
 
@@ -79,6 +81,8 @@ class Stub:
                 self.send_response(reply[0])
                 self.send_header("Content-Length", str(len(body) + stub.cut_bytes))
                 self.send_header("ETag", '"etag"')
+                if stub.region:
+                    self.send_header("x-amz-bucket-region", stub.region)
                 if stub.kind:
                     self.send_header("Content-Type", stub.kind)
                 self.end_headers()

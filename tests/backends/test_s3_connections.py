@@ -154,6 +154,12 @@ def test_a_proxy_is_used_for_all(stub: Stub, monkeypatch: pytest.MonkeyPatch, by
         writer.write(0, memoryview(data))
         assert stub.body == data
         writer.publish()
+    stub.cut_bytes = 4
+    assert (
+        type(refused(lambda: backend.read_into("key", 0, memoryview(bytearray(8)))))
+        is UnreachableError
+    )
+    stub.cut_bytes = 0
     assert all(" http://store.invalid/bucket/" in request for request in stub.requests)
     backend.close()
 

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from s3_stub import KEY, PART_BYTES, SECRET, Stub, error_body, opened, refused
 
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.open import open_backend
+from tierfall.backends.s3.options import _LOGIN, open_client
 from tierfall.core.types.errors import AccessDeniedError, ConfigError, UnreachableError
 
 # botocore leaves connections to what issues credentials to the garbage collector.
@@ -37,12 +39,15 @@ STS = """<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Cr
 
 
 class Issuer:
-    """Hands out credentials on loopback, each under a key id of its own, as containers, instances and STS do."""
+    """Hands out credentials on loopback, each under a key id of its own, as containers, instances and STS do. STS waits
+    for ``silence`` to be set."""
 
     def __init__(self) -> None:
         self.status = 200
         self.lifetime = LONG
         self.issued = 0
+        self.silence = threading.Event()
+        self.silence.set()
         issuer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,6 +62,7 @@ class Issuer:
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
+                issuer.silence.wait(30)
                 found = issuer.issue()
                 good = STS.format(
                     key=found["AccessKeyId"], secret=SECRET, expiration=found["Expiration"]
@@ -66,8 +72,10 @@ class Issuer:
             def reply(self, text: str) -> None:
                 self.send_response(issuer.status)
                 self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
+                with suppress(ConnectionError):
+                    # Whoever gave up has not waited for it.
+                    self.end_headers()
+                    self.wfile.write(text.encode())
 
             def log_message(self, *args: Any) -> None:
                 """Say nothing."""
@@ -89,6 +97,7 @@ class Issuer:
         }
 
     def close(self) -> None:
+        self.silence.set()
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
@@ -274,3 +283,18 @@ def test_no_log_shows_a_credential(
     said = caplog.text + "".join(str(record.args) for record in caplog.records)
     for secret in (SECRET, KEY, "an identity", "'token'"):
         assert secret not in said
+
+
+def test_a_service_for_credentials_that_is_silent_is_given_up(
+    stub: Stub, issuer: Issuer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    by_web_identity(issuer, monkeypatch, tmp_path)
+    for name, value in {"read_timeout": 0.1, "retries": {"total_max_attempts": 1}}.items():
+        monkeypatch.setitem(_LOGIN, name, value)
+    issuer.silence.clear()
+    options = {**stub.options, "key": None, "secret": None}
+    client = open_client("s3://bucket/run", options)
+    error = refused(client.check_open)
+    client.close()
+    assert type(error) is UnreachableError
+    assert stub.requests == []

@@ -132,6 +132,17 @@ def test_the_region_is_part_of_the_signature(stub: Stub, monkeypatch: pytest.Mon
 
 def test_a_bucket_of_another_region_is_followed_there_once(stub: Stub) -> None:
     backend = opened(stub)
+    left = [301]
+    stub.region = "eu-west-3"
+    stub.reply = lambda method, query: (left.pop() if left else 200, "")
+    put(backend, "key", b"bytes")
+    assert stub.body == b"bytes"
+    assert "/eu-west-3/s3/" in stub.headers["Authorization"]
+    assert len(stub.requests) == 2
+    backend.stat("key")
+    assert len(stub.requests) == 3, "it is known from then on"
+    stub.region = ""
+    stub.requests.clear()
     stub.reply = lambda method, query: (301, "")
     assert type(refused(lambda: backend.stat("key"))) is AccessDeniedError
     assert len(stub.requests) < 4, "a store that names no region is not asked without end"
