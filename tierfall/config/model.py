@@ -237,7 +237,7 @@ class ObjectTier(StoredTier):
     )
     driver: Annotated[Driver, choice(Driver), any_word(Driver)] | None = Field(
         default=None,
-        description="The library that speaks to it (not s3://); absent: obstore where it serves the address, else fsspec.",
+        description="The library that speaks to it (not s3://); absent: obstore where it serves it, else fsspec.",
         examples=["fsspec"],
     )
 
