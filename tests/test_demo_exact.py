@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ import yaml
 
 import tierfall
 from tierfall.core.tensors import rng
-from tierfall.demo.data import ShuffledLoader, english_text
 from tierfall.demo.model import Shape
-from tierfall.demo.training import Plan, Trained, Training, make_deterministic, train
+from tierfall.demo.training import (
+    Plan,
+    ShuffledLoader,
+    Training,
+    english_text,
+    make_deterministic,
+    train,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = Plan(
@@ -60,19 +67,11 @@ def losses(last: int, config: dict[str, Any] | None = None) -> dict[int, str]:
     """Start a training as a new process would, from what the tiers hold; return each step's exact loss."""
     make_deterministic()
     training = Training(TINY, TEXT, steps=STEPS)
-    found: dict[int, str] = {}
-
-    def told(done: Trained) -> None:
-        found[done.step] = done.loss.hex()
-
-    if config is None:
-        train(training, first=1, last=last, ckpt=None, told=told)
-        return found
-    with tierfall.open(config) as ckpt:
-        report = ckpt.restore(training.state)
+    with nullcontext() if config is None else tierfall.open(config) as ckpt:
+        report = ckpt.restore(training.state) if ckpt is not None else None
         first = report.step + 1 if report else 1
-        train(training, first=first, last=last, ckpt=ckpt, told=told)
-    return found
+        steps = train(training, first=first, last=last, ckpt=ckpt)
+        return {done.step: done.loss.hex() for done in steps}
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -1,4 +1,4 @@
-"""The demo's parts, each alone: its chain, its events, its trainer process, and the checks behind what it says."""
+"""The demo's parts, each alone: its chain, its trainer process, and the checks behind what it says."""
 
 from __future__ import annotations
 
@@ -9,51 +9,33 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 import tierfall
 from tests.steps import state_of, step_in
-from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.values import CheckpointId
 from tierfall.demo import chain as chains
-from tierfall.demo import damage, ending, trainer
-from tierfall.demo.events import (
-    Ended,
-    Event,
-    EventReader,
-    EventWriter,
-    Looked,
-    Packed,
-    Restored,
-    Saved,
-    Started,
-    StepDone,
-    TierNow,
-    Totals,
-)
-from tierfall.demo.process import DemoError, Trainer, none_left
+from tierfall.demo import story
+from tierfall.demo.process import Act, DemoError, Line, Trainer, none_left
 from tierfall.demo.screen import Screen
-from tierfall.demo.stage import Act, Stage, check_restored
+from tierfall.demo.story import Stage
 from tierfall.demo.training import SMALL, Training, train
+from tierfall.telemetry.event_reader import Tail, last_events
 
 
-def step_done(step: int, loss: float, totals: Totals | None = None) -> StepDone:
-    return StepDone(step=step, loss=loss.hex(), seconds=0.1, time_s=1.0, tiers={}, totals=totals)
+def step_line(step: int, loss: float) -> Line:
+    return {"kind": "step", "wall_time_s": 1.0, "step": step, "loss": loss.hex(), "seconds": 0.1}
 
 
-def restored_from(*tiers: str, step: int = 2, attempt: int = 1) -> Restored:
-    return Restored(
-        step=step,
-        attempt=attempt,
-        seconds=0.5,
-        time_s=3.0,
-        sources=tuple(("shard", tier, 7) for tier in tiers),
-        fallbacks=(),
-    )
+def restored_from(*tiers: str, step: int = 2, attempt: int = 1) -> Line:
+    sources = [("shard", tier, 7) for tier in tiers]
+    fallbacks = [("a chunk", "damaged")] if tiers == ("fast", "store") else []
+    return {"step": step, "attempt": attempt, "sources": sources, "fallbacks": fallbacks}
 
 
 # The chain --------------------------------------------------------------------------------------------
@@ -70,8 +52,10 @@ def chain(tmp_path: Path) -> Iterator[chains.Chain]:
     made.remove_memory()
 
 
-def stage_of(chain: chains.Chain) -> Stage:
-    return Stage(screen=Screen(chains.TIERS), chain=chain, steps=12, every=1, small=True)
+@pytest.fixture
+def stage(chain: chains.Chain) -> Iterator[Stage]:
+    with closing(Tail(chain.events)) as events:
+        yield Stage(screen=Screen(), chain=chain, steps=12, every=1, small=True, events=events)
 
 
 def test_chain_lies_on_disk_where_shared_memory_is_too_small(
@@ -110,26 +94,18 @@ def test_chain_takes_a_buckets_secrets_from_variables(
     assert "hidden" not in chain.config_path.read_text()
 
 
-def test_flipped_byte_is_another_one_and_the_only_one(tmp_path: Path) -> None:
-    shard = tmp_path / "fast/demo/step-00000003-a0001/rank-00000-of-00001.safetensors"
-    shard.parent.mkdir(parents=True)
-    shard.write_bytes(bytes(range(9)))
-    chain = chains.Chain(folder=tmp_path, memory=tmp_path, config_path=tmp_path)
-    path, offset = chains.flip_byte(chain, "fast", chains.parse_checkpoint("3@1"))
-    differing = [i for i, value in enumerate(shard.read_bytes()) if value != i]
+def test_flipped_byte_is_another_one_and_the_only_one(chain: chains.Chain) -> None:
+    shard = chain.folder / "fast/demo/step-00000002-a0001/rank-00000-of-00001.safetensors"
+    before = shard.read_bytes()
+    path, offset = chains.flip_byte(chain, "fast", CheckpointId(2, 1))
+    after = shard.read_bytes()
+    differing = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
     assert (path, [offset]) == (shard, differing)
 
 
-def test_a_copy_is_cut_off_where_bytes_lie_and_no_commit_record(chain: chains.Chain) -> None:
-    id = chains.parse_checkpoint("2@1")
-    assert not chains.is_cut_off(chain, "store", id)
-    (chain.folder / "store/demo/step-00000002-a0001/commit.json").unlink()
-    assert chains.is_cut_off(chain, "store", id)
-    assert not chains.is_cut_off(chain, "store", chains.parse_checkpoint("4@1"))
-
-
-def test_a_lost_node_leaves_the_object_tier_alone(chain: chains.Chain) -> None:
-    assert damage.lose_node(stage_of(chain)) == chains.parse_checkpoint("2@1")
+def test_a_lost_node_leaves_the_object_tier_alone(stage: Stage) -> None:
+    chain = stage.chain
+    assert story.lose_node(stage) == CheckpointId(2, 1)
     assert not chain.memory.exists()
     assert not (chain.folder / "fast").exists()
     assert step_in(tierfall.load(chain.folder / "store")) == 2
@@ -139,7 +115,7 @@ def test_a_lost_node_leaves_the_object_tier_alone(chain: chains.Chain) -> None:
     ("folder", "found"), [("fast", "fast, store"), ("store", "fast"), (None, "fast, store")]
 )
 def test_a_node_that_is_not_lost_or_lost_with_the_store_is_found(
-    folder: str | None, found: str, chain: chains.Chain, monkeypatch: pytest.MonkeyPatch
+    folder: str | None, found: str, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(chain: chains.Chain) -> None:
         if folder == "fast":
@@ -149,33 +125,34 @@ def test_a_node_that_is_not_lost_or_lost_with_the_store_is_found(
 
     monkeypatch.setattr(chains, "lose_node", lose)
     with pytest.raises(DemoError, match=rf"only store should hold .* found some on: {found}$"):
-        damage.lose_node(stage_of(chain))
+        story.lose_node(stage)
 
 
 # What acts check --------------------------------------------------------------------------------------
 
 
 def test_one_loss_that_differs_in_its_last_bit_is_found() -> None:
-    steps = [step_done(1, 2.5), step_done(2, 2.25)]
+    steps = [step_line(1, 2.5), step_line(2, 2.25)]
     expected = {1: (2.5).hex(), 2: (2.25).hex()}
-    assert ending.check_equal(steps, expected, "after") == 2
+    assert story.check_equal(steps, expected, "after") == 2
     expected[2] = (2.2500000000000004).hex()
     with pytest.raises(DemoError, match=r"the loss of step 2, after, is 0x1\.2"):
-        ending.check_equal(steps, expected, "after")
+        story.check_equal(steps, expected, "after")
 
 
 def test_a_restore_from_another_tier_than_expected_is_found() -> None:
-    damage.check_came_from(restored_from("store"), {"store"})
-    for tiers in (("host",), ("store", "fast")):
+    story.check_came_from(restored_from("store"), "store")
+    story.check_came_from(restored_from("fast", "store"), "fast", "store")
+    for tiers in (("host",), ("fast", "store")):
         with pytest.raises(DemoError, match="expected store alone"):
-            damage.check_came_from(restored_from(*tiers), {"store"})
+            story.check_came_from(restored_from(*tiers), "store")
 
 
 def test_a_restore_that_did_not_fall_is_found() -> None:
-    with pytest.raises(DemoError, match="was restored from fast; expected what is damaged"):
-        damage.check_fell(restored_from("fast"))
+    with pytest.raises(DemoError, match="was restored from fast; expected fast and store"):
+        story.check_came_from(restored_from("fast"), "fast", "store")
     with pytest.raises(DemoError, match="and the reason"):
-        damage.check_fell(restored_from("fast", "store"))
+        story.check_came_from(restored_from("store", "fast"), "fast", "store")
 
 
 @pytest.mark.parametrize(
@@ -186,80 +163,32 @@ def test_a_restore_that_did_not_fall_is_found() -> None:
         (restored_from("fast", attempt=2), "restored step 2 of attempt 2, not 2@1"),
     ],
 )
-def test_a_start_that_restored_something_else_is_found(
-    restored: Restored | None, said: str
-) -> None:
-    act = Act(began_s=0.0)
-    act.add(Started(parameters=1, restored=restored, fingerprint=""))
+def test_a_start_that_restored_something_else_is_found(restored: Line | None, said: str) -> None:
+    act = Act(began_s=0.0, lines=[{"kind": "ready", "restored": restored, "fingerprint": ""}])
     with pytest.raises(DemoError, match=said):
-        check_restored(act, chains.parse_checkpoint("2@1"))
+        story.check_restored(act, CheckpointId(2, 1))
 
 
 def test_costs_are_added_up_over_both_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], stage: Stage
 ) -> None:
-    def act(**packed: Packed) -> Act:
-        act = Act(began_s=0.0)
-        totals = Totals(
-            saves=2, blocked_s=0.01, image_bytes=100, edge_bytes={"host->store": 50}, packed=packed
-        )
-        act.add(step_done(1, 2.0, totals))
-        return act
-
-    one = Packed(raw_bytes=3_000_000, stored_bytes=2_000_000, seconds=0.01)
-    none = Packed(raw_bytes=0, stored_bytes=0, seconds=0.0)
-    chain = chains.Chain(folder=tmp_path, memory=tmp_path, config_path=tmp_path)
-    costs = ending.sum_up(stage_of(chain), [act(store=one), act(store=one, other=none)])
-    assert costs["saves"] == 4
-    assert costs["edge_bytes"] == {"host->store": 100}
-    assert costs["packed"] == {
-        "store": {"raw_bytes": 6_000_000, "stored_bytes": 4_000_000, "seconds": 0.02}
-    }
+    act = Act(
+        began_s=0.0,
+        lines=[
+            step_line(1, 2.0),
+            {"kind": "captured", "step": 1, "attempt": 1, "bytes": 3_000_000, "blocked_s": 0.02},
+            {"kind": "flush_done", "tier": "store", "sources": {"host": 40, "fast": 10}},
+            {"kind": "committed", "step": 1, "attempt": 1, "tier": "fast", "bytes": 3_000_000},
+            {"kind": "committed", "step": 1, "attempt": 1, "tier": "store", "bytes": 2_000_000},
+        ],
+    )
+    costs = story.sum_up(stage, [act, act])
+    assert costs["saves"] == 2
+    assert costs["edge_bytes"] == {"host->store": 80, "fast->store": 20}
+    assert costs["packed"] == {"store": {"raw_bytes": 6_000_000, "stored_bytes": 4_000_000}}
     said = capsys.readouterr().out
-    assert "200 ms of training for 20 ms: 10%" in said
-    assert "store packed 5.7 MiB into 3.8 MiB: 1.5 to 1, 300 MB/s a thread" in said
-
-
-# Events -----------------------------------------------------------------------------------------------
-
-TIERS = {"store": TierNow(whole=("1@1",), arriving="2@1", arrived_bytes=5, moved_bytes=9)}
-TOTALS = Totals(
-    saves=1,
-    blocked_s=0.5,
-    image_bytes=9,
-    edge_bytes={"host->store": 9},
-    packed={"store": Packed(raw_bytes=9, stored_bytes=8, seconds=0.25)},
-)
-EVENTS: list[Event] = [
-    Looked(time_s=1.5, tiers=TIERS),
-    Started(parameters=3, restored=None, fingerprint="x"),
-    Started(parameters=3, restored=restored_from("host", "fast"), fingerprint="x"),
-    Saved(checkpoint="2@1", began_s=2.0, captured_s=None, durable_s={"fast": 0.5}),
-    StepDone(step=1, loss=(0.5).hex(), seconds=0.1, time_s=1.0, tiers=TIERS, totals=TOTALS),
-    step_done(2, 0.25),
-    Ended(fingerprint="y", time_s=9.0, tiers=TIERS, totals=TOTALS),
-]
-
-
-def test_every_event_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    with EventWriter(tmp_path / "events") as writer:
-        for event in EVENTS:
-            writer.write(event)
-    assert EventReader(tmp_path / "events").read() == EVENTS
-
-
-def test_event_reader_leaves_half_a_line_until_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "events"
-    with EventWriter(path) as writer:
-        for event in EVENTS:
-            writer.write(event)
-    written = path.read_bytes()
-    path.write_bytes(written[:-5])
-    reader = EventReader(path)
-    assert reader.read() == EVENTS[:-1]
-    path.write_bytes(written)
-    assert reader.read() == EVENTS[-1:]
-    assert reader.read() == []
+    assert "200 ms of training for 40 ms: 20%" in said
+    assert "store packed 5.7 MiB into 3.8 MiB: 1.5 to 1" in said
 
 
 # The trainer ------------------------------------------------------------------------------------------
@@ -311,109 +240,27 @@ def test_a_trainer_that_no_with_holds_yet_is_killed_at_the_end(tmp_path: Path) -
         os.kill(it.pid, 0)
 
 
-def test_what_a_killed_trainer_wrote_is_told_to_the_last_line(tmp_path: Path) -> None:
+def test_what_a_killed_trainer_wrote_is_read_to_the_last_line(tmp_path: Path) -> None:
     with Trainer("it", folder=tmp_path, config=None, steps=10_000, small=True, pace_s=0.01) as it:
-        while len(it_wrote(tmp_path)) < 4:
+        while len(last_events(tmp_path / "it.jsonl", 4)) < 4:
             time.sleep(0.01)
         first = next(it.follow())
-        rest = it.kill()
-    assert [first, *rest] == it_wrote(tmp_path)
-    assert len(rest) >= 3
-
-
-def it_wrote(folder: Path) -> list[Event]:
-    return EventReader(folder / "it.jsonl").read()
+        it.kill()
+    assert it.act.was_killed
+    assert first == it.act.lines[0]
+    assert it.act.lines == last_events(tmp_path / "it.jsonl", 10_000)
+    assert len(it.act.lines) >= 4
 
 
 def test_a_step_shorter_than_its_pace_is_followed_by_a_pause_that_is_not_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seconds: list[float] = []
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    train(
-        Training(SMALL, b"abc" * 1000, steps=4),
-        first=1,
-        last=4,
-        ckpt=None,
-        told=lambda done: seconds.append(done.seconds),
-        pace_s=600.0,
-    )
+    training = Training(SMALL, b"abc" * 1000, steps=4)
+    steps = train(training, first=1, last=4, ckpt=None, pace_s=600.0)
+    seconds = [done.seconds for done in steps]
     assert [0 < own + pause <= 600 for own, pause in zip(seconds, pauses, strict=True)] == [
         True
     ] * 4
     assert min(pauses) > max(seconds)
-
-
-def test_saves_are_told_when_they_come_further_and_no_more_when_they_are_done(
-    tmp_path: Path,
-) -> None:
-    times = iter([10.0, 10.5, 12.0, 15.0])
-    id = chains.parse_checkpoint("4@1")
-    handle = SaveHandle(id, ("fast", "store"), in_memory="host", clock=lambda: next(times))
-    told: list[list[Event]] = []
-    with EventWriter(tmp_path / "events") as log:
-        reader = EventReader(tmp_path / "events")
-        saves = trainer.Saves(log)
-        saves.add(handle, began_s=7.0)
-        told.append(reader.read())
-        for come_further in (
-            lambda: None,
-            handle.tell_captured,
-            lambda: handle.tell_committed("store"),
-            lambda: handle.tell_committed("fast"),
-            lambda: None,
-        ):
-            come_further()
-            saves.tell()
-            told.append(reader.read())
-
-    def so_far(captured_s: float | None, **durable_s: float) -> list[Event]:
-        return [Saved(checkpoint="4@1", began_s=7.0, captured_s=captured_s, durable_s=durable_s)]
-
-    assert told == [
-        so_far(None),
-        [],
-        so_far(0.5),
-        so_far(0.5, store=2.0),
-        so_far(0.5, store=2.0, fast=5.0),
-        [],
-    ]
-
-
-LEFT = ((1, 1, "store"),)
-FURTHER = {"store": replace(TIERS["store"], arrived_bytes=6, moved_bytes=10)}
-WHOLE = {"store": TierNow(whole=("1@1", "2@1"), arriving=None, arrived_bytes=0, moved_bytes=14)}
-
-
-@pytest.mark.parametrize(
-    ("looks", "drains"),
-    [
-        ([TIERS, FURTHER, WHOLE], [LEFT, LEFT, ()]),
-        ([TIERS, TIERS, WHOLE], [LEFT, LEFT, ()]),  # nothing was seen to come, and it came
-        ([TIERS, TIERS, TIERS], [LEFT, LEFT, LEFT]),
-    ],
-)
-def test_drain_looks_time_and_again_but_does_not_wait_for_a_tier_that_takes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: list[Any], drains: list[Any]
-) -> None:
-    """A drain with a deadline returns early also where a copy would only come after it."""
-
-    class Ckpt:
-        deadlines_s: ClassVar[list[float | None]] = []
-
-        def drain(self, deadline: float | None) -> tierfall.DrainReport:
-            left = drains[len(self.deadlines_s)]
-            self.deadlines_s.append(deadline)
-            return tierfall.DrainReport(done=(), left=left, seconds=0.0)
-
-    Ckpt.deadlines_s.clear()
-    pending = list(looks)
-    monkeypatch.setattr(trainer, "look", lambda ckpt: (pending.pop(0), None))
-    ckpt: Any = Ckpt()
-    with EventWriter(tmp_path / "events") as log:
-        trainer.drain(ckpt, log)
-    forever = looks[0] == looks[1]
-    assert Ckpt.deadlines_s == [trainer.LOOK_S] * 2 + [None if forever else trainer.LOOK_S]
-    told = EventReader(tmp_path / "events").read()
-    assert [event.tiers for event in told if isinstance(event, Looked)] == looks

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,12 @@ from typing import Any
 import yaml
 
 from tierfall.config import Config, load_config
-from tierfall.core.format.catalog import Listing, merge, to_view
+from tierfall.core.format.catalog import Listing, merge
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.demo.training import Plan
+from tierfall.ops.commands import view_of
 from tierfall.ops.reader import Reader
-from tierfall.policies import flush
-from tierfall.setup.tiers import tier_rules
 
 HOST, FAST, STORE = "host", "fast", "store"
 TIERS = (HOST, FAST, STORE)
@@ -48,10 +46,12 @@ class Chain:
     folder: Path
     memory: Path
     config_path: Path
+    config: Config
 
     @property
-    def config(self) -> Config:
-        return load_config(self.config_path)
+    def events(self) -> Path:
+        """The event log of the run."""
+        return _events(self.folder)
 
     @property
     def logs(self) -> Path:
@@ -69,15 +69,14 @@ def write_chain(
     The object tier is ``bucket``, or without one a folder, called by its address. Raises ConfigError where ``folder``
     has a name that an address cannot have.
     """
-    chain = Chain(
-        folder=folder, memory=_memory(folder, image_bytes), config_path=folder / "tiers.yaml"
-    )
-    chain.config_path.write_text(
+    memory, path = _memory(folder, image_bytes), folder / "tiers.yaml"
+    path.write_text(
         f"run: {RUN}\n"
         f"interval: {{every: {every}}}\n"
         f"chunk: {plan.chunk}\n"
+        f"events: {_quoted(_events(folder))}\n"
         "tiers:\n"
-        f"  - {{name: {HOST}, kind: host, folder: {_quoted(chain.memory)}}}\n"
+        f"  - {{name: {HOST}, kind: host, folder: {_quoted(memory)}}}\n"
         f"  - {{name: {FAST}, kind: file, path: {_quoted(folder / FAST)}, retain: {{last: 2}}}}\n"
         f"  - name: {STORE}\n"
         "    kind: object\n"
@@ -87,9 +86,13 @@ def write_chain(
         "    compress: {codec: planes}\n"
         f"    bandwidth: {plan.store_bandwidth}\n"
     )
-    load_config(chain.config_path)
+    chain = Chain(folder=folder, memory=memory, config_path=path, config=load_config(path))
     chain.logs.mkdir()
     return chain
+
+
+def _events(folder: Path) -> Path:
+    return folder / "events.jsonl"
 
 
 def _address(folder: Path, bucket: Bucket | None) -> str:
@@ -120,26 +123,10 @@ def look(chain: Chain) -> dict[str, Listing]:
         return {listing.tier: listing for listing in reader.list()}
 
 
-def still_owed(chain: Chain, listings: dict[str, Listing]) -> set[tuple[str, str]]:
-    """Name the copies, as (``step@attempt``, tier), that the next start is to finish."""
-    known = merge(listings.values())
-    view = to_view(tier_rules(chain.config), known, wall_time_s=time.time())
-    return {
-        (str(checkpoint.id), tier)
-        for checkpoint in view.checkpoints
-        for tier in flush.still_owed(view, checkpoint)
-    }
-
-
-def is_cut_off(chain: Chain, tier: str, checkpoint: CheckpointId) -> bool:
-    """Say whether a copy has no commit record; on a tier that is a folder, some of its bytes have to lie there too."""
-    if look(chain)[tier].copy(checkpoint) is not None:
-        return False
-    root = next(stored.folder for stored in chain.config.stored if stored.name == tier)
-    if root is None:
-        return True  # an object store shows an upload's parts to nobody
-    folder = root / RUN / keys.step_folder(checkpoint)
-    return any(folder.glob("*"))
+def still_owed(chain: Chain, listings: Mapping[str, Listing]) -> set[tuple[CheckpointId, str]]:
+    """Name the copies that the next start is to finish, each by its checkpoint and tier."""
+    view = view_of(chain.config, merge(listings.values()))
+    return {(checkpoint.id, tier) for checkpoint in view.checkpoints for tier in checkpoint.owed}
 
 
 def lose_node(chain: Chain) -> None:
@@ -149,12 +136,6 @@ def lose_node(chain: Chain) -> None:
     """
     for folder in (chain.memory, chain.folder / FAST):
         shutil.rmtree(folder)
-
-
-def parse_checkpoint(text: str) -> CheckpointId:
-    """Read ``step@attempt``."""
-    step, _, attempt = text.partition("@")
-    return CheckpointId(int(step), int(attempt))
 
 
 def flip_byte(chain: Chain, tier: str, checkpoint: CheckpointId) -> tuple[Path, int]:

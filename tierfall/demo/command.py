@@ -8,8 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,15 +18,15 @@ from rich.markup import escape
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.units import format_duration
 from tierfall.demo import chain as chains
-from tierfall.demo import damage, ending, story
-from tierfall.demo.chain import STORE, TIERS, Bucket, Chain
-from tierfall.demo.drawing import draw_picture, picture_path
+from tierfall.demo import story
+from tierfall.demo.chain import STORE, Bucket, Chain
 from tierfall.demo.model import Gpt, parameter_count
 from tierfall.demo.process import DemoError, none_left
 from tierfall.demo.screen import Screen
-from tierfall.demo.stage import Act, Stage
-from tierfall.demo.timeline import Moment, make_timeline
+from tierfall.demo.story import Stage
+from tierfall.demo.timeline import draw_picture, make_timeline, picture_path
 from tierfall.demo.training import NORMAL, SMALL, Plan
+from tierfall.telemetry.event_reader import Tail
 
 SAVES = 12
 BYTES_A_PARAMETER = 12
@@ -73,7 +72,7 @@ def demo(
     """Train a small real model through a chain of tiers, kill it, restore it, and show that nothing was lost."""
     every = -(-steps // SAVES)
     plan = SMALL if small else NORMAL
-    screen = Screen(TIERS, aside=as_json)
+    screen = Screen(aside=as_json)
     try:
         parameters = parameter_count(Gpt(plan.shape))
         image_bytes = BYTES_A_PARAMETER * parameters
@@ -82,6 +81,7 @@ def demo(
             none_left(),  # neither the S3 server
             _bucket(place) if s3 else nullcontext() as bucket,
             _chain(place, plan, every, image_bytes, bucket) as chain,
+            closing(Tail(chain.events)) as events,
             none_left(),  # nor a trainer, before shared memory is removed
         ):
             drawn = picture_path(None if folder is None else place, picture)
@@ -92,6 +92,7 @@ def demo(
                 every=every,
                 small=small,
                 pace_s=plan.apart_s / every,
+                events=events,
             )
             facts = _play(stage, parameters, drawn)
             _say_where_next(screen, None if folder is None else place, s3=s3)
@@ -188,25 +189,22 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     left = story.show_what_is_left(stage, cut)
     screen.head(4, "Start it again")
     again = story.go_on(stage, left)
+    saved = again.fingerprint("ended")
     # It needs a core and touches no tier: it trains while the next two processes start and restore.
     with stage.start("undisturbed", saves=False) as alone:
         screen.head(5, "Damage the nearest copy, and restore in a fresh process")
-        damaged, flipped_s = damage.damage_and_restore(stage, again.fingerprint)
+        damaged, flipped_s = story.damage_and_restore(stage, saved)
         screen.head(6, "Lose the node, and restore in a fresh process")
-        elsewhere, lost_s = damage.lose_node_and_restore(stage, again.fingerprint)
+        elsewhere, lost_s = story.lose_node_and_restore(stage, saved)
         screen.head(7, "The same training without tierfall and without a kill")
-        undisturbed = stage.follow(alone)
-    before, after = ending.compare(stage, first, again, undisturbed)
+        undisturbed = stage.play(alone, saves=False)
+    before, after = story.compare(stage, first, again, undisturbed)
     screen.head(8, "Summary")
-    costs = ending.sum_up(stage, (first, again))
+    costs = story.sum_up(stage, (first, again))
     timeline = make_timeline(
-        TIERS,
         (first, again, damaged, elsewhere),
-        found=frozenset((str(c.id), name) for name, tier in left.items() for c in tier.copies),
-        moments=[
-            Moment(time_s=flipped_s, what="byte flipped"),
-            Moment(time_s=lost_s, what="node lost"),
-        ],
+        found={(copy.id, name) for name, listing in left.items() for copy in listing.copies},
+        moments=[(flipped_s, "byte flipped"), (lost_s, "node lost")],
     )
     drawn = draw_picture(screen, timeline, picture)
     seconds = time.monotonic() - began
@@ -214,21 +212,15 @@ def _play(stage: Stage, parameters: int, picture: Path) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "steps": stage.steps,
-        "killed": {"after_step": first.steps[-1].step, "copying": str(cut), "to": STORE},
-        "restored": _restored(again),
-        "beside_damage": _restored(damaged),
-        "after_node_loss": _restored(elsewhere),
+        "killed": {"after_step": first.of("step")[-1]["step"], "copying": str(cut), "to": STORE},
+        "restored": again.restored,
+        "beside_damage": damaged.restored,
+        "after_node_loss": elsewhere.restored,
         "equal_losses": {"before_the_kill": before, "after_the_restore": after},
         **costs,
         "seconds": seconds,
         "picture": None if drawn is None else str(drawn),
     }
-
-
-def _restored(act: Act) -> dict[str, Any]:
-    assert act.started is not None
-    assert act.started.restored is not None
-    return asdict(act.started.restored)
 
 
 def _say_where_next(screen: Screen, kept: Path | None, *, s3: bool) -> None:

@@ -42,12 +42,12 @@ def draw(timeline: Timeline) -> Figure:
     lanes.set_xlim(-0.01 * end_s, 1.01 * end_s)
     _draw_losses(losses, timeline)
     _draw_lanes(lanes, timeline, end_s)
-    for moment in timeline.moments:
+    for time_s, what in timeline.moments:
         for axes in (losses, lanes):
-            axes.axvline(moment.time_s, color=MOMENT_COLOR, linewidth=1.2)
+            axes.axvline(time_s, color=MOMENT_COLOR, linewidth=1.2)
         losses.annotate(
-            moment.what,
-            (moment.time_s, 1.0),
+            what,
+            (time_s, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(0, 2),
             textcoords="offset points",
@@ -61,8 +61,8 @@ def draw(timeline: Timeline) -> Figure:
 def _draw_losses(axes: Axes, timeline: Timeline) -> None:
     for process in timeline.processes:
         axes.plot(
-            [step.time_s for step in process.steps],
-            [step.loss for step in process.steps],
+            [time_s for time_s, _ in process.steps],
+            [loss for _, loss in process.steps],
             color=LOSS_COLOR,
             linewidth=1.0,
         )
@@ -105,7 +105,7 @@ def _draw_training(axes: Axes, timeline: Timeline) -> None:
             edgecolor="white",
             linewidth=2.0,
         )
-        times = [step.time_s for step in process.steps]
+        times = [time_s for time_s, _ in process.steps]
         axes.vlines(times, -HEIGHT / 2, HEIGHT / 2, color=STEP_COLOR, linewidth=0.6)
 
 
@@ -125,10 +125,11 @@ def _draw_bar(axes: Axes, bar: Bar, lane: int, end_s: float) -> None:
     if bar.kind is Kind.RESTORE or width_s >= LABEL_SHARE * end_s:
         axes.annotate(
             str(bar.step),
-            (bar.begin_s + width_s / 2, lane - HEIGHT / 2),
+            # What follows a restore at once has its own number.
+            (bar.begin_s + width_s / (1 if bar.kind is Kind.RESTORE else 2), lane - HEIGHT / 2),
             xytext=(0, 1),
             textcoords="offset points",
-            ha="center",
+            ha="right" if bar.kind is Kind.RESTORE else "center",
             va="bottom",
             fontsize=7,
             color=color if bar.kind is Kind.RESTORE else STEP_COLOR,

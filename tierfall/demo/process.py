@@ -1,6 +1,6 @@
 """A trainer process as the demo holds it: started, followed, frozen for a look, killed, waited for.
 
-It knows processes and event files, not tiers.
+What it did is read from two logs: the lines that it writes itself, and the event log of its run.
 """
 
 from __future__ import annotations
@@ -10,17 +10,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tierfall.demo.events import Event, EventReader
+from tierfall.core.types.values import CheckpointId
+from tierfall.telemetry.event_reader import Tail
 
 POLL_S = 0.01
 STDERR_LINES = 20
+
+Line = dict[str, Any]
+"""A line of a log, with its ``kind`` and ``wall_time_s``."""
+
+
+def id_of(line: Line) -> CheckpointId:
+    """Return the checkpoint that a line is about."""
+    return CheckpointId(line["step"], line["attempt"])
 
 
 class DemoError(Exception):
@@ -66,6 +75,33 @@ def none_left() -> Iterator[None]:
         del _started[before:]
 
 
+@dataclass(slots=True, kw_only=True)
+class Act:
+    """What one trainer process did, in the order in which it was read. Times are seconds since 1970.
+
+    ``lines`` holds its own (see ``trainer``) and those of the run's event log (see ``docs/event-log.md``).
+    """
+
+    began_s: float
+    over_s: float = 0.0
+    was_killed: bool = False
+    lines: list[Line] = field(default_factory=list)
+
+    def of(self, *kinds: str) -> list[Line]:
+        return [line for line in self.lines if line["kind"] in kinds]
+
+    @property
+    def restored(self) -> Line | None:
+        """What it restored; None where it restored nothing."""
+        return next((line["restored"] for line in self.of("ready")), None)
+
+    def fingerprint(self, kind: str) -> str:
+        """Return the digest of its state when it was ``ready``, or had ``ended``."""
+        for line in self.of(kind):
+            return str(line["fingerprint"])
+        raise DemoError(f"a trainer was over without a line {kind!r}; see the logs")
+
+
 class Trainer:
     """One run of ``tierfall.demo.trainer``. Leaving the ``with`` kills it, if it still lives."""
 
@@ -78,19 +114,21 @@ class Trainer:
         steps: int,
         small: bool,
         pace_s: float = 0.0,
+        events: Tail | None = None,
     ) -> None:
-        """``name`` names its files in ``folder``; without ``config`` it saves nothing."""
+        """``name`` names its files in ``folder``; without ``config`` it saves nothing. ``events`` follows the event log
+        of its run, up to where it is started."""
         self._name = name
         self._stderr = folder / f"{name}.log"
-        events = folder / f"{name}.jsonl"
+        own = folder / f"{name}.jsonl"
         command = [sys.executable, "-m", "tierfall.demo.trainer", "--steps", str(steps)]
-        command += ["--log", str(events)]
+        command += ["--log", str(own)]
         command += ["--config", str(config)] if config else []
         command += ["--small"] if small else []
         command += ["--pace", str(pace_s)]
-        self._reader = EventReader(events)
-        self._read: deque[Event] = deque()
-        self.began_s = time.monotonic()
+        self._own = Tail(own)
+        self._tails = (self._own, events) if events else (self._own,)
+        self.act = Act(began_s=time.time())
         with self._stderr.open("wb") as stderr:
             self._process = start(command, stderr)
 
@@ -98,16 +136,20 @@ class Trainer:
     def pid(self) -> int:
         return self._process.pid
 
-    def follow(self) -> Iterator[Event]:
-        """Yield events as they come, until the process ends; DemoError where it ends badly."""
-        while True:
+    def read(self) -> list[Line]:
+        """Return, and add to the act, what was written since the last call."""
+        lines = [line for tail in self._tails for line in tail.read()]
+        self.act.lines += lines
+        return lines
+
+    def follow(self) -> Iterator[Line]:
+        """Yield lines as they come, until the process ends; DemoError where it ends badly."""
+        ended = False
+        while not ended:
             ended = self._process.poll() is not None
-            self._read += self._reader.read()
-            while self._read:
-                yield self._read.popleft()
-            if ended:
-                break
-            time.sleep(POLL_S)
+            yield from self.read()
+            if not ended:
+                time.sleep(POLL_S)
         if self._process.returncode:
             raise DemoError(
                 f"the trainer {self._name!r} ended with code {self._process.returncode}; its last words "
@@ -131,11 +173,12 @@ class Trainer:
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def kill(self) -> list[Event]:
-        """SIGKILL it, and return what it wrote before and ``follow`` has not yielded."""
+    def kill(self) -> None:
+        """SIGKILL it, and read what it wrote before."""
+        self.act.was_killed, self.act.over_s = True, time.time()
         self._process.kill()
         self._process.wait()
-        return [*self._read, *self._reader.read()]
+        self.read()
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +189,8 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.act.over_s = self.act.over_s or time.time()
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        self._own.close()

@@ -1,4 +1,4 @@
-"""The story's first half: train, kill in the middle of a flush, look at what is left, go on.
+"""The story: train, kill in the middle of a flush, go on, damage a copy, lose the node, compare, and add up.
 
 Each act is a function over a ``Stage``. An act that does not show what it is to show raises DemoError.
 """
@@ -6,21 +6,72 @@ Each act is a function over a ``Stage``. An act that does not show what it is to
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
 
 from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.types.units import format_duration, format_share, format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.demo import chain as chains
-from tierfall.demo.chain import HOST, STORE
-from tierfall.demo.events import Ended, Looked, Started, StepDone
-from tierfall.demo.process import DemoError
-from tierfall.demo.stage import Act, Stage, check_restored, show_tiers, tell_restored
+from tierfall.demo.chain import FAST, HOST, STORE, Chain
+from tierfall.demo.process import Act, DemoError, Line, Trainer, id_of
+from tierfall.demo.screen import Progress, Screen
+from tierfall.telemetry.event_reader import Tail
 
 KILL_FROM = 0.5
 """The kill comes after this share of the steps, as soon as a copy is under way to the object tier."""
-UNDER_WAY = 0.15
-"""The share of a copy that has to be on its way for it to be under way plainly."""
+UNDER_WAY = 0.2
+"""After this share of the time that the copy before it took, a copy is under way plainly."""
 SETTLE_S = 0.2
 """By then a store on this machine has answered what a frozen trainer had asked of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What every act needs. ``pace_s`` is how many seconds a step takes at least while it saves; ``events`` reads the
+    event log of the run, on from act to act."""
+
+    screen: Screen
+    chain: Chain
+    steps: int
+    every: int
+    small: bool
+    pace_s: float = 0.0
+    events: Tail
+    progress: Progress = field(default_factory=Progress)
+
+    def start(self, name: str, *, saves: bool = True) -> Trainer:
+        """Start a trainer process, which is killed where its ``with`` is left before its end."""
+        return Trainer(
+            name,
+            folder=self.chain.logs,
+            config=self.chain.config_path if saves else None,
+            steps=self.steps,
+            small=self.small,
+            pace_s=self.pace_s if saves else 0.0,
+            events=self.events if saves else None,
+        )
+
+    def follow(self, trainer: Trainer, *, saves: bool = True) -> Generator[Line]:
+        """Yield each line of a trainer, to its end, once it is shown. Of the steps between two saves one is left
+        standing, of a training without saves one of four times as many."""
+        apart = self.every if saves else 4 * self.every
+        with trainer, self.screen.training():
+            for line in trainer.follow():
+                self.progress.add(line)
+                if line["kind"] == "step":
+                    keep = line["step"] % apart == apart // 2
+                    self.screen.step(line, self.progress if saves else None, keep=keep)
+                yield line
+
+    def play(self, trainer: Trainer, *, saves: bool = True) -> Act:
+        """Let a trainer run to its end."""
+        for _ in self.follow(trainer, saves=saves):
+            pass
+        return trainer.act
 
 
 # 1 and 2: train, and kill -----------------------------------------------------------------------------
@@ -28,57 +79,67 @@ SETTLE_S = 0.2
 
 def train_and_kill(stage: Stage) -> tuple[Act, CheckpointId]:
     """Train until a copy is on its way to the object tier, and kill the trainer there; return what was cut off."""
-    with stage.trainer("first") as (trainer, act):
-        for event in trainer.follow():
-            act.add(event)
-            stage.show(event)
-            if not isinstance(event, StepDone) or not _is_ripe(stage, event):
+    trainer = stage.start("first")
+    with closing(stage.follow(trainer)) as lines:
+        for line in lines:
+            if line["kind"] != "step" or not _is_ripe(stage, trainer.act, line["step"]):
                 continue
             if not trainer.freeze():
                 break
-            cut = _in_flight(stage, event)
-            if cut is not None:
-                act.killed_s = time.monotonic()
-                for late in trainer.kill():
-                    act.add(late)
-                _tell_kill(stage, trainer.pid, cut, event)
-                return act, cut
-            trainer.thaw()
+            took_s = _under_way_s(stage)
+            time.sleep(SETTLE_S)
+            cut = id_of(stage.progress.arriving[STORE])
+            if not _is_as_told(stage, trainer, cut):
+                trainer.thaw()
+                continue
+            trainer.kill()
+            stage.screen.head(2, "Kill it in the middle of a flush")
+            stage.screen.say(
+                f"  step {line['step']}: checkpoint {cut.step} has been on its way to {STORE} for "
+                f"{format_duration(took_s)}, and the copy before it took {format_duration(_usual_s(trainer.act))}. "
+                f"[bold red]SIGKILL[/bold red] to process {trainer.pid}"
+            )
+            return trainer.act, cut
     raise DemoError(
         f"no copy was found on its way to {STORE} between step {stage.steps * KILL_FROM:g} and {stage.steps}, "
         "though one takes longer than from save to save: run it with more --steps, and with nothing beside it"
     )
 
 
-def _is_ripe(stage: Stage, event: StepDone) -> bool:
-    tier = event.tiers.get(STORE)
-    if tier is None or tier.arriving is None or event.totals is None:
+def _is_ripe(stage: Stage, act: Act, step: int) -> bool:
+    """Say whether a copy is on its way to the object tier which the next start will finish."""
+    copy = stage.progress.arriving.get(STORE)
+    if copy is None or step < KILL_FROM * stage.steps:
         return False
-    is_under_way = tier.arrived_bytes >= UNDER_WAY * event.totals.image_bytes
-    # A copy begins before its image is sealed, and of one that is not nothing outlives the trainer.
-    is_sealed = tier.arriving in event.tiers[HOST].whole
-    # Of an older one, two newer would fill what the tier retains: the next start would not send it any more.
-    is_wanted = event.step < chains.parse_checkpoint(tier.arriving).step + 4 * stage.every
-    return event.step >= KILL_FROM * stage.steps and is_under_way and is_sealed and is_wanted
-
-
-def _in_flight(stage: Stage, event: StepDone) -> CheckpointId | None:
-    """Look, while nothing moves, whether the copy is still half there."""
-    arriving = event.tiers[STORE].arriving
-    assert arriving is not None
-    time.sleep(SETTLE_S)
-    cut = chains.parse_checkpoint(arriving)
-    return cut if chains.is_cut_off(stage.chain, STORE, cut) else None
-
-
-def _tell_kill(stage: Stage, pid: int, cut: CheckpointId, event: StepDone) -> None:
-    assert event.totals is not None
-    share = event.tiers[STORE].arrived_bytes / event.totals.image_bytes
-    stage.screen.head(2, "Kill it in the middle of a flush")
-    stage.screen.say(
-        f"  step {event.step}: {share:.0%} of checkpoint {cut.step} is on its way to {STORE}. "
-        f"[bold red]SIGKILL[/bold red] to process {pid}"
+    usual_s = _usual_s(act)
+    return (
+        usual_s > 0
+        and _under_way_s(stage) >= UNDER_WAY * usual_s
+        # A copy begins before its image is sealed, and of one that is not nothing outlives the trainer.
+        and id_of(copy) in map(id_of, act.of("captured"))
+        # Of an older one, two newer would fill what the tier retains: the next start would not send it any more.
+        and step < copy["step"] + 4 * stage.every
     )
+
+
+def _under_way_s(stage: Stage) -> float:
+    return float(time.time() - stage.progress.arriving[STORE]["wall_time_s"])
+
+
+def _usual_s(act: Act) -> float:
+    """How long the last copy to the object tier took; 0 before the first."""
+    done = [line for line in act.of("flush_done") if line["tier"] == STORE]
+    return float(done[-1]["seconds"]) if done else 0.0
+
+
+def _is_as_told(stage: Stage, trainer: Trainer, cut: CheckpointId) -> bool:
+    """Say whether, while nothing moves, the copy has still no commit record, and the event log has told of every
+    image: a kill loses what waits to be written there."""
+    for line in trainer.read():
+        stage.progress.add(line)
+    listings = chains.look(stage.chain)
+    told = {id_of(line) for line in trainer.act.of("captured")}
+    return listings[STORE].copy(cut) is None and {c.id for c in listings[HOST].copies} <= told
 
 
 # 3: what is left --------------------------------------------------------------------------------------
@@ -96,38 +157,210 @@ def show_what_is_left(stage: Stage, cut: CheckpointId) -> dict[str, Listing]:
     return listings
 
 
+def show_tiers(
+    stage: Stage, listings: Mapping[str, Listing], cut: CheckpointId | None = None
+) -> None:
+    """Print which tier holds what; ``cut`` is a copy that never arrived on the object tier."""
+    rows = []
+    for checkpoint in merge(listings.values()):
+        states = [
+            str(checkpoint.copies[name].state) if name in checkpoint.copies else "-"
+            for name in listings
+        ]
+        if checkpoint.id == cut:
+            states[list(listings).index(STORE)] = "cut off"
+        size = format_size(checkpoint.commit.image_bytes) if checkpoint.commit else "?"
+        rows.append([str(checkpoint.id.step), str(checkpoint.id.attempt), size, *states])
+    stage.screen.table(["step", "attempt", "size", *listings], rows)
+
+
 # 4: go on ---------------------------------------------------------------------------------------------
 
 
-def go_on(stage: Stage, left: dict[str, Listing]) -> Act:
+def go_on(stage: Stage, left: Mapping[str, Listing]) -> Act:
     """Start the trainer again: it restores, finishes what was owed, and trains to the end."""
     owed = chains.still_owed(stage.chain, left)
-    for checkpoint, tier in sorted(owed):
-        stage.screen.say(f"  the dead process still owes checkpoint {checkpoint} to {tier}")
-    with stage.trainer("again") as (trainer, act):
-        for event in trainer.follow():
-            act.add(event)
-            if isinstance(event, Started):
-                tell_restored(stage, check_restored(act, merge(left.values())[-1].id))
-            elif isinstance(event, Looked | StepDone | Ended):
-                owed -= _tell_adopted(stage, event, owed)
-                stage.show(event)
+    for id, tier in sorted(owed):
+        stage.screen.say(f"  the dead process still owes checkpoint {id} to {tier}")
+    trainer = stage.start("again")
+    for line in stage.follow(trainer):
+        if line["kind"] == "ready":
+            show_restored(stage, check_restored(trainer.act, merge(left.values())[-1].id))
+        elif line["kind"] == "committed" and (copy := (id_of(line), line["tier"])) in owed:
+            owed.remove(copy)
+            stage.screen.say(
+                f"  [green]finished by adoption: checkpoint {copy[0]} is committed on {copy[1]}[/green]"
+            )
     if owed:
         raise DemoError(f"what the dead process owed was never finished: {sorted(owed)}")
+    return trainer.act
+
+
+def check_restored(act: Act, newest: CheckpointId) -> Line:
+    """Return what a start restored; DemoError where that is not ``newest``."""
+    restored = act.restored
+    if restored is None:
+        raise DemoError(f"a start restored nothing, though checkpoint {newest} was there")
+    if id_of(restored) != newest:
+        raise DemoError(
+            f"a start restored step {restored['step']} of attempt {restored['attempt']}, not {newest}, the newest "
+            "there was"
+        )
+    return restored
+
+
+def show_restored(stage: Stage, restored: Line) -> None:
+    """Print what was restored, what was passed over for it, and where the bytes came from."""
+    stage.screen.say(
+        f"  restored step [bold]{restored['step']}[/bold] (attempt {restored['attempt']}) "
+        f"in {format_duration(restored['seconds'])}"
+    )
+    for what, reason in restored["fallbacks"]:
+        stage.screen.say(f"  passed over: [yellow]{what}[/yellow]")
+        stage.screen.quote(reason)
+    for shard, tier, count in restored["sources"]:
+        stage.screen.say(f"  {shard}: {format_size(count)} from [bold green]{tier}[/bold green]")
+
+
+# 5: damage --------------------------------------------------------------------------------------------
+
+
+def damage_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
+    """Damage the nearest copy; a fresh process has to restore the same bytes, whose digest is ``saved``.
+
+    Returns, too, when it was damaged.
+    """
+    listings = chains.look(stage.chain)
+    show_tiers(stage, listings)
+    if listings[HOST].copies:
+        raise DemoError(f"{HOST} still holds checkpoints after a clean close")
+    newest = listings[FAST].copies[-1].id
+    path, offset = chains.flip_byte(stage.chain, FAST, newest)
+    damaged_s = time.time()
+    stage.screen.say(f"  byte {offset} of {path.relative_to(stage.chain.folder)} is flipped")
+    return _restore_afresh(stage, "damaged", newest, saved, FAST, STORE), damaged_s
+
+
+def _restore_afresh(stage: Stage, name: str, newest: CheckpointId, saved: str, *tiers: str) -> Act:
+    """Let a fresh process restore; DemoError where that is not what was saved, or did not come from ``tiers``."""
+    act = stage.play(stage.start(name))
+    restored = check_restored(act, newest)
+    check_came_from(restored, *tiers)
+    if act.fingerprint("ready") != saved:
+        raise DemoError("what was restored is not what was saved")
+    show_restored(stage, restored)
+    stage.screen.say("  [bold green]the same bytes as were saved[/bold green]")
     return act
 
 
-def _tell_adopted(
-    stage: Stage, event: Looked | StepDone | Ended, owed: set[tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """Say, and return, which copies that the dead process owed have arrived by now."""
-    done = {
-        (checkpoint, tier)
-        for checkpoint, tier in owed
-        if tier in event.tiers and checkpoint in event.tiers[tier].whole
-    }
-    for checkpoint, tier in sorted(done):
-        stage.screen.say(
-            f"  [green]finished by adoption: checkpoint {checkpoint} is committed on {tier}[/green]"
+def check_came_from(restored: Line, *tiers: str) -> None:
+    """DemoError where bytes did not come from each of these tiers, or from several, and it is not said why."""
+    found = sorted({tier for _, tier, _ in restored["sources"]})
+    if found != sorted(tiers) or (len(tiers) > 1 and not restored["fallbacks"]):
+        reasons = ", and the reason" if len(tiers) > 1 else " alone"
+        raise DemoError(
+            f"step {restored['step']} was restored from {', '.join(found)}; expected {' and '.join(tiers)}{reasons}"
         )
-    return done
+
+
+# 6: lose the node -------------------------------------------------------------------------------------
+
+
+def lose_node_and_restore(stage: Stage, saved: str) -> tuple[Act, float]:
+    """Lose what lies on this node; a fresh process has to restore the same bytes from the object tier alone.
+
+    Returns, too, when the node was lost.
+    """
+    newest = lose_node(stage)
+    lost_s = time.time()
+    return _restore_afresh(stage, "elsewhere", newest, saved, STORE), lost_s
+
+
+def lose_node(stage: Stage) -> CheckpointId:
+    """Remove host memory and the file tier's folder; return the newest that is left.
+
+    DemoError where something is left anywhere but on the object tier, or nothing there.
+    """
+    chains.lose_node(stage.chain)
+    listings = chains.look(stage.chain)
+    left = [name for name, listing in listings.items() if listing.copies]
+    if left != [STORE]:
+        raise DemoError(
+            f"with the node lost, only {STORE} should hold checkpoints; found some on: {', '.join(left) or 'no tier'}"
+        )
+    stage.screen.say(f"  host memory and the folder {FAST}/ are removed; {STORE} alone is left")
+    return listings[STORE].copies[-1].id
+
+
+# 7: the undisturbed training --------------------------------------------------------------------------
+
+
+def compare(stage: Stage, first: Act, again: Act, undisturbed: Act) -> tuple[int, int]:
+    """Compare losses and the final state bit for bit; return how many losses before the kill and after the restore.
+
+    DemoError where anything differs.
+    """
+    expected = {line["step"]: line["loss"] for line in undisturbed.of("step")}
+    before = check_equal(first.of("step"), expected, "before the kill")
+    after = check_equal(again.of("step"), expected, "after the restore")
+    assert again.restored is not None
+    if after != stage.steps - again.restored["step"] or not after:
+        raise DemoError(f"only {after} steps were trained after the restore")
+    if again.fingerprint("ended") != undisturbed.fingerprint("ended"):
+        raise DemoError("the losses are equal, but the final model or optimizer state differs")
+    stage.screen.say(
+        f"  [bold green]equal to the last bit[/bold green]: {after} losses after the restore, {before} before the kill"
+    )
+    stage.screen.say("  equal too: every byte of model and optimizer state after the last step")
+    return before, after
+
+
+def check_equal(steps: Sequence[Line], expected: Mapping[int, str], when: str) -> int:
+    """Return how many losses were compared; DemoError names the first that differs."""
+    for line in steps:
+        if line["loss"] != expected.get(line["step"]):
+            raise DemoError(
+                f"the loss of step {line['step']}, {when}, is {line['loss']}; the undisturbed run has "
+                f"{expected.get(line['step'])}: the continuation is not exact"
+            )
+    return len(steps)
+
+
+# 8: the summary ---------------------------------------------------------------------------------------
+
+
+def sum_up(stage: Stage, acts: Sequence[Act]) -> dict[str, Any]:
+    """Print, and return, what saving has cost, over all starts that saved."""
+    captured = [line for act in acts for line in act.of("captured")]
+    image_bytes = max(line["bytes"] for line in captured)
+    blocked_s = sum(line["blocked_s"] for line in captured)
+    trained_s = sum(line["seconds"] for act in acts for line in act.of("step"))
+    edges: Counter[str] = Counter()
+    for done in (line for act in acts for line in act.of("flush_done")):
+        for source, count in done["sources"].items():
+            edges[f"{source}->{done['tier']}"] += count
+    stored = [line for act in acts for line in act.of("committed") if line["tier"] == STORE]
+    packed = {
+        "raw_bytes": image_bytes * len(stored),
+        "stored_bytes": sum(line["bytes"] for line in stored),
+    }
+    say = stage.screen.say
+    say(
+        f"  {len(captured)} saves of {format_size(image_bytes)} blocked {format_duration(trained_s)} of training for "
+        f"{format_duration(blocked_s)}: [bold]{format_share(blocked_s / trained_s)}[/bold]"
+    )
+    width = max(map(len, edges), default=0) + 2
+    for edge, count in sorted(edges.items()):
+        say(f"  {edge.replace('->', ' -> '):<{width}}  {format_size(count)}")
+    say(
+        f"  {STORE} packed {format_size(packed['raw_bytes'])} into {format_size(packed['stored_bytes'])}: "
+        f"[bold]{packed['raw_bytes'] / packed['stored_bytes']:.3g} to 1[/bold]"
+    )
+    return {
+        "saves": len(captured),
+        "image_bytes": image_bytes,
+        "blocked_s": blocked_s,
+        "trained_s": trained_s,
+        "edge_bytes": dict(edges),
+        "packed": {STORE: packed},
+    }

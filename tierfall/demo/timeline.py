@@ -1,17 +1,25 @@
-"""What happened when, from what the trainers told: the data behind the picture, which ``picture`` draws.
+"""What happened when, from the event log and the trainers' own lines: the data behind the picture, and where it goes.
 
-Every time was taken by the process that it is about, on the machine's monotonic clock, and is given in seconds since
-the first trainer was started. Nothing here knows how it is drawn.
+Every time is in seconds since the first trainer was started. ``picture`` draws it, where matplotlib is installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import importlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from tierfall.demo.chain import parse_checkpoint
-from tierfall.demo.stage import Act
+from rich.markup import escape
+
+from tierfall.core.types.values import CheckpointId
+from tierfall.demo.chain import HOST, TIERS
+from tierfall.demo.process import Act, DemoError, id_of
+from tierfall.demo.screen import Screen
+
+KEPT = "timeline.png"
+LOOSE = "tierfall-demo.png"
 
 
 class Kind(StrEnum):
@@ -35,191 +43,118 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A training step: when it was over, and its loss."""
-
-    step: int
-    time_s: float
-    loss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """The life of one trainer, and the steps that it trained."""
+    """The life of one trainer, and, of each step that it trained, when it was over and its loss."""
 
     begin_s: float
     end_s: float
-    steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """Something that happened to the run: a kill, a loss."""
-
-    time_s: float
-    what: str
+    steps: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A run on its tiers, the fastest first."""
+    """A run on its tiers, the fastest first; ``moments`` say when something happened to it, and what."""
 
     tiers: tuple[str, ...]
     bars: tuple[Bar, ...]
     processes: tuple[Process, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[tuple[float, str], ...]
 
 
-Copy = tuple[str, str]
-"""A checkpoint, as ``step@attempt``, and the tier that it is on."""
+Copy = tuple[CheckpointId, str]
 
 
 def make_timeline(
-    tiers: Sequence[str],
-    acts: Sequence[Act],
-    *,
-    found: frozenset[Copy],
-    moments: Sequence[Moment] = (),
+    acts: Sequence[Act], *, found: Collection[Copy], moments: Sequence[tuple[float, str]] = ()
 ) -> Timeline:
-    """Put together what the trainers told, in the order in which they lived; times in ``moments`` are the clock's.
-
-    ``found`` were whole when a trainer had been killed.
-    """
-    bars: list[Bar] = []
-    happened = list(moments)
-    for act in acts:
-        bars += _restores(act)
-        bars += _captures(act, tiers[0], found)
-        for tier in tiers[1:]:
-            bars += _flushes(act, tier, found)
-        if act.killed_s is not None:
-            happened.append(Moment(time_s=act.killed_s, what="SIGKILL"))
-    return _since(
-        acts[0].began_s,
-        Timeline(
-            tiers=tuple(tiers),
-            bars=tuple(bars),
-            processes=tuple(_process(act) for act in acts),
-            moments=tuple(sorted(happened, key=lambda moment: moment.time_s)),
-        ),
+    """Put together what the trainers did, in the order in which they lived. ``found`` are the copies, each by its
+    checkpoint and tier, that were whole when a trainer had been killed."""
+    origin_s = acts[0].began_s
+    kills = [(act.over_s, "SIGKILL") for act in acts if act.was_killed]
+    return Timeline(
+        tiers=TIERS,
+        bars=tuple(bar for act in acts for bar in _bars(act, origin_s, found)),
+        processes=tuple(_process(act, origin_s) for act in acts),
+        moments=tuple((time_s - origin_s, what) for time_s, what in sorted([*moments, *kills])),
     )
 
 
-def _restores(act: Act) -> Iterator[Bar]:
-    """One bar on each tier that something was read from."""
-    restored = act.started.restored if act.started else None
-    if restored is None:
-        return
-    for tier in dict.fromkeys(tier for _, tier, _ in restored.sources):
-        yield Bar(
-            tier=tier,
-            kind=Kind.RESTORE,
-            step=restored.step,
-            begin_s=restored.time_s - restored.seconds,
-            end_s=restored.time_s,
+def _bars(act: Act, origin_s: float, found: Collection[Copy]) -> Iterator[Bar]:
+    """A bar from the line that says that something began to the one that says that it is done, or to the kill."""
+    begun: dict[Copy, float] = {}
+
+    def bar(kind: Kind, copy: Copy, begin_s: float, end_s: float) -> Bar:
+        return Bar(
+            tier=copy[1],
+            kind=kind,
+            step=copy[0].step,
+            begin_s=begin_s - origin_s,
+            end_s=end_s - origin_s,
         )
 
-
-def _captures(act: Act, memory: str, found: frozenset[Copy]) -> Iterator[Bar]:
-    """From the call of ``save`` until the image lay sealed in memory, or, if nobody told, was found there."""
-    for save in act.saves.values():
-        end_s = None if save.captured_s is None else save.began_s + save.captured_s
-        if end_s is None and (save.checkpoint, memory) in found:
-            end_s = act.killed_s
-        if end_s is not None:
-            yield Bar(
-                tier=memory,
-                kind=Kind.CAPTURE,
-                step=parse_checkpoint(save.checkpoint).step,
-                begin_s=save.began_s,
-                end_s=end_s,
-            )
-
-
-def _flushes(act: Act, tier: str, found: frozenset[Copy]) -> Iterator[Bar]:
-    """From a copy's turn until it was committed, or cut off.
-
-    A tier takes one copy at a time, in order. A copy's turn comes when it is saved (what an earlier process owes: when
-    the tiers are open), or when the copy before it is done.
-    """
-    over, cut = _committed(act, tier), None
-    if act.killed_s is not None:
-        for checkpoint, place in sorted(found):
-            if place == tier and checkpoint in act.saves:
-                over.setdefault(checkpoint, act.killed_s)
-        cut = _arriving(act, tier)
-        if cut in over:
-            cut = None
-        if cut is not None:
-            over[cut] = act.killed_s
-    free_s = 0.0
-    for checkpoint, end_s in sorted(over.items(), key=lambda item: item[1]):
-        yield Bar(
-            tier=tier,
-            kind=Kind.CUT if checkpoint == cut else Kind.FLUSH,
-            step=parse_checkpoint(checkpoint).step,
-            begin_s=min(max(_came(act, checkpoint), free_s), end_s),
-            end_s=end_s,
-        )
-        free_s = end_s
+    for line in act.lines:
+        now_s, tier = line["wall_time_s"], line.get("tier", HOST)
+        match line["kind"]:
+            case "save_begun" | "flush_begun":
+                begun[id_of(line), tier] = now_s
+            case "captured" | "committed" if (copy := (id_of(line), tier)) in begun:
+                kind = Kind.CAPTURE if line["kind"] == "captured" else Kind.FLUSH
+                yield bar(kind, copy, begun.pop(copy), now_s)
+            case "flush_failed" | "flush_given_up":
+                begun.pop((id_of(line), tier), None)
+            case "restored":
+                for source in line["sources"]:
+                    copy = id_of(line), source
+                    yield bar(Kind.RESTORE, copy, now_s - line["seconds"], now_s)
+    for copy, begin_s in begun.items() if act.was_killed else ():
+        if copy[1] != HOST:
+            yield bar(Kind.FLUSH if copy in found else Kind.CUT, copy, begin_s, act.over_s)
 
 
-def _arriving(act: Act, tier: str) -> str | None:
-    """What was on its way to a tier when it was last looked at."""
-    tiers = act.looks[-1][1]
-    return tiers[tier].arriving if tier in tiers else None
-
-
-def _committed(act: Act, tier: str) -> dict[str, float]:
-    """When each copy that came to a tier was committed, or, where nobody told, was first seen whole."""
-    over = {
-        save.checkpoint: save.began_s + save.durable_s[tier]
-        for save in act.saves.values()
-        if tier in save.durable_s
-    }
-    opened = act.looks[0][1] if act.looks else {}
-    before = opened[tier].whole if tier in opened else ()
-    for time_s, tiers in act.looks:
-        for checkpoint in tiers[tier].whole if tier in tiers else ():
-            if checkpoint not in before:
-                over.setdefault(checkpoint, time_s)
-    return over
-
-
-def _came(act: Act, checkpoint: str) -> float:
-    if checkpoint in act.saves:
-        return act.saves[checkpoint].began_s
-    return act.looks[0][0]
-
-
-def _process(act: Act) -> Process:
+def _process(act: Act, origin_s: float) -> Process:
     return Process(
-        begin_s=act.began_s,
-        end_s=act.over_s if act.killed_s is None else act.killed_s,
+        begin_s=act.began_s - origin_s,
+        end_s=act.over_s - origin_s,
         steps=tuple(
-            Step(step=event.step, time_s=event.time_s, loss=float.fromhex(event.loss))
-            for event in act.steps
+            (line["wall_time_s"] - origin_s, float.fromhex(line["loss"])) for line in act.of("step")
         ),
     )
 
 
-def _since(origin_s: float, timeline: Timeline) -> Timeline:
-    """Count all times from ``origin_s``."""
-    return replace(
-        timeline,
-        bars=tuple(
-            replace(bar, begin_s=bar.begin_s - origin_s, end_s=bar.end_s - origin_s)
-            for bar in timeline.bars
-        ),
-        processes=tuple(
-            Process(
-                begin_s=process.begin_s - origin_s,
-                end_s=process.end_s - origin_s,
-                steps=tuple(replace(step, time_s=step.time_s - origin_s) for step in process.steps),
-            )
-            for process in timeline.processes
-        ),
-        moments=tuple(
-            replace(moment, time_s=moment.time_s - origin_s) for moment in timeline.moments
-        ),
-    )
+# The picture ------------------------------------------------------------------------------------------
+
+
+def picture_path(folder: Path | None, wanted: Path | None) -> Path:
+    """Say where the picture goes: where it is wanted, else into the folder that is kept, else to the working directory.
+
+    Raises DemoError, before anything is trained for it, where no file can be there.
+    """
+    if wanted is None:
+        return Path.cwd() / LOOSE if folder is None else folder / KEPT
+    path = wanted.expanduser().absolute()
+    if path.suffix.lower() != ".png":
+        raise DemoError(f"--picture {wanted}: the picture is a PNG: name a file that ends in .png")
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise DemoError(f"--picture {wanted}: {what}: name a file in a folder that is there")
+    return path
+
+
+def draw_picture(screen: Screen, timeline: Timeline, path: Path) -> Path | None:
+    """Write the picture and say where it is; where that cannot be, say why, and return None."""
+    try:
+        picture = importlib.import_module("tierfall.demo.picture")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        screen.say("  for a picture of this timeline: pip install " + escape("'tierfall[plot]'"))
+        return None
+    try:
+        picture.write_picture(timeline, path)
+    except OSError as error:
+        reason = escape(f"{path} cannot be written ({error.strerror or error})")
+        screen.say(f"  [yellow]no picture: {reason}[/yellow]; --picture FILE names another place")
+        return None
+    shown = f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
+    screen.say(f"  the timeline as a picture: [bold]{escape(shown)}[/bold]")
+    return path

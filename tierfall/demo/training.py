@@ -1,42 +1,26 @@
 """The training itself: what a user has before tierfall comes, and the few lines that tierfall adds.
 
 Every source of chance is seeded and the number of threads is fixed, so that two runs give the same losses to the last
-bit. It writes no files; what happened is told to a ``Listener``.
+bit. Its data is real English text that every machine with Python has.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import tierfall
-from tierfall.demo.data import ShuffledLoader
 from tierfall.demo.model import Gpt, Shape, next_byte_loss
 
 SEED = 1234
 THREADS = 1
 LEARNING_RATE = 1e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A step, its loss, and the seconds that it took with everything; with the handle of its save, if it was saved.
-
-    ``save`` was called at ``saved_s`` on the monotonic clock.
-    """
-
-    step: int
-    loss: float
-    seconds: float
-    saved_s: float
-    handle: tierfall.SaveHandle | None
-
-
-Listener = Callable[[Trained], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +61,53 @@ def make_deterministic() -> None:
     torch.manual_seed(SEED)
 
 
+def english_text() -> bytes:
+    """Return Python's own help texts, half a million bytes or so, in a steady order."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+class ShuffledLoader:
+    """Hands out batches of blocks of ``text`` in an order drawn anew for each epoch.
+
+    Its state is three numbers: the epoch, the position in it, and the seed that every permutation is drawn from.
+    """
+
+    def __init__(self, text: bytes, *, context: int, batch: int, seed: int) -> None:
+        blocks = len(text) // (context + 1)
+        if blocks < batch:
+            raise ValueError(f"ShuffledLoader: {len(text)} bytes of text make no batch of {batch}")
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._blocks = data[: blocks * (context + 1)].view(blocks, context + 1)
+        self._batch = batch
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._draw()
+
+    def _draw(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return torch.randperm(len(self._blocks), generator=generator)
+
+    def next_batch(self) -> Tensor:
+        """Return the next (batch, context + 1) bytes as int64; an epoch's rest that makes no batch is left out."""
+        if self._position + self._batch > len(self._blocks):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._draw()
+        chosen = self._order[self._position : self._position + self._batch]
+        self._position += self._batch
+        return self._blocks[chosen].long()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seed = state["seed"]
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._order = self._draw()
+
+
 class Training:
     """A model, its optimizer, its learning rate and its data. ``state`` is what a checkpoint is to hold."""
 
@@ -94,7 +125,7 @@ class Training:
             "loader": self.loader,
         }
 
-    def step(self) -> torch.Tensor:
+    def step(self) -> Tensor:
         """Train on one batch, and return its loss."""
         loss = next_byte_loss(self.model, self.loader.next_batch())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -104,15 +135,23 @@ class Training:
         return loss
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A step, its loss, and the seconds that it took with everything."""
+
+    step: int
+    loss: float
+    seconds: float
+
+
 def train(
     training: Training,
     *,
     first: int,
     last: int,
     ckpt: tierfall.Checkpointer | None,
-    told: Listener,
     pace_s: float = 0.0,
-) -> None:
+) -> Iterator[Trained]:
     """Train steps ``first`` to ``last``, both included, saving through ``ckpt`` where its cadence asks for it.
 
     A step that took less than ``pace_s`` is followed by a pause, which counts as nobody's time.
@@ -120,18 +159,8 @@ def train(
     for step in range(first, last + 1):
         began = time.monotonic()
         loss = training.step()
-        saved_s = time.monotonic()
-        handle = None
         if ckpt is not None:
-            handle = ckpt.maybe_save(step, training.state, metrics={"loss": loss})
+            ckpt.maybe_save(step, training.state, metrics={"loss": loss})
         value = loss.item()
-        told(
-            Trained(
-                step=step,
-                loss=value,
-                seconds=time.monotonic() - began,
-                saved_s=saved_s,
-                handle=handle,
-            )
-        )
+        yield Trained(step=step, loss=value, seconds=time.monotonic() - began)
         time.sleep(max(0.0, began + pace_s - time.monotonic()))
