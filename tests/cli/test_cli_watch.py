@@ -16,7 +16,6 @@ from cli_kit import ROOT, Cli, Trainer
 
 from tests.steps import wait_until
 from tierfall.core.format import documents
-from tierfall.session import status_writer
 from tierfall.telemetry import status
 
 MakeCli = Callable[..., Cli]
@@ -275,17 +274,3 @@ def test_each_frame_is_one_document_until_it_is_interrupted(
 @pytest.mark.parametrize("every", ["0s", "10ms", "soon"])
 def test_a_frame_comes_not_too_often(make_cli: MakeCli, every: str) -> None:
     assert "--every" in make_cli()("watch", "--every", every, code=2).err
-
-
-# How often a status is written -----------------------------------------------------------------------
-
-
-def test_rates_are_those_of_the_last_seconds() -> None:
-    rates = status_writer.Rates()
-    for second in range(60):
-        rates.add(float(second), {"disk": min(second, 50) * 10, "far": 0})
-    assert rates.of("disk") == pytest.approx(10 * 1 / 10)
-    assert rates.of("far") == 0
-    rates.add(60.0, {"far": 5})
-    assert rates.of("disk") is None
-    assert status_writer.Rates().of("disk") is None

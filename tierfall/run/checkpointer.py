@@ -207,7 +207,7 @@ class Checkpointer:
         step = as_step(step)
         with self._saver.lock:
             self._line.check(step)
-            self._saver.counts.steps.note(step, began)
+            self._saver.counts.steps.come_to(step, began)
             try:
                 self._finish_capture(in_order=True)
                 handle = self._saver.save(
@@ -246,7 +246,7 @@ class Checkpointer:
         self._check_usable()
         self._line.check_begun(step)
         step = as_step(step)
-        self._saver.counts.steps.note(step, time.monotonic())
+        self._saver.counts.steps.come_to(step, time.monotonic())
         wanted = self._cadence.wants(step)
         if self._config.interval.at_end:
             self._note_last(step, state, metrics, tags, anew=wanted)

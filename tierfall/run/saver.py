@@ -91,7 +91,7 @@ class Saver:
         self._places = Places(self._streams, _open_slab(config))
         self._pace = Pace(rate) if (rate := config.capture.bandwidth_bytes_per_s) else None
         self._mode = _Mode(config.capture.mode)
-        self.counts = statistics.SaveCounts(steps=session.steps_seen)
+        self.counts = statistics.SaveCounts(steps=session.step_timer)
         self.lock = threading.RLock()
         """Held by whoever saves: one save after another, whichever threads they come from."""
 

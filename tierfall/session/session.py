@@ -76,7 +76,7 @@ from tierfall.setup.tiers import (
     unsettled,
 )
 from tierfall.telemetry.journal import Journal
-from tierfall.telemetry.steps_seen import StepsSeen
+from tierfall.telemetry.step_timer import StepTimer
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
 from tierfall.tiers.host import HostTier, damaged
@@ -114,7 +114,7 @@ class Session:
         self._told_of: set[Key] = set()
         self.listeners: dict[str | int, Callable[[News], None]] = {}
         """Who hears, instead of the coordinator, what the ranks say of topics that begin so; set before ``start``."""
-        self.steps_seen = StepsSeen()
+        self.step_timer = StepTimer()
         self.journal = Journal(config, run=run, ranks=self.ranks, node=self.node)
         folder = prepare_folder(run_folder(config, run))
         self.ring = Ring(config.chunk_bytes)  # restores do not wait for flushes

@@ -31,7 +31,7 @@ from tierfall.telemetry.reports import (
     ShardSource,
     Statistics,
 )
-from tierfall.telemetry.steps_seen import StepsSeen
+from tierfall.telemetry.step_timer import StepTimer
 
 if TYPE_CHECKING:
     from tierfall.session.session import Session
@@ -52,7 +52,7 @@ class SaveCounts:
     skipped: int = 0
     capture: str = ""
     handles: list[SaveHandle] = field(default_factory=list)
-    steps: StepsSeen = field(default_factory=StepsSeen)
+    steps: StepTimer = field(default_factory=StepTimer)
 
     @property
     def tried(self) -> int:
@@ -238,8 +238,8 @@ def bounds_of(session: Session) -> dict[LossClass, LossBound]:
     """Say what each loss would cost now; on the coordinator's thread."""
     return loss_bounds(
         session.coordinator.ledger.view(),
-        step=session.steps_seen.last,
-        step_s=session.steps_seen.step_s,
+        step=session.step_timer.last,
+        step_s=session.step_timer.step_s,
     )
 
 

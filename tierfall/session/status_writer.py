@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,35 +41,9 @@ logger = logging.getLogger("tierfall")
 
 EVERY_S = 1.0
 AT_LEAST_EVERY_S = 5.0
-RATE_OVER_S = 10.0
 CHECKPOINTS_MAX = 24
 EVENTS_MAX = 10
 JOIN_S = 1.0
-
-
-class Rates:
-    """How fast counters rise, over the last seconds."""
-
-    def __init__(self) -> None:
-        self._samples: dict[object, deque[tuple[float, int]]] = {}
-
-    def add(self, now_s: float, counts: dict[object, int]) -> None:
-        """Take what is counted now; what is not counted any more is forgotten."""
-        for key in self._samples.keys() - counts.keys():
-            del self._samples[key]
-        for key, count in counts.items():
-            samples = self._samples.setdefault(key, deque())
-            samples.append((now_s, count))
-            while len(samples) > 2 and samples[1][0] <= now_s - RATE_OVER_S:
-                samples.popleft()
-
-    def of(self, key: object) -> float | None:
-        """Return how much it rises in a second; None where that is not known yet."""
-        samples = self._samples.get(key)
-        if samples is None or len(samples) < 2:
-            return None
-        (first_s, first), (last_s, last) = samples[0], samples[-1]
-        return (last - first) / (last_s - first_s) if last_s > first_s else None
 
 
 class StatusWriter:
@@ -81,7 +54,6 @@ class StatusWriter:
         self._folder = folder
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._rates = Rates()
         self._start_ticks = own_start_ticks()
         self._last: Status | None = None
         self._complained = False
@@ -148,7 +120,6 @@ class StatusWriter:
     def _take(self) -> Status:
         session = self._session
         coordinator, ledger = session.coordinator, session.coordinator.ledger
-        self._count(coordinator)
         newest = list(islice(ledger.entries.ids(newest_first=True), CHECKPOINTS_MAX))
         left = ledger.abandoned()
         bounds = statistics.bounds_of(session)
@@ -185,14 +156,6 @@ class StatusWriter:
             for event in self._session.journal.recent.events[-EVENTS_MAX:]
         )
 
-    def _count(self, coordinator: Coordinator) -> None:
-        counts: dict[object, int] = {}
-        for lane in coordinator.lanes.values():
-            counts[lane.tier] = sum(lane.edge_bytes.values())
-            if lane.active is not None:
-                counts[lane.tier, lane.active.entry.id, lane.active.entry.shard] = _done(lane)[0]
-        self._rates.add(time.monotonic(), counts)
-
     def _tier(self, name: str, ledger: Ledger) -> TierStatus:
         rules = next(rules for rules in ledger.rules if rules.name == name)
         capacity = rules.capacity_bytes
@@ -205,15 +168,18 @@ class StatusWriter:
             used_bytes=ledger.used_bytes(name),
             capacity_bytes=capacity,
             checkpoints=ledger.count_on(name),
-            bytes_per_s=self._rates.of(name) or 0.0,
+            bytes_per_s=self._bytes_per_s(name) or 0.0,
             failing=None if failing is None else str(failing),
         )
+
+    def _bytes_per_s(self, tier: str) -> float | None:
+        return self._session.coordinator.rates.arriving_bytes_per_s(tier, time.monotonic())
 
     def _transfer(self, lane: Lane) -> TransferStatus:
         assert lane.active is not None
         entry = lane.active.entry
         done, total = _done(lane)
-        rate = self._rates.of((lane.tier, entry.id, entry.shard))
+        rate = self._bytes_per_s(lane.tier)
         return TransferStatus(
             step=entry.id.step,
             attempt=entry.id.attempt,

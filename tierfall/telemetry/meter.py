@@ -3,8 +3,7 @@
 It belongs to the training thread and reads no clock: whoever calls hands it the time, and the handles tell the rest.
 Steps are timed from one call to the next; those from a save on, until every tier has it or the next save begins, are
 *affected*, and so are those beside copies of anything else; all others are *clean*. What a save costs is what its
-affected steps took beyond as many clean ones; later ones beside copies count with the last save. ``step_clock`` times
-the optimizer's own steps, beside flushes or not; ``steps_seen`` all steps alike, for any thread.
+affected steps took beyond as many clean ones; later ones beside copies count with the last save.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.policies.cadence import PROFILE_STEPS, mean_within
+from tierfall.telemetry.step_timer import StepTimer
 
 SKIPPED = 2
 """So many steps after a start are not counted: they compile, allocate and fill caches."""
@@ -64,7 +64,7 @@ class Meter:
     def __init__(self, began_s: float, *, cycle: int = 1) -> None:
         self._began_s = began_s
         self._cycle = cycle
-        self._last: tuple[int, float] | None = None
+        self._steps = StepTimer()
         self._skip = SKIPPED
         self._clean: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._affected: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -85,13 +85,13 @@ class Meter:
 
     def tick(self, step: int, now_s: float, *, copying: bool) -> None:
         """The loop has come to the end of ``step``; ``copying``: a tier takes a copy, whosever it is."""
-        last, self._last = self._last, (step, now_s)
-        if last is None or step < last[0]:
+        taken = self._steps.come_to(step, now_s)
+        if taken is None:
             self._progress.unseen += 1  # what this step took began before anybody looked
             return
-        if step == last[0]:
+        steps, seconds = taken
+        if not steps:
             return
-        steps, seconds = step - last[0], now_s - last[1]
         self._paces.append(seconds / steps)
         self._progress.seconds += seconds
         window = self._window
@@ -153,7 +153,7 @@ class Meter:
     def go_back(self, step: int | None) -> None:
         """The line goes on from ``step``: what was trained after it is lost; None: from before all of them."""
         self._progress.go_back(-1 if step is None else step)
-        self._last = None
+        self._steps.go_on_from(None)
         self._window = None
 
     # The window of a save --------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Meter:
         not known yet.
         """
         wall_s = now_s - self._began_s
-        if wall_s <= 0 or self._last is None:
+        if wall_s <= 0 or self._steps.last is None:
             return None
         unseen_s = self._progress.unseen * (self.step_s or 0.0)
         return min(1.0, (self._progress.seconds + unseen_s) / wall_s)

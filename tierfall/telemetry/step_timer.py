@@ -1,8 +1,9 @@
-"""The step clock: how long the steps of training take, told to whoever paces flushes. It runs on the training thread.
+"""Timing steps of training. What a step takes depends on which are asked about:
 
-A step is the time between two steps of one optimizer. Those in which a save was called, and the ones after it, whose
-barrier waits for the capture, say nothing of flushes. Unlike the calls of ``maybe_save`` that ``metering`` goes by,
-these come in any loop, one by one, also where that is called once in many steps.
+* ``StepTimer`` times steps by their numbers, as the calls of ``save`` and ``maybe_save`` give them: all alike for what
+  a failure would cost, or, in ``meter``, told apart by whether a save or a copy was under way;
+* ``StepClock`` times those of an optimizer, for whoever paces flushes. They come in any loop, one by one, also where
+  ``maybe_save`` is called once in many steps.
 """
 
 from __future__ import annotations
@@ -16,14 +17,65 @@ from typing import Any
 
 from tierfall.core.scheduler.flush.throttle import Flushing, Pacing
 
+SEEN = 64
+"""The time of a step is a mean over so many calls of late: a run's steps change in length."""
 EXCUSED = 2
 REMEMBERED = 16
 PATIENCE = 100
 """After so many steps of others the optimizer that was gone by steps no more, and the next is taken."""
 
 
+class StepTimer:
+    """Times steps that have numbers. Told by the thread that trains, asked by any."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=SEEN)
+        self._from: int | None = None
+
+    def go_on_from(self, step: int | None) -> None:
+        """A restore has put training back to ``step`` (None: to before all steps)."""
+        self._seen.clear()
+        self._from = step
+
+    def come_to(self, step: int, now_s: float) -> tuple[int, float] | None:
+        """Training has come to ``step``: return how many steps that were, and their seconds, from the last call.
+
+        None where that is not known, since it is the first call, or training went back. What was seen before then says
+        nothing of how fast it is.
+        """
+        if self._seen and step < self._seen[-1][0]:
+            self._seen.clear()
+        if not self._seen:
+            self._seen.append((step, now_s))
+            return None
+        last, last_s = self._seen[-1]
+        if step == last:
+            return 0, 0.0
+        self._seen.append((step, now_s))
+        return step - last, now_s - last_s
+
+    @property
+    def last(self) -> int | None:
+        """Where training is, as far as is known; None before the first call."""
+        seen = tuple(self._seen)
+        return seen[-1][0] if seen else self._from
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds from one step to the next; None before the second."""
+        seen = tuple(self._seen)
+        if len(seen) < 2 or seen[-1][1] <= seen[0][1]:
+            return None
+        return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+
+
 class StepClock:
-    """See the module; ``stepped`` hears of every optimizer's step, ``saving`` of every save."""
+    """Times the steps of one optimizer, each from the one before, on the training thread; ``stepped`` hears of every
+    optimizer's step, ``saving`` of every save.
+
+    Those in which a save was called, and the ones after it, whose barrier waits for the capture, say nothing of
+    flushes.
+    """
 
     def __init__(self, pacing: Pacing, clock: Callable[[], float] = time.monotonic) -> None:
         self._pacing = pacing

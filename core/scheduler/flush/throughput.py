@@ -37,8 +37,8 @@ class Stretch:
         return self.paced_s > PACED * (self.write_s + self.paced_s)
 
 
-class _Moving:
-    """Bytes over seconds of the last stretches."""
+class Throughput:
+    """Bytes over seconds, of the last stretches that were noted."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[int, float]] = deque(maxlen=STRETCHES)
@@ -56,8 +56,13 @@ class _Moving:
 
     @property
     def per_s(self) -> float | None:
-        seconds = sum(s for _, s in self._last)
-        return sum(count for count, _ in self._last) / seconds if seconds else None
+        return self.per_s_with(0, 0.0)
+
+    def per_s_with(self, more: int, more_s: float) -> float | None:
+        """Return the rate with what is not noted yet; None before there are bytes, and time."""
+        count = more + sum(count for count, _ in self._last)
+        seconds = more_s + sum(seconds for _, seconds in self._last)
+        return count / seconds if count and seconds else None
 
 
 @dataclass(slots=True)
@@ -75,10 +80,10 @@ class Rates:
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
         self._begun = 0
-        self._free: dict[str, _Moving] = {}
-        self._paced: dict[str, _Moving] = {}
-        self._given: dict[str, _Moving] = {}
-        self._reads: dict[str, _Moving] = {}
+        self._free: dict[str, Throughput] = {}
+        self._paced: dict[str, Throughput] = {}
+        self._given: dict[str, Throughput] = {}
+        self._reads: dict[str, Throughput] = {}
 
     # Asking ----------------------------------------------------------------------------------------
 
@@ -93,6 +98,15 @@ class Rates:
     def delivered_bytes_per_s(self, tier: str) -> float | None:
         """Return how fast copies come to a tier while they run, with all waits for a pace; None before the first."""
         return _rate(self._given, tier)
+
+    def arriving_bytes_per_s(self, tier: str, now_s: float) -> float | None:
+        """Return the same with what the stretch under way has brought by now, for whoever watches; None where no worker
+        writes to the tier, or nothing has come yet."""
+        lane = self._lanes.get(tier)
+        if lane is None or not lane.out:
+            return None
+        busy_s = lane.stretch.busy_s + max(0.0, now_s - lane.since_s)
+        return self._given.get(tier, Throughput()).per_s_with(lane.stretch.bytes, busy_s)
 
     def read_rates(self) -> dict[str, float]:
         """Return how fast each tier was read, in bytes per second, by flushes to other tiers and by restores."""
@@ -148,21 +162,21 @@ class Rates:
 
     def was_read(self, tier: str, count: int, seconds: float) -> None:
         """A restore has read so many bytes of a tier in so many seconds."""
-        self._reads.setdefault(tier, _Moving()).note(count, seconds)
+        self._reads.setdefault(tier, Throughput()).note(count, seconds)
 
     def _note(self, tier: str, stretch: Stretch) -> None:
-        paced, free = (of.setdefault(tier, _Moving()) for of in (self._paced, self._free))
+        paced, free = (of.setdefault(tier, Throughput()) for of in (self._paced, self._free))
         written_s = min(stretch.busy_s, stretch.write_s)
         if stretch.is_paced:
             paced.note(stretch.bytes, written_s)
         else:
             free.note(stretch.bytes, written_s)
             paced.forget_oldest()  # what was shown under a pace long ago may not be so any more
-        self._given.setdefault(tier, _Moving()).note(stretch.bytes, stretch.busy_s)
+        self._given.setdefault(tier, Throughput()).note(stretch.bytes, stretch.busy_s)
         for source, count in stretch.read_bytes.items():
             self.was_read(source, count, min(stretch.busy_s, stretch.read_s[source]))
 
 
-def _rate(of: dict[str, _Moving], tier: str) -> float | None:
+def _rate(of: dict[str, Throughput], tier: str) -> float | None:
     moving = of.get(tier)
     return None if moving is None else moving.per_s

@@ -147,6 +147,19 @@ def test_only_the_last_stretches_count() -> None:
     assert rates.stretches("pfs") == STRETCHES
 
 
+def test_what_arrives_is_told_while_it_does_and_less_where_it_takes_longer() -> None:
+    rates = Rates()
+    first, second = run_of(0), run_of(1)
+    rates.began(first, 0.0)
+    assert rates.arriving_bytes_per_s("pfs", 1.0) is None, "nothing has come yet"
+    rates.began(second, 0.0)
+    rates.ended(Outcome(task=first, seconds=2.0), 2.0)
+    assert rates.arriving_bytes_per_s("pfs", 2.0) == pytest.approx(MIB / 2)
+    assert rates.arriving_bytes_per_s("pfs", 100.0) == pytest.approx(MIB / 100)
+    rates.ended(Outcome(task=second, seconds=4.0), 4.0)
+    assert rates.arriving_bytes_per_s("pfs", 4.0) is None, "nobody writes"
+
+
 def test_statistics_say_how_fast_tiers_were_written_and_read(tmp_path: Path) -> None:
     config = {
         "run": "run",

@@ -4,11 +4,13 @@ the rates that the copies before have shown."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing, merge
+from tierfall.core.scheduler.flush.throughput import Throughput
 from tierfall.core.types.drain_outlook import DrainDecision
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.commands import unread, view_of
@@ -33,12 +35,11 @@ class DrainTurns:
         self._listings = listings
         self._ends_s = ends_s
         self._forecast = Foretold(tell)
-        self._brought: dict[str, tuple[int, float]] = {}
+        self._brought: defaultdict[str, Throughput] = defaultdict(Throughput)
 
     def note(self, tier: str, count: int, seconds: float) -> None:
         """So many bytes have come to a tier in so many seconds."""
-        known, took = self._brought.get(tier, (0, 0.0))
-        self._brought[tier] = (known + count, took + seconds)
+        self._brought[tier].note(count, seconds)
 
     def turns(self, planned: Sequence[Copy]) -> Iterator[Copy]:
         """Give what is planned, each when it is its turn; what cannot arrive in time is left out."""
@@ -68,9 +69,7 @@ class DrainTurns:
                 ),
                 failing=frozenset(unread(self._listings)),
             ),
-            bytes_per_s={
-                tier: count / seconds for tier, (count, seconds) in self._brought.items() if seconds
-            },
+            bytes_per_s={tier: brought.per_s for tier, brought in self._brought.items()},
             left_s=left_s,
             one_at_a_time=True,
         )
