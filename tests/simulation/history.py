@@ -23,6 +23,8 @@ from tests.simulation.world import (
     CommitReader,
     World,
     file_rules,
+    flip_bit,
+    image_key,
     marks_in,
     read_image,
 )
@@ -343,9 +345,7 @@ class History:
         if not spare:
             return
         tier, id = self.purges.choice(spare)
-        file = image_file(now[tier].commits[id], SHARD)
-        assert file is not None
-        del self.world.disks[tier]._objects[keys.step_prefix("run", id) + file.file.name]
+        del self.world.disks[tier]._objects[image_key(now[tier].commits[id])]
         self.log.append(f"the image of {id} is purged on {tier}")
         self.purged.add((tier, id))
 
@@ -378,17 +378,9 @@ class History:
             return
         tier, id = max(spare, key=lambda copy: (copy[1], self.rot.random()))
         commit = now[tier].commits[id]
-        file = image_file(commit, SHARD)
-        assert file is not None
-        objects, key = (
-            self.world.disks[tier]._objects,
-            keys.step_prefix("run", id) + file.file.name,
-        )
-        data = bytearray(objects[key])
-        data[self.rot.randrange(len(data))] ^= 1 << self.rot.randrange(8)
-        objects[key] = type(objects[key])(data)
+        data = flip_bit(self.world.disks[tier], image_key(commit), self.rot)
         self.log.append(f"a bit of {id} flips on {tier}")
-        self.rotten[tier, id] = objects[key], commit
+        self.rotten[tier, id] = data, commit
         self.before = self.look()
 
     def go_back_in_process(self) -> None:

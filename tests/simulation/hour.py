@@ -18,7 +18,8 @@ from tests.simulation.history import RANK, Asked, Held, History, check_restorabl
 from tests.simulation.mounts import MountedWorld
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.weather import Outage, Weather
-from tests.simulation.world import IMAGE, Zombie
+from tests.simulation.world import IMAGE, Place, Zombie, newest_attempt, objects_on
+from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.format.records import read_attempt
 from tierfall.core.scheduler.ledger.tasks import CopyRun, DropCopy, Task
@@ -124,23 +125,19 @@ class Hour(History):
             self._restart_machine()
         for zombie in self.zombies:
             if self._wakes.random() < 0.2:
-                before = self._objects()
+                before = objects_on(self._places())
                 blind = {t for t in self.world.disks if self._newest_number([t]) <= zombie.number}
                 said = zombie.go_on(self._wakes, self.world.now_s, blind)
                 self.log.extend(said)
-                after = self._objects()
+                after = objects_on(self._places())
                 gone = [key for key, data in before.items() if after.get(key) is not data]
                 assert not gone, f"a zombie took away {gone}"
                 # an image that it had begun: the next start collects that
-                self.left_by_zombies |= after.keys() - before.keys()
+                self.left_by_zombies |= {(t, key) for (t, _), key in after.keys() - before.keys()}
                 self.check()
 
-    def _objects(self) -> dict[tuple[str, str], object]:
-        return {
-            (tier, key): data
-            for tier, disk in self.world.disks.items()
-            for key, data in disk._objects.items()
-        }
+    def _places(self) -> dict[Place, MemoryBackend]:
+        return {(tier, 0): disk for tier, disk in self.world.disks.items()}
 
     def _schedule(self) -> None:
         """Give each new task the time at which it is done."""
@@ -270,9 +267,7 @@ class Hour(History):
 
     def _newest_number(self, tiers: Iterable[str]) -> int:
         """The newest attempt that a tier knows of."""
-        keys = [key for tier in tiers for key in self.world.disks[tier]._objects]
-        numbers = (names.parse_attempt(key.removeprefix("run/attempts/")) for key in keys)
-        return max((number for number in numbers if number), default=0)
+        return newest_attempt(self.world.disks[tier] for tier in tiers)
 
     def _forget_above(self, number: int) -> None:
         """Attempts are counted anew from here on: others will be called the same."""

@@ -9,32 +9,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.core.ranks.network import Network
+from tests.simulation.mounts import MachineFile
 from tests.simulation.noted import Life
-from tests.simulation.rank import Rank
-from tests.simulation.world import (
-    CommitReader,
-    host_rules,
-)
+from tests.simulation.rank import Rank, Troubled, Unsynced
+from tests.simulation.world import CommitReader, attempt_of, host_rules
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import Share
-from tierfall.core.format.catalog import merge, starts_in
-from tierfall.core.format.records import Attempt, Commit, read_commit
+from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.message_tree import Topic
-from tierfall.core.restore.agreement import choose_together, complete, whole_on
+from tierfall.core.restore.agreement import choose_together
 from tierfall.core.restore.candidates import Request
-from tierfall.core.restore.inventory import describe, merge_ranks
+from tierfall.core.restore.inventory import merge_ranks
 from tierfall.core.scheduler.ledger.tasks import Task
 from tierfall.core.types import keys
-from tierfall.core.types.errors import RestoreError
+from tierfall.core.types.errors import RestoreError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, WhenFull
 from tierfall.core.types.view import TierRules
-from tierfall.session.leftovers import inherited
-from tierfall.session.start import Start, damaged_copies, held_by_all
+from tierfall.session.start import Start, decide, held_by_all, read_start
 
 NODE_TIER = "nvme"
 SHARED_TIER = "pfs"
@@ -57,9 +52,11 @@ class Many:
         when_full: WhenFull = WhenFull.WAIT,
         codecs: Mapping[str, Codec] | None = None,
         share: Callable[[CheckpointId, int], Share | None] = lambda id, rank: None,
+        folders: Iterable[str] = (),
     ) -> None:
         """``rules`` are those of the tiers ``nvme``, which each node has for itself, and ``pfs``, which all see;
-        ``share`` says what a rank digested of a checkpoint that all ranks compare."""
+        ``share`` says what a rank digested of a checkpoint that all ranks compare; the tiers ``folders`` have folders
+        that need their fsync."""
         self.node_of = tuple(node_of)
         self.rules = (host_rules(when_full), *rules)
         self.stored = tuple(tier.name for tier in self.rules[1:])
@@ -75,6 +72,18 @@ class Many:
         self.said: Callable[[Topic, Any], None] = lambda topic, body: None
         self.ran: Callable[[Rank, Task], None] = lambda rank, task: None
         self._disks: dict[tuple[str, int | None], MemoryBackend] = {}
+        self._unsynced: dict[tuple[str, int | None], Unsynced] = {}
+        self._folders = frozenset(folders)
+        self.machines = {node: MachineFile() for node in set(self.node_of)}
+        self.wall_ahead_s: dict[int, float] = {}
+        self.unopened: set[str] = set()
+        """The tiers that a start does without where it cannot list them."""
+        self.unread: set[str] = set()
+        """The tiers that a rank of this start could not look at."""
+        self.does_without: Callable[[], bool] = lambda: False
+        """Say whether a person restores without what cannot be looked at, or begins anew."""
+        self.blind: set[str] = set()
+        """The ids of the attempts that began without a look at some tier."""
         self._read = CommitReader().read
         self.starts = 0
         self.started_from: CheckpointId | None = None
@@ -82,8 +91,21 @@ class Many:
         self.start()
 
     def disk(self, tier: str, node: int) -> MemoryBackend:
+        """The disk that a node sees as a tier, at the same place on all nodes."""
         key = (tier, None if tier == SHARED_TIER else node)
-        return self._disks.setdefault(key, MemoryBackend(place=f"{tier} of node {node}"))
+        return self._disks.setdefault(key, MemoryBackend(place=tier))
+
+    def unsynced(self, tier: str, node: int) -> Unsynced:
+        key = (tier, None if tier == SHARED_TIER else node)
+        return self._unsynced.setdefault(key, Unsynced())
+
+    def seen_by(self, rank: Rank, tier: str) -> Troubled:
+        return Troubled(
+            self.disk(tier, rank.node),
+            seed=rank.number,
+            has_folders=tier in self._folders,
+            unsynced=self.unsynced(tier, rank.node),
+        )
 
     def disks(self, tier: str) -> dict[int, MemoryBackend]:
         """The disks of a tier by node; the shared one under 0."""
@@ -98,66 +120,77 @@ class Many:
         self.network = Network(
             self.node_of, seed=self.seed + 1000 * self.starts, fan_out=self.fan_out
         )
-        listings = {rank: rank.open() for rank in self.ranks}
-        described = {
-            rank.number: describe(listings[rank], mine=self._told_by(rank)) for rank in self.ranks
-        }
+        for rank in self.ranks:
+            rank.open()
+        start = self._take_attempt()
+        described = {rank.number: rank.described() for rank in self.ranks}
         order = [rules.name for rules in self.rules]
-        together = merge_ranks(described, order)
-        found, _ = complete(together)
-        known = {copy.id: copy.commit for listing in together for copy in listing.copies}
-        numbers = [n for x in together for n in x.attempts] + [id.attempt for id in known]
-        numbers += [n for listed in listings.values() for x in listed for n in x.attempts]
-        self.attempt = _attempt(1 + max(numbers, default=0))
-        start = Start(
-            attempt=self.attempt,
-            whole={
-                x.tier: frozenset(c.id for c in x.copies if whole_on(x, c.id)) for x in together
-            },
-            complete=found,
-            seen=frozenset(x.tier for x in together if x.error is None),
-            first=not known,
-            inherited=tuple(
-                read_commit(text.encode(), what="inherited")
-                for text in inherited(
-                    together, described, host="host", world_size=len(self.node_of)
-                )
-            ),
-            marks={x.tier: {c.id: c.marks for c in x.copies if c.marks} for x in together},
-            deleted=frozenset(c.id for c in merge(together) if c.tombstoned and not c.pinned),
-            damaged={
-                tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
-                for tier, said in damaged_copies(together, host="host").items()
-            },
-            starts=starts_in(together, found),
-        )
-        self.started_from = self._chosen(described, order)
+        known = {c.id: c.commit for x in merge_ranks(described, order) for c in x.copies}
+        self.started_from = self._restore(described, order)
         commit = known.get(self.started_from) if self.started_from else None
         self.trace.append(f"attempt {self.attempt.number} goes on from {self.started_from}")
         host = SimpleNamespace(host=SimpleNamespace(name="host"))
         for rank in self.ranks:
-            session = SimpleNamespace(config=host, listings=listings[rank], ranks=rank)
+            session = SimpleNamespace(config=host, listings=rank.listings, ranks=rank)
             rank.ordinal = commit.line.ordinal if commit else 0
-            rank.start(start, listings[rank], held_by_all(cast(Any, session), start))
+            rank.start(start, held_by_all(cast(Any, session), start))
+        for rank in self.ranks:
+            rank.go_on_from(self.started_from)
         for rank in self.ranks:
             rank.step()
 
-    def _chosen(
+    def _take_attempt(self) -> Start:
+        """Let all ranks take one attempt, without the tiers that one of them cannot reach."""
+        root = self.ranks[0]
+        session = SimpleNamespace(
+            take_number=self._take_number,
+            found_read_only={},
+            config=SimpleNamespace(host=SimpleNamespace(name="host")),
+            ranks=SimpleNamespace(topology=self.network.councils[0].topology),
+        )
+        number = 1
+        while True:
+            numbers = [max(number, rank.next_number()) for rank in self.ranks]
+            bodies = {r.number: r.found(n) for r, n in zip(self.ranks, numbers, strict=True)}
+            order = [rules.name for rules in self.rules]
+            found = decide(cast(Any, session), bodies, order)
+            without = {t: UnreachableError(why) for t, why in found["unreachable"].items()}
+            for rank in self.ranks:
+                rank.go_without(without)
+            self.attempt = Attempt(run="run", **found["attempt"])
+            if all([rank.adopt(self.attempt) for rank in self.ranks]):
+                break
+            number = self.attempt.number + 1
+        self.unread = {x.tier for rank in self.ranks for x in rank.listings if x.error is not None}
+        if self.unread:
+            self.blind.add(root.attempt.id)
+        return read_start(self.attempt, found)
+
+    def _take_number(self, number: int) -> Attempt:
+        while not self.ranks[0].adopt(attempt := attempt_of(number, self.starts)):
+            number += 1
+        return attempt
+
+    def _restore(
         self, described: Mapping[int, Mapping[str, Any]], order: Sequence[str]
     ) -> CheckpointId | None:
+        """Read the newest checkpoint that all ranks can, and return it; None where a person begins anew."""
+        request = Request(ignore_unreachable=self.does_without())
         try:
-            chosen = choose_together(described, order, Request())["order"]
-        except RestoreError as error:  # a person decides to begin anew
+            chosen = choose_together(described, order, request)["order"]
+        except RestoreError as error:
             self.trace.append(f"fresh: {error}")
             return None
-        return CheckpointId(*chosen[0]) if chosen else None
+        for said in chosen:
+            id = CheckpointId(*said)
+            if all([self._is_read(id, rank) for rank in self.ranks]):
+                return id
+        return None
 
-    def _told_by(self, rank: Rank) -> tuple[str, ...]:
-        topology = self.network.councils[rank.number].topology
-        told = ["host"]
-        told += [NODE_TIER] if topology.is_leader and NODE_TIER in self.stored else []
-        told += [SHARED_TIER] if topology.is_root else []
-        return tuple(told)
+    def _is_read(self, id: CheckpointId, rank: Rank) -> bool:
+        """Say whether a rank's part can be read by it, or else by another one, which hands it on."""
+        others = [other for other in self.ranks if other is not rank]
+        return any(reader.read(id, rank.shard) for reader in (rank, *others))
 
     def crash(self, *, nodes_lost: Iterable[int] = ()) -> None:
         """End every process at once; the nodes that are lost lose their memory too."""
@@ -226,8 +259,3 @@ class Many:
         """What is committed on every disk of a tier."""
         found = [set(self.records(tier, node)) for node in self.disks(tier)]
         return set.intersection(*found)
-
-
-def _attempt(number: int) -> Attempt:
-    attempt = Attempt(run="run", number=1, id="", node="n", pid=1, wall_time_s=0.0)
-    return replace(attempt, number=number, id=f"{number:032x}")

@@ -4,7 +4,7 @@ tier is not mounted, and a process that one which is mounted again is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +12,14 @@ from typing import Any, cast
 
 from tests.simulation.weather import Outage
 from tests.simulation.world import World
+from tierfall.backends.memory import MemoryBackend
 from tierfall.config import Config
 from tierfall.core.format.catalog import Listing
 from tierfall.core.format.records import read_tier
 from tierfall.core.types import keys
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.values import LossClass
+from tierfall.core.types.view import TierRules
 from tierfall.setup.tier_identity import Identities
 from tierfall.tiers.stored import StoredTier
 
@@ -50,6 +52,37 @@ class MachineFile:
         target.data = self.data
 
 
+def config_of(rules: Iterable[TierRules], is_mounted: Callable[[str], bool]) -> Config:
+    """What ``Identities`` is to know of the tiers; those that survive a node are all nodes'."""
+    stored = [
+        SimpleNamespace(
+            name=tier.name,
+            shared=tier.survives is LossClass.NODE,
+            folder=MOUNTED if is_mounted(tier.name) else NOT_MOUNTED,
+            read_only=False,
+        )
+        for tier in rules
+    ]
+    host = SimpleNamespace(name="host")
+    return cast(Config, SimpleNamespace(run="run", stored=stored, host=host))
+
+
+def remembers(
+    tier: str, disks: Mapping[str, MemoryBackend], machine: MachineFile, seen: Collection[str]
+) -> bool:
+    """Say whether a start on a machine that sees these disks can tell that a tier is not mounted, by what the machine
+    or a tier of ``seen`` keeps."""
+    if RECORD not in disks[tier]._objects:
+        return False
+    if machine.data is not None:
+        known = read_tier(machine.data, what="this machine").others.get(tier)
+        if known is not None and (known.shared or known.device is not None):
+            return True
+    said = [disks[name]._objects.get(RECORD) for name in set(seen) - {tier}]
+    others = [read_tier(bytes(data), what=RECORD).others for data in said if data is not None]
+    return any(tier in known and known[tier].shared for known in others)
+
+
 class MountedWorld(World):
     """A run whose tiers are all ``Outage``. What a start finds not to be mounted it leaves out, as long as it lives;
     and what cannot be listed, where it is one of ``unopened``, as it could not be opened either."""
@@ -66,16 +99,8 @@ class MountedWorld(World):
 
     def remembers(self, tier: str) -> bool:
         """Say whether a start can tell now that a tier is not mounted, by what this machine or another tier keeps."""
-        if RECORD not in self.disks[tier]._objects:
-            return False
-        if self.machine.data is not None:
-            known = read_tier(self.machine.data, what="this machine").others.get(tier)
-            if known is not None and (known.shared or known.device is not None):
-                return True
-        seen = {name for name in self.disks if name != tier and self._outage_of(name).in_reach}
-        said = [self.disks[name]._objects.get(RECORD) for name in seen]
-        others = [read_tier(bytes(data), what=RECORD).others for data in said if data is not None]
-        return any(tier in known and known[tier].shared for known in others)
+        seen = {name for name in self.disks if self._outage_of(name).in_reach}
+        return remembers(tier, self.disks, self.machine, seen)
 
     def _outage_of(self, tier: str) -> Outage:
         backend = self._backends[tier]
@@ -83,18 +108,7 @@ class MountedWorld(World):
         return backend
 
     def _config(self) -> Config:
-        """What ``Identities`` is to know of the tiers."""
-        stored = []
-        for rules in self.rules[1:]:
-            stored.append(
-                SimpleNamespace(
-                    name=rules.name,
-                    shared=rules.survives is LossClass.NODE,
-                    folder=MOUNTED if self._outage_of(rules.name).mounted else NOT_MOUNTED,
-                    read_only=False,
-                )
-            )
-        return cast(Config, SimpleNamespace(run="run", stored=stored))
+        return config_of(self.rules[1:], lambda tier: self._outage_of(tier).mounted)
 
     def _look_at_all(self, unread: Iterable[str]) -> tuple[Listing, ...]:
         listings = super()._look_at_all(unread)

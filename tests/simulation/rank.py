@@ -5,11 +5,15 @@ what it can see of the disks. It lives in a ``Many``.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from tests.simulation.mounts import config_of
 from tests.simulation.noted import Life
 from tests.simulation.wants import metrics_of, tags_of
+from tests.simulation.weather import Outage
 from tests.simulation.world import (
     CHUNK,
     DATA_START,
@@ -20,6 +24,7 @@ from tests.simulation.world import (
     images_of,
     packing,
 )
+from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.faults import Fault, Faulty
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.capture.events import (
@@ -31,12 +36,15 @@ from tierfall.core.capture.events import (
 )
 from tierfall.core.capture.handle import SaveHandle
 from tierfall.core.capture.snapshot import Snapshot
+from tierfall.core.copies.chunk_reader import ChunkReader, Tally
+from tierfall.core.copies.images import Image, RegionImage, StoredImage
+from tierfall.core.copies.shard_reader import PASSABLE, find_images
 from tierfall.core.format.catalog import FoundCopy, Listing, merge
 from tierfall.core.format.documents import Spliced, dumps, sha256
-from tierfall.core.format.records import Commit, Geometry, Line, Manifest, NamedFile
+from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, NamedFile
 from tierfall.core.ranks.message_tree import Bodies, Topic
 from tierfall.core.ranks.ranks import Announced, Gathered, News, Told
-from tierfall.core.restore.inventory import unite
+from tierfall.core.restore.inventory import describe, unite
 from tierfall.core.runtime.buffers import BufferPool
 from tierfall.core.scheduler.coordinator import Coordinator
 from tierfall.core.scheduler.executor import TaskRunner
@@ -44,10 +52,21 @@ from tierfall.core.scheduler.flush.lane import LaneLimits
 from tierfall.core.scheduler.ledger.ledger import Ledger
 from tierfall.core.scheduler.ledger.tasks import Admission, Order, PersonsOrder, Task
 from tierfall.core.types import keys
+from tierfall.core.types.errors import (
+    BackendError,
+    FencedError,
+    IntegrityError,
+    KeyExistsError,
+    TierfallError,
+    UnreachableError,
+)
 from tierfall.core.types.values import CheckpointId, CopyState, SaveOutcome, Shard
 from tierfall.policies import defaults
 from tierfall.session.adopt import take_over
 from tierfall.session.start import Start
+from tierfall.setup.attempts import next_number
+from tierfall.setup.tier_identity import Identities
+from tierfall.setup.tiers import settle
 from tierfall.tiers.stored import StoredTier
 
 if TYPE_CHECKING:
@@ -56,8 +75,36 @@ if TYPE_CHECKING:
 CUT = Geometry(image_bytes=IMAGE, data_start=DATA_START, chunk_bytes=CHUNK)
 
 
-class Troubled(Faulty):
-    """What one rank sees of a disk: its own troubles come and go."""
+class Unsynced:
+    """What is visible on a disk, and goes with a power cut, whoever wrote it."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+
+class Troubled(Outage):
+    """What one rank sees of a disk: its own troubles come and go. ``has_folders``: objects lie in folders that need
+    their fsync."""
+
+    def __init__(
+        self,
+        disk: MemoryBackend,
+        *,
+        seed: int,
+        has_folders: bool = False,
+        unsynced: Unsynced | None = None,
+    ) -> None:
+        self._of_disk = unsynced or Unsynced()
+        super().__init__(disk, seed=seed, plan=[])
+        self._has_folders, self.bad = has_folders, True
+
+    @property
+    def _unsynced(self) -> set[str]:
+        return self._of_disk.keys
+
+    @_unsynced.setter
+    def _unsynced(self, keys: set[str]) -> None:
+        self._of_disk.keys = keys
 
     def strike(self, plan: Sequence[Fault]) -> None:
         """Have these faults from now on, and no others; what is open already has them too."""
@@ -88,8 +135,14 @@ class Rank:
         self.node = world.node_of[number]
         self.memory = FakeMemory(memory_images)
         self.handles: dict[CheckpointId, SaveHandle] = {}
-        self.troubles: dict[str, Troubled] = {}
+        self.troubles = {tier: world.seen_by(self, tier) for tier in world.stored}
         self.stores: dict[str, StoredTier] = {}
+        self.errors: dict[str, TierfallError] = {}
+        """The tiers that all ranks go on without, for as long as this process runs."""
+        self.listings: tuple[Listing, ...] = ()
+        self.attempt: Attempt
+        self._read_whole: tuple[str, ...] = ()
+        self._found_damage: list[tuple[str, CheckpointId, TierfallError]] = []
         self.tasks: list[Task] = []
         self.next_s: float | None = None
         self.ordinal = 0
@@ -98,44 +151,150 @@ class Rank:
 
     # A start, step by step -----------------------------------------------------------------------
 
-    def open(self) -> tuple[Listing, ...]:
+    def open(self) -> None:
         """Look at all that this rank can see."""
-        self.tasks = []
-        self.troubles = {
-            tier: Troubled(self.world.disk(tier, self.node), seed=self.number, plan=())
-            for tier in self.world.stored
-        }
-        self.stores = {
-            tier: StoredTier(
-                name=tier,
-                run="run",
-                backend=trouble,
-                packing=packing(self.world.codecs.get(tier)),
-            )
-            for tier, trouble in self.troubles.items()
-        }
-        return (self._in_memory(), *(store.list() for store in self.stores.values()))
+        self.tasks, self.errors, self._read_whole = [], {}, ()
+        self.stores = {tier: self._open_store(tier) for tier in self.troubles}
+        listings = (self._in_memory(self.memory), *(s.list() for s in self.stores.values()))
+        self.listings = listings
+        config = config_of(self.world.rules[1:], lambda tier: self.troubles[tier].mounted)
+        machine = cast(Path, self.world.machines[self.node])
+        self._config, self._identities = config, Identities(config, self.stores, machine, listings)
+        self._identities.refuse_aliases()
+        missing: dict[str, TierfallError] = dict(self._identities.missing(listings))
+        failed = {x.tier: x.error for x in listings if x.error is not None}
+        missing |= {tier: failed[tier] for tier in failed.keys() & self.world.unopened}
+        self.go_without(missing)
+        mine = set(filter(self.owns, self.stores))
+        self.listings = tuple(
+            settle(self.stores[x.tier], x) if x.tier in mine and x.error is None else x
+            for x in self.listings
+        )
 
-    def _in_memory(self) -> Listing:
+    def _open_store(self, tier: str) -> StoredTier:
+        trouble = self.troubles[tier]
+        trouble.strike(())
+        trouble.opened()
+        return StoredTier(
+            name=tier,
+            run="run",
+            backend=trouble,
+            packing=packing(self.world.codecs.get(tier)),
+            recognise=trouble.recognise,
+        )
+
+    def go_without(self, tiers: Mapping[str, TierfallError]) -> None:
+        for name in tiers.keys() - self.errors.keys():
+            del self.stores[name]
+            self.errors[name] = error = tiers[name]
+            self.listings = tuple(
+                Listing(tier=name, error=error) if x.tier == name else x for x in self.listings
+            )
+
+    def owns(self, tier: str) -> bool:
+        """Say whether this rank commits, collects and deletes on a tier, and tells the others of it."""
+        topology = self.world.network.councils[self.number].topology
+        return topology.is_root if self.world.shared.get(tier) else topology.is_leader
+
+    def found(self, number: int) -> dict[str, Any]:
+        """What this rank brings to the agreement on a start."""
+        return {
+            "number": number,
+            "unreachable": {tier: str(error) for tier, error in self.errors.items()},
+            "read_only": {},
+            "tiers": self.described(),
+            "nothing": all(x.error is None for x in self.listings)
+            and all(known.tombstoned for known in merge(self.listings)),
+        }
+
+    def described(self) -> dict[str, Any]:
+        mine = ["host", *(tier for tier in self.world.stored if self.owns(tier))]
+        return describe(self.listings, mine=mine)
+
+    def next_number(self) -> int:
+        return next_number(self.listings, self.stores, run="run")
+
+    def adopt(self, attempt: Attempt) -> bool:
+        """Save as this attempt from now on; False where a tier knows another one by its number."""
+        answered = {x.tier for x in self.listings if x.error is None}
+        for store in reversed([s for s in self.stores.values() if s.name in answered]):
+            try:
+                store.take_attempt(attempt)
+            except KeyExistsError:
+                return False
+            except UnreachableError:
+                continue  # it gets it before its first commit
+        owned = frozenset(filter(self.owns, self.world.stored))
+        leads = self.world.network.councils[self.number].topology.is_leader
+        self._identities.leave(attempt, self._config, owned=owned, leads=leads)
+        self.attempt = attempt
+        return True
+
+    def _in_memory(self, *memories: FakeMemory) -> Listing:
         found: dict[CheckpointId, dict[str, FoundCopy]] = {}
-        for id, image in images_of(self.memory):
+        for id, image in [held for memory in memories for held in images_of(memory)]:
             copy = found_in(image.region)
             found.setdefault(id, {})[f"region {len(found.get(id, ()))}"] = copy
         return Listing(tier="host", copies=tuple(unite(copies)[0] for copies in found.values()))
 
-    def start(self, start: Start, listings: tuple[Listing, ...], held: tuple[Listing, ...]) -> None:
+    def read(self, id: CheckpointId, shard: Shard) -> bool:
+        """Read a rank's part of a checkpoint from the fastest copies here that are good; False where none is. What is
+        read is what was saved."""
+        tally = Tally(found_damage=lambda *found: self._found_damage.append(found))
+        memories = [rank.memory for rank in self.world.ranks if rank.node == self.node]
+        listings = (self._in_memory(*memories), *self.listings[1:])
+        known = next((known for known in merge(listings) if known.id == id), None)
+        copies = {} if known is None else known.copies
+        tiers = sorted(copies, key=lambda tier: copies[tier].damage is not None)
+        try:
+            if known is None:
+                raise IntegrityError(f"{id} is nowhere here")
+            images, manifest = find_images(known, tiers, self._open_image, shard, tally)
+            reader, buffer = ChunkReader(images, manifest, tally), memoryview(bytearray(2 * IMAGE))
+            chunks = [bytes(reader.read(i, buffer)) for i in range(manifest.chunk_count)]
+        except PASSABLE as error:
+            self.world.trace.append(f"rank {self.number} cannot read {shard} of {id}: {error}")
+            return False
+        assert b"".join(chunks) == image_of(id, shard.rank), f"{id} is restored as another one"
+        if shard == self.shard:
+            self._read_whole = tuple(tier for tier, read in tally.bytes.items() if read == IMAGE)
+        return True
+
+    def _open_image(self, tier: str, id: CheckpointId, shard: Shard) -> Image:
+        if tier != "host":
+            return StoredImage(self.stores[tier], id, shard)
+        memories = [rank.memory for rank in self.world.ranks if rank.node == self.node]
+        for found, held in [held for memory in memories for held in images_of(memory)]:
+            if (found, held.region.shard) == (id, shard):
+                return RegionImage("host", held.region)
+        raise IntegrityError(f"rank {shard.rank}'s part of {id} is not in memory here")
+
+    def go_on_from(self, id: CheckpointId | None) -> None:
+        """Go on from what was restored, of which this rank has read its part."""
+        coordinator = self.coordinator
+        if id is not None:
+            coordinator.verifier.restored(id, self._read_whole)
+        coordinator.ledger.go_on_from(id, attempt=self.attempt.number)
+        for tier, of, error in self._found_damage:
+            there = tier == "host" or self.stores[tier].holds(of)
+            coordinator.found_damage(tier, of, str(error), repairable=there)
+
+    def start(self, start: Start, held: tuple[Listing, ...]) -> None:
         """Build the ledger of what all ranks have their parts of, and begin."""
+        listings = self.listings
         for store in self.stores.values():
-            store.take_attempt(self.world.attempt)
+            if self.owns(store.name):
+                with suppress(BackendError, FencedError):
+                    store.discard_unfinished(attempt=self.attempt)
         ledger = Ledger(self.world.rules, "host", shard=self.shard)
         ledger.load(merge(held), held)
-        ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.world.now_s)
+        ledger.set_clock(now_s=self.world.now_s, wall_time_s=self.wall_s)
         ledger.scattered = start.scattered
         ledger.deleted = start.deleted
         ledger.note_partial(x for x in listings if x.tier in start.seen)
         self.inheritance = take_over(ledger, images_of(self.memory), [], start.inherited)
         ledger.note_marks(start.marks)
-        attempt = self.world.attempt
+        attempt = self.attempt
         self.runner = TaskRunner(
             self.stores,
             {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
@@ -156,19 +315,25 @@ class Rank:
             when_full=self.world.when_full,
             council=self.world.network.councils[self.number],
             shared=self.world.shared,
+            unread=[x.tier for x in listings if x.error is not None],
             notify=life.events.append,
         )
         self.coordinator.mind(self.inheritance)
         self._listen()
         self.coordinator.start()
-        self.coordinator.ledger.go_on_from(self.world.started_from, attempt=attempt.number)
+
+    @property
+    def wall_s(self) -> float:
+        """What the wall clock of its node shows; it may be wrong."""
+        return self.world.now_s + self.world.wall_ahead_s.get(self.node, 0.0)
 
     def _listen(self) -> None:
-        council = self.world.network.councils[self.number]
-        self.listeners = {}
+        council, post = self.world.network.councils[self.number], self.coordinator.post
+        listeners: dict[str | int, Callable[[News], None]] = {}
+        self.listeners = listeners  # a zombie's are not those of the process in its place
 
         def hear(news: News) -> None:
-            self.listeners.get(news.topic[0], self.coordinator.post)(news)
+            listeners.get(news.topic[0], post)(news)
 
         def gathered(topic: Topic, bodies: Bodies) -> None:
             hear(Gathered(topic=topic, bodies=bodies))
@@ -177,7 +342,7 @@ class Rank:
             hear(Gathered(topic=topic, bodies=bodies, passed=True))
 
         def announced(topic: Topic, body: Any) -> None:
-            if self.number == 0:
+            if self.number == 0 and council is self.world.network.councils[0]:
                 self.world.said(topic, body)
             hear(Announced(topic=topic, body=body))
 
@@ -188,10 +353,12 @@ class Rank:
         council.on_announced, council.on_told = announced, told
 
     def die(self, *, memory: bool) -> None:
-        """Threads, tasks and unsealed memory are gone; with ``memory``, all of it."""
-        self.tasks = []
+        """Threads, tasks and unsealed memory are gone; with ``memory``, all of it, but for who lives on there."""
+        self.tasks, self._found_damage = [], []
+        if memory:
+            self.memory = FakeMemory(self.memory.capacity_bytes // IMAGE)
         for region in list(self.memory.regions):
-            if memory or not region.sealed:
+            if not region.sealed:
                 self.memory.regions.remove(region)
 
     # Saving --------------------------------------------------------------------------------------
@@ -222,7 +389,8 @@ class Rank:
         return answer
 
     def _handle(self, line: Line) -> tuple[SaveHandle, tuple[str, ...]]:
-        tiers = defaults.tiers_owed(self.world.rules, line.ordinal)
+        owed = defaults.tiers_owed(self.world.rules, line.ordinal)
+        tiers = tuple(tier for tier in owed if tier in self.stores)
         handle = SaveHandle(
             line.checkpoint, tiers, in_memory="host", clock=lambda: self.world.now_s
         )
@@ -260,7 +428,7 @@ class Rank:
             region=region,
             handle=handle,
             filling=None,  # type: ignore[arg-type]
-            wall_time_s=self.world.now_s,
+            wall_time_s=self.wall_s,
             node=str(self.node),
             share=self.world.share(line.checkpoint, self.number),
         )
@@ -362,7 +530,7 @@ class Rank:
 
     def sealed(self) -> set[CheckpointId]:
         """What lies sealed in this rank's memory."""
-        return {copy.id for copy in self._in_memory().copies}
+        return {copy.id for copy in self._in_memory(self.memory).copies}
 
     def committed(self, tier: str) -> set[CheckpointId]:
         """What this rank's ledger says is committed on a tier."""

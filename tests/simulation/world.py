@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,7 @@ from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.images import Image, StoredImage, checked_manifest, unpacked
 from tierfall.core.format.catalog import FoundCopy, Listing, merge, next_attempt
+from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.documents import Spliced, sha256
 from tierfall.core.format.records import (
     Attempt,
@@ -236,7 +237,8 @@ def marks_in(region: FakeRegion) -> frozenset[str]:
     return frozenset(marks)
 
 
-def _attempt(number: int, begun: int) -> Attempt:
+def attempt_of(number: int, begun: int) -> Attempt:
+    """The attempt that a run's start number ``begun`` takes."""
     id = f"{number:016x}{begun:016x}"  # another one's may have the same number
     return Attempt(run="run", number=number, id=id, node="n", pid=1, wall_time_s=0.0)
 
@@ -345,7 +347,7 @@ class World:
 
     def _take_number(self, number: int) -> None:
         self._begun += 1
-        self.attempt = _attempt(number, self._begun)
+        self.attempt = attempt_of(number, self._begun)
 
     def _leave_attempt(self, stores: Collection[StoredTier]) -> None:
         """Leave the attempt's record on these tiers, with a number above where one of them has another's."""
@@ -563,13 +565,22 @@ class World:
             assert read_image(self.stores[tier], copy.commit) == self.image(copy.id)
 
 
+class Process(Protocol):
+    """What lives until its machine is lost: a run of one rank, or one rank of several."""
+
+    attempt: Attempt
+    tasks: list[Task]
+    runner: TaskRunner
+    coordinator: Coordinator
+
+
 class Zombie:
     """A process of a run that was taken for lost, and lives. It reaches the tiers of ``shared``; its node's own disks
     hang, and what it had begun there is never done."""
 
-    def __init__(self, world: World, shared: Collection[str]) -> None:
-        attempt = world.attempt
-        self._tasks, self._runner, self._coordinator = world.tasks, world.runner, world.coordinator
+    def __init__(self, process: Process, shared: Collection[str]) -> None:
+        attempt, self._coordinator = process.attempt, process.coordinator
+        self._tasks, self._runner = process.tasks, process.runner
         self._runner._attempt = lambda: attempt
         self._shared = shared
         self.number = attempt.number
@@ -591,3 +602,36 @@ class Zombie:
             self._coordinator.post(outcome)
         self._coordinator.step(now_s)
         return said
+
+
+Place = tuple[str, int]
+"""A tier, and the node whose disk it is."""
+
+
+def objects_on(disks: Mapping[Place, MemoryBackend]) -> dict[tuple[Place, str], object]:
+    """All that lies on these disks."""
+    return {
+        (place, key): data for place, disk in disks.items() for key, data in disk._objects.items()
+    }
+
+
+def newest_attempt(disks: Iterable[MemoryBackend]) -> int:
+    """The newest attempt of which any of these disks has a record; 0 where none has."""
+    found = [key for disk in disks for key in disk._objects]
+    numbers = (keys.parse_attempt(key.removeprefix("run/attempts/")) for key in found)
+    return max((number for number in numbers if number), default=0)
+
+
+def image_key(commit: Commit, shard: Shard = SHARD) -> str:
+    """The key of a shard's image, as a commit record names it."""
+    file = image_file(commit, shard)
+    assert file is not None
+    return keys.step_prefix("run", commit.line.checkpoint) + file.file.name
+
+
+def flip_bit(disk: MemoryBackend, key: str, draw: random.Random) -> object:
+    """Change one bit of an object, and return what lies there now."""
+    kind, data = type(disk._objects[key]), bytearray(disk._objects[key])
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    disk._objects[key] = kind(data)
+    return disk._objects[key]

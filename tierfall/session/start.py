@@ -97,7 +97,7 @@ def start_together(session: Session) -> Start:
                 "tiers": describe(session.listings, mine=mine(config, ranks)),
                 "nothing": session.knows_of_nothing(),
             },
-            lambda bodies: _decide(session, bodies, order),
+            lambda bodies: decide(session, bodies, order),
             timeout_s=_patience_s(session),
         )
         session.leave_out(found["unreachable"])
@@ -110,28 +110,33 @@ def start_together(session: Session) -> Start:
         session.go_on_reading(answer["read_only"])
         refused = answer["refused"]
         if not refused:
-            return Start(
-                attempt=attempt,
-                whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
-                complete=_ids(found["complete"]),
-                seen=frozenset(found["seen"]),
-                first=found["first"],
-                inherited=tuple(
-                    read_commit(text.encode(), what="commit record of an adopted checkpoint")
-                    for text in found["inherited"]
-                ),
-                marks={tier: _marks(said) for tier, said in found["marks"].items()},
-                deleted=_ids(found["deleted"]),
-                damaged={
-                    tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
-                    for tier, said in found["damaged"].items()
-                },
-                starts=read_starts(found["starts"]),
-            )
+            return read_start(attempt, found)
         number = attempt.number + 1
     raise RanksError(
         f"open: {ranks_named(refused)} found another start's attempt in the place of each of {TRIES} numbers: another "
         "job of this run's name is starting at the same time"
+    )
+
+
+def read_start(attempt: Attempt, found: Mapping[str, Any]) -> Start:
+    """Return what all ranks know by what rank 0 has decided, which ``found`` is."""
+    return Start(
+        attempt=attempt,
+        whole={tier: _ids(ids) for tier, ids in found["whole"].items()},
+        complete=_ids(found["complete"]),
+        seen=frozenset(found["seen"]),
+        first=found["first"],
+        inherited=tuple(
+            read_commit(text.encode(), what="commit record of an adopted checkpoint")
+            for text in found["inherited"]
+        ),
+        marks={tier: _marks(said) for tier, said in found["marks"].items()},
+        deleted=_ids(found["deleted"]),
+        damaged={
+            tier: {CheckpointId(step, attempt): why for step, attempt, why in said}
+            for tier, said in found["damaged"].items()
+        },
+        starts=read_starts(found["starts"]),
     )
 
 
@@ -196,7 +201,9 @@ def _check_started(bodies: Bodies) -> None:
             raise RanksError(f"open: rank {rank}: {body['error']}")
 
 
-def _decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+def decide(session: Session, bodies: Bodies, order: list[str]) -> dict[str, Any]:
+    """Decide, as rank 0, on the attempt of all ranks and on what the tiers, listed in ``order``, hold for all of them;
+    ``bodies`` say what each rank found. The answer is made of what JSON holds."""
     _check_started(bodies)
     told = {rank: body["tiers"] for rank, body in bodies.items()}
     listings = merge_ranks(told, order)

@@ -324,7 +324,7 @@ def test_a_repair_that_fails_leaves_the_copy_damaged_and_the_next_start_repairs_
     backends: dict[str, Troubled] = {}
 
     def wrap(name: str, inner: Backend) -> Backend:
-        backends[name] = Troubled(inner, seed=0, plan=[])
+        backends[name] = Troubled(inner, seed=0)
         return backends[name]
 
     world = saved((1,), file_rules("nvme"), file_rules("pfs"), wrap=wrap, codecs={"pfs": codec})
