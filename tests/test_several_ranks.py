@@ -245,13 +245,17 @@ def test_a_second_checkpointer_of_one_rank_is_refused_on_all(
     assert opener.left() == [True, True]
 
 
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("had_an_id", [False, True])
 def test_a_tier_that_one_rank_cannot_reach_is_left_out_by_all(
-    opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, had_an_id: bool, who: int
 ) -> None:
+    if had_an_id:  # an earlier start gave it one, which the other rank reads
+        close_all(opener.all_open(fresh=True))
     real = stores._open_backend
 
     def open_backend(tier: FileTier | ObjectTier, *, read_only: bool) -> Backend:
-        if str(tier.place) == str(tmp_path / "1" / "far"):
+        if str(tier.place) == str(tmp_path / str(who) / "far"):
             raise UnreachableError("nobody answers")
         return real(tier, read_only=read_only)
 

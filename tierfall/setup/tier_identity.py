@@ -303,6 +303,8 @@ class Identities:
         tiers turn out to be one.
         """
         self._config = config
+        # a tier that another rank could not reach is left out, though this one has read its record
+        self.records = {name: x for name, x in self.records.items() if name in self._stores}
         tiers = [tier for tier in config.stored if tier.name in self._stores]
         for tier in tiers:
             if tier.name not in self.records and not tier.read_only:

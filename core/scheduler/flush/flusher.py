@@ -134,9 +134,7 @@ class Flusher:
         left = self._ledger.abandoned() if waiting else ()
         for entry in waiting:
             if entry.id in left:
-                error = entry.given_up("its line was left behind")
-                self.notes.flush_given_up(lane.tier, entry.id, error)
-                entry.give_up([lane.tier], error)
+                self.turns.give_up(entry, lane.tier, "its line was left behind")
             elif (part := entry.next_part(lane.tier)) is not None and lane.hopeless(part):
                 error = FlushError(
                     f"flush of {entry.id} to {lane.tier}: no tier holds a good copy of it any more"

@@ -111,7 +111,10 @@ class Commits(Alone):
         return None if self.decides else tuple(self._admitted[tier])
 
     def gives_up(self, tier: str, id: CheckpointId, reason: str) -> bool:
-        self.give_up(tier, id, reason, by_rule=True)
+        if self.decides:
+            self.give_up(tier, id, reason, by_rule=True)
+        else:  # a rank that has landed its part waits for this one
+            self._council.tell(_topic("gives_up", id, tier), reason)
         return True
 
     def was_lost(self, id: CheckpointId) -> tuple[BaseException, SaveOutcome] | None:
@@ -262,6 +265,9 @@ class Commits(Alone):
             return
         if what == "late" and id in self._whole_ones:
             return  # the last of them came just now
+        if what == "gives_up":
+            self.give_up(tier, id, str(body), by_rule=True)
+            return
         if what in ("cannot", "set_aside"):
             self.give_up(tier, id, f"rank {rank}: {body}", set_aside=what == "set_aside")
             return

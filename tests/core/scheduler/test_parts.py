@@ -211,3 +211,20 @@ def test_what_is_flushed_from_a_disk_names_all_parts_though_memory_has_those_of_
     named = {keys.parse_shard(file.name) for file in run.records(SHARED_TIER, 0)[ONE].files}
     assert named >= {Shard(rank, 3) for rank in range(3)}
     assert len(images_on(run, SHARED_TIER)) == 2 * 3
+
+
+def test_what_was_left_behind_is_given_up_by_all_where_some_have_brought_their_part() -> None:
+    """A person begins anew while a tier takes the part of one rank only."""
+    run = killed_with_all_in_memory([[0], [1]], (0, 0), SHARED_TIER)
+    first, second = run.ranks
+    first.troubles[SHARED_TIER].strike(failing(Operation.CREATE, UnreachableError))
+    run.settle(limit_s=5.0)
+    assert SHARED_TIER in second.coordinator.ledger.entries[ONE].landed
+    run.started_from = None
+    for rank in run.ranks:
+        rank.go_on_from(None)
+        rank.save(1)
+    first.troubles[SHARED_TIER].heal()
+    run.settle()
+    assert [rank.coordinator.busy() for rank in run.ranks] == [False, False]
+    assert not images_on(run, SHARED_TIER), "nothing of it is left"
