@@ -16,11 +16,14 @@ from tests.simulation.hour import HOUR_S, run_hour
 from tests.simulation.many_hour import run_many_hour
 
 
-def live_through(ranks: bool, seed: int, seconds: float) -> str | None:
+def live_through(ranks: bool, seed: int, seconds: float, storage: bool) -> str | None:
     """Return what is wrong with a seed's life, if anything."""
     logging.disable(logging.CRITICAL)
     try:
-        (run_many_hour if ranks else run_hour)(seed, seconds=seconds)
+        if ranks:
+            run_many_hour(seed, seconds=seconds, storage=storage)
+        else:
+            run_hour(seed, seconds=seconds)
     except AssertionError as error:
         return str(error)
     return None
@@ -35,14 +38,19 @@ def main() -> int:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--ranks", action="store_true", help="only runs of several ranks")
     kinds.add_argument("--alone", action="store_true", help="only runs of one rank")
+    kinds.add_argument(
+        "--storage",
+        action="store_true",
+        help="only runs of several ranks, whose storage fails, too",
+    )
     chosen = parser.parse_args()
     began, broken = time.monotonic(), 0
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         lives = {
-            pool.submit(live_through, ranks, seed, chosen.hours * HOUR_S): seed
+            pool.submit(live_through, ranks, seed, chosen.hours * HOUR_S, chosen.storage): seed
             for seed in range(chosen.first, chosen.first + chosen.seeds)
             for ranks in (False, True)
-            if not (chosen.alone if ranks else chosen.ranks)
+            if not (chosen.alone if ranks else chosen.ranks or chosen.storage)
         }
         for life in as_completed(lives):
             if (wrong := life.result()) is not None:

@@ -22,11 +22,13 @@ from tests.simulation.world import (
     SHARD,
     CommitReader,
     World,
+    abandoned,
     file_rules,
     flip_bit,
     image_key,
     marks_in,
     read_image,
+    start_in,
 )
 from tierfall.backends.memory import MemoryBackend
 from tierfall.core.capture.snapshot import Snapshot
@@ -477,9 +479,10 @@ class History:
         held = Held()
         for key, data in disk._objects.items():
             folder, _, rest = key.removeprefix("run/").partition("/")
-            if folder == keys.LINEAGE_FOLDER and (began := keys.parse_start(rest)) is not None:
-                self._starts.add((began[0], -1 if began[3] is None else began[3].step))
-                self._lives.setdefault(began[0], set()).add(began[1])
+            if (began := start_in(key)) is not None:
+                attempt, attempt_id, step = began
+                self._starts.add((attempt, step))
+                self._lives.setdefault(attempt, set()).add(attempt_id)
             id = keys.parse_step_folder(folder)
             if id is not None and rest == keys.COMMIT_NAME:
                 held.commits[id] = self._read(data)
@@ -524,17 +527,7 @@ class History:
         return {id: commit for held in now.values() for id, commit in held.commits.items()}
 
     def _abandoned(self, known: dict[CheckpointId, Commit]) -> set[CheckpointId]:
-        """The rule in its plainest form: some later attempt started below this step, as its checkpoints say, or what
-        its tiers keep of it when those are gone."""
-        starts = set(self._starts)
-        for commit in known.values():
-            start = commit.line.started_from
-            starts.add((commit.line.checkpoint.attempt, -1 if start is None else start.step))
-        return {
-            id
-            for id in known
-            if any(attempt > id.attempt and id.step > step for attempt, step in starts)
-        }
+        return abandoned(known, self._starts)
 
     def _marked(self, mark: str, id: CheckpointId) -> set[str]:
         return {

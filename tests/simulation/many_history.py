@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.simulation.many import NODE_TIER, SHARED_TIER, Many
 from tests.simulation.many_orders import Person
+from tests.simulation.many_storage import Damage
 from tests.simulation.rank import CUT, Rank, image_of
 from tests.simulation.wants import draw_wants
 from tests.simulation.world import IMAGE, file_rules, read_image
@@ -64,6 +65,9 @@ class Loop:
 class ManyHistory:
     """One run's life. ``go`` makes events happen, ``settle`` ends them; both look after each."""
 
+    folders_chance = 0.0
+    """How often a tier has folders that need their fsync."""
+
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(f"many {seed}")
         nodes = draw.choice((1, 2, 2, 3))
@@ -103,7 +107,9 @@ class ManyHistory:
             when_full=draw.choice(tuple(WhenFull)),
             codecs={NODE_TIER: draw.choice((*Codec, Codec.NONE)), SHARED_TIER: Codec.NONE},
             share=self._share,
+            folders=[tier for tier in self.tiers if retain.random() < self.folders_chance],
         )
+        self.damage = Damage(self.world, seed)
         self.unlike: set[CheckpointId] = set()
         self.compares = random.Random(f"compares {seed}").random() < 0.5
         self.careless = draw.random() < 0.2
@@ -162,7 +168,9 @@ class ManyHistory:
             self.whole.append(CheckpointId(int(step), int(attempt)))
             assert self.whole[-1] not in self.unlike, f"{self.whole[-1]} is a mixture"
         if what == "given_up":
-            self.given_up.add((str(tier), CheckpointId(int(step), int(attempt))))
+            copy = str(tier), CheckpointId(int(step), int(attempt))
+            if copy not in self.damage.ever:  # else it is its repair that is given up
+                self.given_up.add(copy)
         if what == "gone":
             id = CheckpointId(int(step), int(attempt))
             assert id not in self.whole[-1:], f"{id}, the newest that was whole, is given up"
@@ -174,7 +182,7 @@ class ManyHistory:
             return
         if task.id not in self.world.records(task.tier, rank.node):
             return
-        if (task.tier, task.id) in self.given_up:
+        if (task.tier, task.id) in self.given_up | self.damage.ever:
             return  # it is taken back: what is left at the end is looked at
         for other in self.world.ranks:
             folder = names.step_prefix("run", task.id)
@@ -323,7 +331,7 @@ class ManyHistory:
         lost = [n for n in sorted(set(self.world.node_of)) if self.draw.random() < 0.15]
         self.world.trace.append(f"all are killed; nodes {lost} lose their memory")
         self.counts["crash"] += 1
-        self.world.crash(nodes_lost=lost)
+        self.world.crash(nodes_lost=self.lose(lost))
         self.person.crash()
         if self.draw.random() < 0.3:
             self.world.renumber(self.draw)
@@ -331,10 +339,18 @@ class ManyHistory:
             rank.handles.clear()
         self.given_up.clear()
         self.committed.clear()
+        self.change_storage()
         self.world.start()
         self._begin_loops()
         self.durable = {}
         self._after()
+
+    def lose(self, nodes: list[int]) -> list[int]:
+        """All processes are about to be killed; return the nodes that lose their memory: ``nodes``, or others."""
+        return nodes
+
+    def change_storage(self) -> None:
+        """No process lives."""
 
     # The end -------------------------------------------------------------------------------------
 
@@ -393,9 +409,7 @@ class ManyHistory:
             if entry.state(tier) is CopyState.LEAVING
         }
         here = {
-            tier: {
-                id for id in self.world.committed(tier) if (tier, id) not in self.given_up | leaving
-            }
+            tier: {id for id in self.damage.good(tier) if (tier, id) not in self.given_up | leaving}
             for tier in self.tiers
         }
         self.committed |= {(tier, id) for tier, ids in here.items() for id in ids}
@@ -421,7 +435,8 @@ class ManyHistory:
             self._check_idle()
         self._check_records()
         if healed:
-            self.person.check_settled()
+            if not self.world.unread:  # a deletion waits for a start that can look everywhere
+                self.person.check_settled()
             self._check_leftovers()
             self._check_agreement()
 
@@ -471,6 +486,8 @@ class ManyHistory:
             assert len(index) == 1, where
             assert [block.rank for block in tensor.blocks] == list(range(commit.world_size)), where
         for rank in ranks:
+            if (tier, node, id, rank.number) in self.damage.bad:
+                continue
             manifest = disk._objects.get(
                 names.step_prefix("run", id) + names.manifest_name(rank.shard)
             )
@@ -483,14 +500,19 @@ class ManyHistory:
             found = read_image(store, commit, rank.shard)
             assert found == image_of(id, rank.number), f"{where} has wrong bytes of {rank.shard}"
 
+    def may_be_left(self, tier: str, node: int, key: str) -> bool:
+        """Say whether something that is no checkpoint's is for the next start to collect."""
+        return False
+
     def _check_leftovers(self) -> None:
-        for tier in self.tiers:
+        for tier in set(self.tiers) - self.world.unread:
             for node, disk in self.world.disks(tier).items():
                 there = self.world.records(tier, node)
                 for key in disk._objects:
                     folder, _, _ = key.removeprefix("run/").partition("/")
                     id = names.parse_step_folder(folder)
-                    assert id is None or id in there, f"{tier} of node {node}: {key} is a leftover"
+                    may_be = id is None or id in there or self.may_be_left(tier, node, key)
+                    assert may_be, f"{tier} of node {node}: {key} is a leftover"
                 whole = self.world.committed(tier)
                 mine = {id for id in whole if id.attempt == self.world.attempt.number}
                 parts = {
@@ -505,10 +527,10 @@ class ManyHistory:
                 )
 
     def _check_agreement(self) -> None:
-        for tier in self.tiers:
-            both = self.person.doomed & self.person.pinned_on(
-                tier
-            )  # it stays on some nodes, or all
+        for tier in set(self.tiers) - self.world.unread:
+            # it stays on some nodes, or all
+            both = self.person.doomed & self.person.pinned_on(tier)
+            both |= self.damage.on(tier)  # a rank may have noticed
             there = self.world.committed(tier) - both
             for rank in self.world.ranks:
                 told = rank.committed(tier) - both
@@ -519,6 +541,7 @@ class ManyHistory:
         sealed = [rank.sealed() for rank in self.world.ranks]
         for rank, ids, held in zip(self.world.ranks, known, sealed, strict=True):
             left = ids - held - set().union(*(rank.committed(tier) for tier in self.tiers))
+            left -= set().union(*(self.damage.on(tier) for tier in self.tiers))
             assert not left, f"rank {rank.number} knows of {left}, which is nowhere"
 
 

@@ -12,11 +12,13 @@ from functools import partial
 from tests.simulation.cadence_watch import Watch
 from tests.simulation.clock import INSTANT, Clock, Medium
 from tests.simulation.hour import CAPTURE_PARTS, HOUR_S
+from tests.simulation.many import NODE_TIER, SHARED_TIER
 from tests.simulation.many_history import Loop, ManyHistory
+from tests.simulation.many_storage import Faults, id_of
 from tests.simulation.rank import Rank
 from tests.simulation.training import Training, draw_pace
 from tests.simulation.world import IMAGE
-from tierfall.core.scheduler.ledger.tasks import CopyRun, OpenShard, ReadMarks, Task
+from tierfall.core.scheduler.ledger.tasks import CopyRun, DropCopy, OpenShard, ReadMarks, Task
 from tierfall.core.types.values import CheckpointId
 from tierfall.run.announced_steps import TOPIC, AnnouncedSteps
 
@@ -29,10 +31,16 @@ class ManyHour(ManyHistory):
     """A run from its first start on. ``go_for`` lets time pass. A rank ends a step once all are through with it, or,
     in some hours, is up to ``drift`` steps ahead of the slowest."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, storage: bool = False) -> None:
+        """``storage``: what ``Faults`` and ``Damage`` do happens, too."""
+        self.storage = storage
+        self.folders_chance = 0.7 if storage else 0.0
         super().__init__(seed)
         draw = self.draw
         self.clock = Clock(draw)
+        self.faults = Faults(self.world, self.damage, self.clock, seed)
+        self.world.does_without = self._restores_without
+        self._is_calm = False
         save_every_s = draw.choice((180.0, 300.0, 600.0))
         image_s = {tier: save_every_s * draw.choice((0.02, 0.3, 1.2)) for tier in self.tiers}
         self.media = {
@@ -58,7 +66,7 @@ class ManyHour(ManyHistory):
         self._is_delivering = False
         self._is_changed = True
         self._is_settling = False
-        self.counts["late"] = 0
+        self.counts |= {"late": 0, "unread": 0, "anew": 0}
         self.left_out: Counter[tuple[int, int]] = Counter()
         self._saved: dict[int, set[int]] = {}
         self._train_anew()
@@ -73,6 +81,11 @@ class ManyHour(ManyHistory):
         if self.has_person:
             clock.now_and_then(self.person.order, 0.2 * seconds)
             clock.now_and_then(self.person.leave_mark, 0.4 * seconds)
+        draw = self.faults.draw
+        events = (self._unmount, self.faults.fail_syncs, self.faults.replace_next_folder)
+        for event in events if self.storage else ():
+            for _ in range(draw.choice((0, 1, 1, 2))):
+                clock.after(draw.uniform(0.0, seconds), event)
         while True:
             self._schedule()
             waits = [rank.next_s for rank in world.ranks if rank.next_s is not None]
@@ -91,6 +104,19 @@ class ManyHour(ManyHistory):
                 clock.clear()
                 return
             self._after()
+            self._wake()
+
+    def _wake(self) -> None:
+        """What waits for its moment may happen now."""
+        faults = self.faults
+        drops = faults.hangs_as_it_drops and any(
+            isinstance(task, DropCopy) and task.tier == SHARED_TIER
+            for rank in self.world.ranks
+            for task in rank.tasks
+        )
+        if drops or (faults.cuts_power and faults.is_unsynced()):
+            self.crash()
+        faults.wake_zombies()
 
     def _schedule(self) -> None:
         for rank in self.world.ranks:
@@ -119,6 +145,7 @@ class ManyHour(ManyHistory):
         """Look, where something was changed that is looked at."""
         if self._is_changed or self._is_settling:
             super().check()
+            self.faults.check_set_aside()
             self._is_changed = False
 
     # The training ------------------------------------------------------------------------------------
@@ -212,6 +239,8 @@ class ManyHour(ManyHistory):
             handle = rank.handles[CheckpointId(step, self.world.attempt.number)]
             self.trainings[rank.number].saved(handle, IMAGE)
             self._capture_soon(rank, CAPTURE_PARTS)
+            if self.loops[rank.number].capture is not None:
+                self.faults.block(CheckpointId(step, self.world.attempt.number))
 
     def _capture_soon(self, rank: Rank, parts: int) -> None:
         self.clock.after(self.pace.capture_s / CAPTURE_PARTS, partial(self._capture, rank, parts))
@@ -243,6 +272,7 @@ class ManyHour(ManyHistory):
 
     def settle(self, *, heal: bool = True) -> None:
         self._is_settling = True
+        self.faults.all_is_well(mounted=True)
         super().settle(heal=heal)
         for training in self.trainings:
             training.cadence.end()
@@ -272,21 +302,102 @@ class ManyHour(ManyHistory):
         self.trouble()
         self.clock.after(self.draw.uniform(10.0, 300.0), self.recover)
 
+    def trouble(self) -> None:
+        super().trouble()
+        self.faults.fails_some.update(self.tiers)
+
+    def _unmount(self) -> None:
+        seconds = self.faults.unmount()
+        if seconds is not None and self.faults.draw.random() < 0.3:
+            self.clock.after(self.faults.draw.uniform(0.0, seconds), self.crash)
+
     def crash(self) -> None:
+        faults = self.faults
         if self.drift == 0:
             self._check_alike(min(training.step for training in self.trainings))
+        may_hang = self.storage and not (faults.hangs_as_it_drops or self._is_calm)
+        if may_hang and faults.draw.random() < 0.1:
+            faults.hangs_as_it_drops = True  # from the moment on that it next drops something
+            return
         self._under_way.clear()
         super().crash()
+        self._check_restored()
         self._train_anew()
 
+    def lose(self, nodes: list[int]) -> list[int]:
+        faults, everywhere = self.faults, self.faults.nodes
+        if self._is_calm or not self.storage:
+            return nodes
+        cuts_power = faults.cuts_power and faults.is_unsynced()
+        hangs = faults.hangs_as_it_drops
+        faults.hangs_as_it_drops = faults.cuts_power = False
+        if cuts_power:
+            faults.cut_power()
+            return everywhere
+        if hangs or (nodes and faults.draw.random() < 0.5):
+            nodes = everywhere if hangs or faults.draw.random() < 0.2 else nodes
+            faults.lose_nodes(nodes)
+            lost = {(NODE_TIER, node) for node in nodes}
+            self.person.forget(lost, above=faults.newest_attempt())
+        for rank in self.world.ranks:
+            for task in rank.tasks if rank.node not in nodes else ():
+                if faults.draw.random() < 0.3:
+                    rank.runner.run(task)  # it may have taken effect
+        return nodes
 
-def run_many_hour(seed: int, *, seconds: float = HOUR_S) -> ManyHour:
+    def change_storage(self) -> None:
+        faults, damage = self.faults, self.damage
+        faults.begin_anew()
+        if not self.storage:
+            return
+        damage.begin_anew()
+        if damage.draw.random() < 0.3:
+            damage.purge()
+        if damage.draw.random() < 0.5:
+            damage.flip()
+        faults.all_is_well(mounted=self._is_calm)
+        faults.skew_clocks()
+        self._begins_anew = False
+        if not self._is_calm:
+            faults.lose_sight()
+
+    def _restores_without(self) -> bool:
+        """A person restores without what cannot be looked at, or begins anew."""
+        self._begins_anew = self.faults.draw.random() < 0.3
+        return not self._begins_anew
+
+    def _check_restored(self) -> None:
+        """The ranks go on from the newest checkpoint of which all of them have a good part in reach."""
+        world = self.world
+        self.counts["unread"] += bool(world.unread)
+        if world.unread and self._begins_anew:
+            self.counts["anew"] += 1
+            return
+        best = self.damage.newest_restorable(self.person.doomed | self.unlike)
+        found = world.started_from
+        assert best is None or (found is not None and found >= best), (
+            f"{best} could be restored, and the run goes on from {found}"
+        )
+
+    def may_be_left(self, tier: str, node: int, key: str) -> bool:
+        id = id_of(key)
+        is_blocked = id is not None and self.faults.is_blocked(tier, id)  # elsewhere it could land
+        return is_blocked or ((tier, node), key) in self.faults.left_by_zombies
+
+    def mend(self) -> None:
+        """From now on nothing goes wrong but what is killed."""
+        self.faults.mend()
+        self._is_calm = True
+
+
+def run_many_hour(seed: int, *, seconds: float = HOUR_S, storage: bool = False) -> ManyHour:
     """Live through one hour; what is wrong is said with the seed, how to see it again, and what happened."""
-    hour = ManyHour(seed)
+    hour = ManyHour(seed, storage=storage)
     try:
         hour.go_for(seconds)
         hour.settle()
         hour.check_settled()
+        hour.mend()
         hour.crash()
         hour.settle()
         hour.check_settled()
@@ -294,8 +405,9 @@ def run_many_hour(seed: int, *, seconds: float = HOUR_S) -> ManyHour:
     except Exception as error:
         lately = "\n".join(hour.world.trace[-150:])
         rules = "\n".join(map(str, hour.world.rules))
+        kind = "--storage" if storage else "--ranks"
         raise AssertionError(
             f"seed {seed}, ranks on nodes {hour.world.node_of}: {error!r} "
-            f"(again: python -m tests.simulation --ranks --first {seed} --seeds 1)\n{rules}\n{lately}"
+            f"(again: python -m tests.simulation {kind} --first {seed} --seeds 1)\n{rules}\n{lately}"
         ) from error
     return hour

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Collection
 
 from tests.simulation.many import Many
+from tests.simulation.world import Place
 from tierfall.core.format.records import Mark
 from tierfall.core.scheduler.ledger.tasks import PersonsOrder
 from tierfall.core.types import keys
 from tierfall.core.types.values import CheckpointId
 from tierfall.tiers.stored import StoredTier
-
-Place = tuple[str, int]
 
 
 class Person:
@@ -100,6 +100,16 @@ class Person:
     def crash(self) -> None:
         """Nobody answers any more; what was being pinned is not promised."""
         self._answers.clear()
+
+    def forget(self, places: Collection[Place], *, above: int) -> None:
+        """These disks are lost with what was pinned there. Attempts ``above`` are counted anew: others will be called
+        the same."""
+        for id, pinned in list(self._pins.items()):
+            pinned.difference_update(places)
+            if not pinned:
+                del self._pins[id]
+        for gone_for_ever in (self.doomed, self.deleted):
+            gone_for_ever -= {id for id in gone_for_ever if id.attempt > above}
 
     def check_settled(self) -> None:
         assert not self._answers, f"nobody answers: {self._answers}"

@@ -300,7 +300,7 @@ class Rank:
             {name: BufferPool(bytes=2 * CHUNK, count=4) for name in self.stores},
             lambda: attempt,
         )
-        life = Life()
+        self.life = life = Life()
         self.world.lives.append(life)
         self.coordinator = life.coordinator = Coordinator(
             ledger=ledger,

@@ -622,6 +622,30 @@ def newest_attempt(disks: Iterable[MemoryBackend]) -> int:
     return max((number for number in numbers if number), default=0)
 
 
+def start_in(key: str) -> tuple[int, str, int] | None:
+    """What an object's key says of how an attempt began that has committed something: its number, its id and the step
+    from which it went on, or -1; None where it says nothing of that."""
+    folder, _, name = key.removeprefix("run/").partition("/")
+    began = keys.parse_start(name) if folder == keys.LINEAGE_FOLDER else None
+    return began and (began[0], began[1], -1 if began[3] is None else began[3].step)
+
+
+def abandoned(
+    known: Mapping[CheckpointId, Commit], starts: Iterable[tuple[int, int]]
+) -> set[CheckpointId]:
+    """The rule in its plainest form: some later attempt started below this step, as its checkpoints say, or what its
+    tiers keep of it, which ``starts`` are, when those are gone."""
+    starts = set(starts)
+    for commit in known.values():
+        start = commit.line.started_from
+        starts.add((commit.line.checkpoint.attempt, -1 if start is None else start.step))
+    return {
+        id
+        for id in known
+        if any(attempt > id.attempt and id.step > step for attempt, step in starts)
+    }
+
+
 def image_key(commit: Commit, shard: Shard = SHARD) -> str:
     """The key of a shard's image, as a commit record names it."""
     file = image_file(commit, shard)
