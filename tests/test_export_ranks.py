@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ import torch
 import tierfall
 from tests.rank_kit import config_of, export_from, save_on_ranks
 from tierfall.config import Config
+from tierfall.core.copies.chunk_reader import Tally
+from tierfall.core.image.header import ImageHeader, StoredTensor
+from tierfall.core.image.merge import Block, Merged
+from tierfall.core.image.tree import MapNode, TensorNode
+from tierfall.core.load.build import Fill
 from tierfall.core.types.errors import BackendError, ConfigError, IntegrityError, StorageFullError
-from tierfall.export import gather
+from tierfall.core.types.values import CheckpointId
+from tierfall.export import gather, output
 from tierfall.export.export import Format
 
 TIERS = {"raw": {}, "zstd": {"compress": {"codec": "zstd"}}}
@@ -115,7 +122,7 @@ def test_a_part_is_named_as_of_one_rank(config: Config, out: Path) -> None:
     assert torch.load(own.path) == {"epoch": 3, "seen": 101}
     both = export_from(config, "raw", to=out, only=("model", "extra"))
     assert any("left out" in note and "extra" in note for note in both.notes)
-    with pytest.raises(ConfigError, match="there is no tensor in it"):
+    with pytest.raises(ConfigError, match="extra holds no tensor"):
         export_from(config, "raw", to=out, only=("extra",))
     with pytest.raises(ConfigError, match="nothing of that name"):
         export_from(config, "raw", to=out, only=("per_rank.0",))
@@ -182,6 +189,56 @@ def test_what_is_compared_in_slices_is_compared_whole(
     assert torch.equal(opened["per_rank.1.last"], state(1, 1)["last"])
 
 
+@pytest.mark.parametrize("room", [1, 24, 60, 1000])
+def test_blocks_of_columns_are_put_together_in_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Two ranks have columns of one tensor."""
+    monkeypatch.setattr(gather, "ROWS_BYTES", room)
+    whole = torch.arange(60, dtype=torch.uint8).reshape(10, 6)
+    data = [whole[:, :4].contiguous().flatten(), whole[:, 4:].contiguous().flatten()]
+    columns = tuple(
+        Block(rank=r, start=0, end=len(data[r]), offset=(0, 4 * r), lengths=(10, 4 - 2 * r))
+        for r in range(2)
+    )
+    header = ImageHeader(
+        what="header",
+        data_start=0,
+        data_bytes=60,
+        tensors=(StoredTensor("w", torch.uint8, (10, 6), 0, 60),),
+        tree=MapNode("dict", (("w", TensorNode(0)),)),
+        values=(),
+    )
+    alive: list[int] = []
+
+    class Images:
+        world_size = 2
+
+        def read(self, rank: int, fills: Sequence[Fill]) -> None:
+            alive.append(sum(fill.end - fill.start for fill in fills))
+            for fill in fills:
+                for target in fill.targets:
+                    target.copy_(data[rank][fill.start : fill.end])
+
+    told: list[tuple[int, int]] = []
+    gathered = gather.Gathered(
+        run="run",
+        id=CheckpointId(1, 1),
+        merged=Merged(header=header, blocks=(columns,), replicas={}),
+        images=Images(),  # type: ignore[arg-type]
+        own=None,
+        tally=Tally(),
+        watch=lambda done, total: told.append((done, total)),
+    )
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        gathered.write({0: (3, 70)}, file.fileno())
+    written = path.read_bytes()
+    assert written[3:63] == written[70:130] == bytes(range(60))
+    assert max(alive) <= max(room, 4)
+    assert told[-1] == (60, 60)
+
+
 # What goes wrong -------------------------------------------------------------------------------------
 
 
@@ -213,10 +270,14 @@ def test_damage_is_read_from_the_next_tier_and_without_one_nothing_is_written(
 def test_a_full_disk_leaves_nothing(
     config: Config, out: Path, format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    real = os.pwrite
 
-    monkeypatch.setattr(gather.os, "posix_fallocate", full)
+    def full(descriptor: int, data: Any, offset: int) -> int:
+        if offset > 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(output.os, "pwrite", full)
     with pytest.raises(StorageFullError, match="No space left"):
         export_from(config, "raw", to=out, format=format)
     assert not out.parent.exists()

@@ -45,7 +45,7 @@ class Parts:
 
     def header_here(self, shard: Shard) -> ImageHeader:
         """Read a header, whatever other ranks do; raises as ``header`` does."""
-        with self._open(shard) as job:
+        with self.open(shard) as job:
             return job.read_header()
 
     def headers(self, world_size: int) -> dict[int, ImageHeader]:
@@ -69,14 +69,15 @@ class Parts:
         """Bring to their targets the ``fills`` of each rank's image."""
         self.touched = True
         for rank, those in sorted(fills.items()):
-            with self._open(Shard(rank, world_size)) as job:
+            with self.open(Shard(rank, world_size)) as job:
                 job.fill(those, self.written)
 
     def give_up(self, error: BaseException) -> TierfallError | None:
         """Note that this rank comes no further, for ``error``; return what keeps other ranks from being told so."""
         return None
 
-    def _open(self, shard: Shard) -> Job:
+    def open(self, shard: Shard) -> Job:
+        """Open one rank's image to be read; raises as ``header`` does."""
         images, manifest = self.find(shard)
         return Job(images, manifest, self.tally, self.ring, self.chunks_max)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
 from tierfall.core.copies.buffer_ring import Ring
 from tierfall.core.copies.cached_reads import Written
-from tierfall.core.copies.chunk_reader import ChunkReader, Tally, count_threads, read_fills
+from tierfall.core.copies.chunk_reader import (
+    ChunkReader,
+    Tally,
+    count_threads,
+    in_threads,
+    read_fills,
+)
 from tierfall.core.copies.images import Image, checked_manifest, unpacked
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import image_file
@@ -71,6 +77,17 @@ class Job:
         ring = self._ring
         pool, streams = ring.pool, ring.streams
         read_fills(self._reader, self.manifest, fills, self._threads, pool, streams, written)
+
+    def read_chunks(self, indexes: Iterable[int], use: Callable[[int, memoryview], None]) -> None:
+        """Call ``use`` with each chunk's index and verified bytes, on several threads; the bytes are valid until it
+        returns. Raises the first failure once all threads have stopped."""
+
+        def read(index: int) -> None:
+            low, high = self.manifest.chunk_range(index)
+            with self._ring.pool.take(high - low) as buffer:
+                use(index, self._reader.read(index, buffer))
+
+        in_threads(self._threads, read, indexes)
 
     def __enter__(self) -> Self:
         return self

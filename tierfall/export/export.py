@@ -1,28 +1,31 @@
-"""Exporting: a checkpoint, or a part of it, as one file that needs no tierfall to be read.
+"""Exporting: a checkpoint, or a part of it, as one file, or as a folder of DCP, that needs no tierfall to be read.
 
-What one rank saved is written here, what several ranks saved, and DCP's folders, by ``exporting_ranks``.
+The state of all ranks is merged: tensors are whole, values are rank 0's, and what other ranks have otherwise is below
+``per_rank.<rank>``. One rank is the same with nothing to merge.
 
-Every chunk is verified before its bytes are written, and read from the next copy where one is damaged. Beside fixed
-overhead no more memory is taken than two chunks: bytes stream into the file, and what ``torch.save`` is given lies in a
-file too, mapped.
+Every chunk is verified before its bytes are written, and read from the next copy where one is damaged. Bytes go to
+their places in the safetensors file itself, or in a file beside, mapped, from which torch writes.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.tree import slots_of
+from tierfall.core.image.tree import OptimizerNode, ValueNode
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.types.errors import ConfigError
-from tierfall.export.export_ranks import export_ranks
+from tierfall.export.dcp_names import as_state, by_parameter, prefix_of
+from tierfall.export.gather import Gathered, gather, slots_in
 from tierfall.export.options import (
     Exported,
     Format,
@@ -33,13 +36,14 @@ from tierfall.export.options import (
     lay_out,
     left_out,
 )
-from tierfall.export.output import check_free, new_file, write_all
-from tierfall.export.select import Part, select, tensors_of
-from tierfall.export.stream import Source, Span, pour
+from tierfall.export.output import check_free, check_free_folder, new_file, new_folder, write_all
+from tierfall.export.select import Part, deep_leaves, select, tensors_of
 from tierfall.export.torch_file import save_torch
 from tierfall.ops.commands import Watch
 
 __all__ = ["Exported", "Format", "Wish", "export"]
+
+VALUES = "tierfall.named_values"
 
 
 def export(
@@ -49,126 +53,181 @@ def export(
     wish: Wish,
     watch: Watch = lambda done, total: None,
 ) -> Exported:
-    """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` is told bytes read and bytes in all.
+    """Write one checkpoint, read from ``tiers``, fastest first; ``watch`` gets bytes written and bytes in all.
 
     Raises ConfigError for parts that are not there, IntegrityError where no copy is good, BackendError and
     CapacityError for what is wrong with the place, RestoreError where a registered type is not registered here, and for
     what ranks do not have alike.
     """
-    if wish.format is Format.DCP or (checkpoint.commit and checkpoint.commit.world_size > 1):
-        return export_ranks(checkpoint, tiers, open_image, wish, watch)
-    with Source.open(checkpoint, tiers, open_image, watch) as source:
-        path = wish.to / file_name(source.run, source.id, wish)
+    gathered = gather(checkpoint, tiers, open_image, watch)
+    path = wish.to
+    if wish.format is Format.DCP:
+        check_free_folder(path)
+    else:
+        path = wish.to / file_name(gathered.run, gathered.id, wish)
         check_free(path, replace=wish.replace)
-        parts = select(source.header, wish.only)
-        export_as = _export_torch if wish.format is Format.TORCH else _export_safetensors
-        tensors, notes = export_as(source, parts, path, wish)
-        return exported(checkpoint.id, path, tensors, source.tally, notes)
+    parts = select(gathered.header, wish.only)
+    gathered.check(parts)
+    tensors, notes = _EXPORT[wish.format](gathered, parts, path, wish)
+    if gathered.own is not None and any(part.name in ("", gathered.own) for part in parts):
+        notes.append(f"what ranks had otherwise than rank 0 stands below {gathered.own}, by rank")
+    return exported(checkpoint.id, path, tensors, gathered.tally, notes)
 
 
 # safetensors ------------------------------------------------------------------------------------------
 
 
 def _export_safetensors(
-    source: Source, parts: tuple[Part, ...], path: Path, wish: Wish
+    gathered: Gathered, parts: tuple[Part, ...], path: Path, wish: Wish
 ) -> tuple[int, list[str]]:
-    if not wish.only:
-        return _export_image(source, path, wish)
-    header = source.header
-    named: dict[str, int] = {}
-    for part in parts:
-        named |= tensors_of(header, part, full_names=len(parts) > 1)
+    header = gathered.header
+    said = {"tierfall.checkpoint": f"{gathered.run} {gathered.id}"}
+    if wish.only:
+        named: dict[str, int] = {}
+        for part in parts:
+            named |= tensors_of(header, part, full_names=len(parts) > 1)
+        notes = left_out(parts)
+    elif gathered.images.world_size == 1:
+        return _export_image(gathered, path, wish)
+    else:
+        named = {stored.name: slot for slot, stored in enumerate(header.tensors)}
+        said[VALUES] = _named_values(gathered, parts)
+        notes = []
     if not named:
         raise ConfigError(
-            f"export: {', '.join(wish.only)} holds no tensor, and safetensors holds nothing else; use --format torch"
+            f"export: {', '.join(wish.only) or gathered.id} holds no tensor, and safetensors holds nothing else; "
+            "use --format torch"
         )
-    said = {"tierfall.checkpoint": f"{source.run} {source.id}"}
-    head, places, end = lay_out(header, named, range(len(header.tensors)), said)
-    spans = [_span(header, slot, places[slot]) for slot in sorted(places)]
-    notes = [*left_out(parts), *as_bytes(header, named)]
-    with new_file(path, replace=wish.replace, room_bytes=end) as unfinished:
+    by_items = sorted(named.values(), key=lambda slot: (-header.tensors[slot].dtype.itemsize, slot))
+    head, places, length = lay_out(header, named, by_items, said)
+    with _opened(path, wish, length) as descriptor:
+        write_all(descriptor, memoryview(head), 0)
+        gathered.write(places, descriptor)
+    return len(named), [*notes, *as_bytes(header, named)]
+
+
+def _export_image(gathered: Gathered, path: Path, wish: Wish) -> tuple[int, list[str]]:
+    """The whole state of one rank is what its image is: a safetensors file already."""
+    with (
+        gathered.images.open(0) as job,
+        _opened(path, wish, job.manifest.image_bytes) as descriptor,
+    ):
+        gathered.write_image(job, descriptor)
+    return len(gathered.header.tensors), []
+
+
+@contextmanager
+def _opened(path: Path, wish: Wish, length: int) -> Iterator[int]:
+    """Give the descriptor of a file to write ``length`` bytes into; raises as ``new_file`` does."""
+    with new_file(path, replace=wish.replace, room_bytes=length) as unfinished:
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            write_all(descriptor, memoryview(head), 0)
-            pour(source, spans, descriptor)
+            yield descriptor
         finally:
             os.close(descriptor)
-    return len(named), notes
 
 
-def _span(header: ImageHeader, slot: int, targets: Sequence[int]) -> Span:
-    stored, base = header.tensors[slot], header.data_start
-    return Span(start=base + stored.start, end=base + stored.end, targets=tuple(targets))
+def _named_values(gathered: Gathered, parts: Sequence[Part]) -> str:
+    """Return what is no tensor, by name: the tagged JSON of each value, and the tensors that are parts of it."""
+    header = gathered.header
+    return json.dumps(
+        {
+            name: [header.values[leaf.number], [header.tensors[slot].name for slot in leaf.blobs]]
+            for part in parts
+            for name, leaf in deep_leaves(part.name, part.node)
+            if isinstance(leaf, ValueNode)
+        },
+        separators=(",", ":"),
+    )
 
 
-def _export_image(source: Source, path: Path, wish: Wish) -> tuple[int, list[str]]:
-    """The whole state is what the image is: a safetensors file already."""
-    span = Span(start=0, end=source.manifest.image_bytes, targets=(0,))
-    with new_file(path, replace=wish.replace, room_bytes=span.end) as unfinished:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            pour(source, [span], descriptor)
-        finally:
-            os.close(descriptor)
-    return len(source.header.tensors), []
-
-
-# torch -----------------------------------------------------------------------------------------------
+# torch and DCP ---------------------------------------------------------------------------------------
 
 
 class _MappedBuilder(Builder):
-    """Builds a state whose tensors lie in a mapped image."""
+    """Builds a state whose tensors are in a mapped file: ``places`` are, by slot, where the bytes of each begin."""
 
-    def __init__(self, header: ImageHeader, mapping: mmap.mmap) -> None:
-        super().__init__(header)
+    def __init__(self, gathered: Gathered, mapping: mmap.mmap, places: Mapping[int, int]) -> None:
+        super().__init__(gathered.header)
         self._mapping = mapping
+        self._places = places
         self._mapped: dict[int, torch.Tensor] = {}
 
     def flat(self, slot: int, device: torch.device) -> torch.Tensor:
-        """Return a slot's bytes where they lie, as a storage of its own: torch.save writes whole storages."""
+        """Return a slot's bytes where they are, as a storage of its own: torch.save writes whole storages."""
         if slot not in self._mapped:
-            stored = self.header.tensors[slot]
+            length = self.header.tensors[slot].length
             self._mapped[slot] = (
                 torch.frombuffer(
-                    self._mapping,
-                    dtype=torch.uint8,
-                    count=stored.length,
-                    offset=self.header.data_start + stored.start,
+                    self._mapping, dtype=torch.uint8, count=length, offset=self._places[slot]
                 )
-                if stored.length
+                if length
                 else torch.empty(0, dtype=torch.uint8)
             )
         return self._mapped[slot]
 
 
-def _export_torch(
-    source: Source, parts: tuple[Part, ...], path: Path, wish: Wish
-) -> tuple[int, list[str]]:
-    header, base = source.header, source.header.data_start
-    slots = sorted({slot for part in parts for slot in slots_of(part.node)})
-    spans = [
-        Span(start=base + t.start, end=base + t.end, targets=(base + t.start,))
-        for t in (header.tensors[slot] for slot in slots)
-    ]
-    data_bytes = sum(span.end - span.start for span in spans)
-    with new_file(path, replace=wish.replace, room_bytes=2 * data_bytes) as unfinished:
-        mapping = _map_image(source, spans, unfinished)
-        builder = _MappedBuilder(header, mapping)
-        for part in parts:
-            builder.prepare(part.node, CPU)
-        built = {part.name: builder.build(part.node, CPU) for part in parts}
-        notes = save_torch(built[parts[0].name] if len(parts) == 1 else built, unfinished, path)
-    return len(slots), notes
+class _DcpBuilder(_MappedBuilder):
+    """Builds optimizers' states as DCP names them."""
+
+    def _optimizer(self, node: OptimizerNode, device: torch.device) -> dict[str, Any]:
+        built = super()._optimizer(node, device)
+        return by_parameter(node, built, prefix_of(node, self.header.tree))
 
 
-def _map_image(source: Source, spans: Sequence[Span], beside: Path) -> mmap.mmap:
-    """Bring spans of an image to their places in a file without a name, and map it."""
+def _build(
+    kind: type[_MappedBuilder], gathered: Gathered, parts: Sequence[Part], beside: Path
+) -> Any:
+    """Build the state that the parts are, or the one part, its tensors in a file without a name, which goes with its
+    mapping; each begins at a multiple of 64 bytes."""
+    places, end = {}, 0
+    for slot in slots_in(parts):
+        places[slot] = end
+        end += -(-gathered.header.tensors[slot].length // 64) * 64
     path = beside.with_name(f"{beside.name}.image")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        path.unlink()  # it goes with the mapping, whatever happens
-        os.ftruncate(descriptor, source.manifest.image_bytes)
-        pour(source, spans, descriptor)
-        return mmap.mmap(descriptor, source.manifest.image_bytes, access=mmap.ACCESS_COPY)
+        path.unlink()  # whatever happens
+        os.ftruncate(descriptor, max(end, 1))
+        gathered.write({slot: (start,) for slot, start in places.items()}, descriptor)
+        mapping = mmap.mmap(descriptor, max(end, 1), access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
+    builder = kind(gathered, mapping, places)
+    for part in parts:
+        builder.prepare(part.node, CPU)
+    built = {part.name: builder.build(part.node, CPU) for part in parts}
+    return built[parts[0].name] if len(parts) == 1 else built
+
+
+def _export_torch(
+    gathered: Gathered, parts: tuple[Part, ...], path: Path, wish: Wish
+) -> tuple[int, list[str]]:
+    room_bytes = _room_bytes(gathered, parts)
+    with new_file(path, replace=wish.replace, room_bytes=room_bytes) as unfinished:
+        state = _build(_MappedBuilder, gathered, parts, unfinished)
+        notes = save_torch(state, unfinished, path)
+    return len(slots_in(parts)), notes
+
+
+def _export_dcp(
+    gathered: Gathered, parts: tuple[Part, ...], path: Path, wish: Wish
+) -> tuple[int, list[str]]:
+    from tierfall.export.dcp_folder import save_dcp
+
+    with new_folder(path, room_bytes=_room_bytes(gathered, parts)) as unfinished:
+        state = _build(_DcpBuilder, gathered, parts, unfinished)
+        save_dcp(as_state(state, parts[0].name), unfinished, path)
+    return len(slots_in(parts)), []
+
+
+def _room_bytes(gathered: Gathered, parts: Sequence[Part]) -> int:
+    """What torch writes, and what it is given, in bytes."""
+    return 2 * sum(gathered.header.tensors[slot].length for slot in slots_in(parts))
+
+
+_EXPORT = {
+    Format.SAFETENSORS: _export_safetensors,
+    Format.TORCH: _export_torch,
+    Format.DCP: _export_dcp,
+}

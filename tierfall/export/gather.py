@@ -1,99 +1,88 @@
-"""The parts of all ranks of one checkpoint as one: a merged header, and its whole tensors brought into a mapped file.
+"""One checkpoint of any number of ranks as one state: a merged header, and its whole tensors, written into a file.
 
-Bytes go from the ranks' images to their places in the file, each chunk verified before; what is read aside on the way,
-where a block is no run of its whole, is bounded. Beside that no more memory is taken than two chunks.
+Bytes go from the ranks' images to their places in the file, each chunk verified before. A block that is a contiguous
+range of its tensor goes there through the buffer of a chunk, of which there are two. Others (columns) are put together
+in memory first, some rows at a time.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from tierfall.core.copies.cached_reads import Written
 from tierfall.core.copies.checkpoint_reader import Parts
 from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.copies.shard_reader import OpenImage
+from tierfall.core.copies.shard_reader import Job, OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.image.header import ImageHeader
-from tierfall.core.image.merge import Merged, merge_headers
+from tierfall.core.image.merge import Block, Merged, merge_headers
 from tierfall.core.image.per_rank import Pair, set_aside
 from tierfall.core.image.raw_files import refuse_files
 from tierfall.core.image.tree import ConflictNode, leaves, slots_of
 from tierfall.core.load.build import Fill, Want
 from tierfall.core.restore.reshard_reads import spread
-from tierfall.core.types import keys
 from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.export.output import write_all
 from tierfall.export.select import Part
-from tierfall.export.stream import CHUNKS_MAX
+from tierfall.export.stream import Progress, Span, write_spans
 from tierfall.ops.commands import Watch
 
-ASIDE_BYTES = 256 << 20
-"""So much may be read aside at once, or one tensor if that is larger."""
+CHUNKS_MAX = 2
+"""How many chunks may be in memory at once."""
+ROWS_BYTES = 128 << 20
+"""So much is put together in memory at once, and read for it, or one row if that is larger."""
 COMPARED_BYTES = 16 << 20
 """So much of what ranks have under one name is compared at once."""
 
 
-class RankParts:
-    """The images of all ranks, each opened from the tiers whose records name it."""
+class RankImages:
+    """The images of all ranks of one checkpoint."""
 
-    def __init__(
-        self,
-        checkpoint: KnownCheckpoint,
-        world_size: int,
-        tiers: Sequence[str],
-        open_image: OpenImage,
-        tally: Tally,
-    ) -> None:
-        named = {tier: _shards_on(checkpoint, tier) for tier in tiers}
-        self._shards = [Shard(rank, world_size) for rank in range(world_size)]
-        self._parts = [
-            Parts(
-                checkpoint,
-                [t for t in tiers if (on := named[t]) is None or shard in on],
-                open_image,
-                tally,
-                None,
-                CHUNKS_MAX,
-            )
-            for shard in self._shards
-        ]
+    def __init__(self, parts: Parts, world_size: int) -> None:
+        self._parts = parts
+        self.world_size = world_size
 
     def headers(self) -> dict[int, ImageHeader]:
-        pairs = zip(self._shards, self._parts, strict=True)
-        return {shard.rank: parts.header(shard) for shard, parts in pairs}
+        return self._parts.headers(self.world_size)
 
-    def fill(self, rank: int, fills: Sequence[Fill]) -> None:
-        self._parts[rank].fill({rank: fills}, len(self._shards))
+    def open(self, rank: int) -> Job:
+        return self._parts.open(Shard(rank, self.world_size))
+
+    def read(self, rank: int, fills: Sequence[Fill]) -> None:
+        with self.open(rank) as job:
+            job.fill(fills, Written())
 
     def chunk_digests(self, rank: int, start: int, end: int) -> tuple[int, int, tuple[str, ...]]:
         """Return what tells bytes of an image apart, by the digests of the chunks that they lie in."""
-        manifest = self._parts[rank].manifest(self._shards[rank])
+        manifest = self._parts.manifest(Shard(rank, self.world_size))
         low, high = start // manifest.chunk_bytes, (end - 1) // manifest.chunk_bytes
         return start, manifest.chunk_bytes, manifest.digests[1 + low : 2 + high]
 
 
-def _shards_on(checkpoint: KnownCheckpoint, tier: str) -> frozenset[Shard | None] | None:
-    """Return whose images a tier has; None where its record is damaged, which is told when it is read."""
-    commit = checkpoint.copies[tier].commit
-    if commit is None:
-        return None
-    return frozenset(keys.parse_shard(file.name) for file in commit.files if file.digest is None)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows ``first`` to ``first + count`` of a tensor."""
+
+    slot: int
+    first: int
+    count: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """One checkpoint, merged over its ranks. ``own`` is the name below which stands what single ranks have otherwise
-    than rank 0, where there is such."""
+    """One checkpoint, merged over its ranks. ``own`` is the name below which single ranks' entries are that differ from
+    rank 0's, where there are such."""
 
     run: str
     id: CheckpointId
     merged: Merged
-    parts: RankParts
+    images: RankImages
     own: str | None
     tally: Tally
     watch: Watch
@@ -113,35 +102,95 @@ class Gathered:
             if sum(block.end - block.start for block in blocks) < stored.length:
                 raise RestoreError(f"{self.header.what}: {stored.name}: it is not there whole")
 
-    def fill(self, wants: Sequence[Want]) -> None:
-        """Bring every tensor that is wanted to its targets. Raises as ``ChunkReader.read`` does."""
-        total = sum(len(want.target) for want in wants)
-        done = 0
-        for some in self._batches(wants):
-            reads = spread(self.merged, some, same=())
-            for rank, fills in sorted(reads.fills.items()):
-                self.parts.fill(rank, fills)
-                done += sum((f.end - f.start) * len(f.targets) for f in fills)
-                self.watch(min(done, total), total)
-            reads.finish()
+    def write_image(self, job: Job, descriptor: int) -> None:
+        """Write the image of the one rank as it is. Raises as ``write`` does."""
+        length = job.manifest.image_bytes
+        span = Span(start=0, end=length, targets=(0,))
+        write_spans(job, [span], descriptor, Progress(self.watch, length))
 
-    def _batches(self, wants: Sequence[Want]) -> Iterator[list[Want]]:
-        batch: list[Want] = []
-        aside = 0
-        for want in wants:
-            size = len(want.target) if self._is_cut(want.slot) else 0
-            if batch and aside + size > ASIDE_BYTES:
-                yield batch
-                batch, aside = [], 0
-            batch.append(want)
-            aside += size
+    def write(self, places: Mapping[int, Sequence[int]], descriptor: int) -> None:
+        """Write the tensors of ``places`` into a file; ``places`` are, by slot, the offsets at which its bytes begin.
+
+        Raises as ``ChunkReader.read`` does, and OSError.
+        """
+        cut = [slot for slot in places if self._is_cut(slot)]
+        progress = Progress(self.watch, sum(self.header.tensors[s].length for s in places))
+        spans: dict[int, list[Span]] = defaultdict(list)
+        for slot in places.keys() - cut:
+            for block in self.merged.blocks[slot]:
+                if block.end > block.start:
+                    spans[block.rank].append(self._span(slot, block, places[slot]))
+        for rank, those in sorted(spans.items()):
+            with self.images.open(rank) as job:
+                base = job.manifest.data_start
+                moved = [
+                    Span(start=base + s.start, end=base + s.end, targets=s.targets)
+                    for s in sorted(those, key=lambda span: span.start)
+                ]
+                write_spans(job, moved, descriptor, progress)
+        for batch in self._batches(cut):
+            self._write_rows(batch, places, descriptor, progress)
+
+    def _span(self, slot: int, block: Block, starts: Sequence[int]) -> Span:
+        """Return where a block that is a contiguous range of its tensor comes from in the data, and goes to."""
+        before = block.offset[0] * self._row_bytes(slot) if block.offset else 0
+        targets = tuple(start + before for start in starts)
+        return Span(start=block.start, end=block.end, targets=targets)
+
+    def _write_rows(
+        self,
+        batch: Sequence[_Rows],
+        places: Mapping[int, Sequence[int]],
+        descriptor: int,
+        progress: Progress,
+    ) -> None:
+        """Put rows together in memory, and write them."""
+        shapes = [self.header.tensors[rows.slot].shape for rows in batch]
+        wants = [
+            Want(
+                slot=rows.slot,
+                target=torch.empty(rows.bytes, dtype=torch.uint8),
+                offset=(rows.first, *(0 for _ in shape[1:])),
+                lengths=(rows.count, *shape[1:]),
+            )
+            for rows, shape in zip(batch, shapes, strict=True)
+        ]
+        reads = spread(self.merged, wants, same=())
+        for rank, fills in sorted(reads.fills.items()):
+            self.images.read(rank, fills)
+        reads.finish()
+        for rows, want in zip(batch, wants, strict=True):
+            before = rows.first * self._row_bytes(rows.slot)
+            for start in places[rows.slot]:
+                write_all(descriptor, want.target.numpy().data, start + before)
+            progress.add(rows.bytes)
+
+    def _batches(self, slots: Sequence[int]) -> Iterator[list[_Rows]]:
+        batch: list[_Rows] = []
+        for slot in slots:
+            row, left = self._row_bytes(slot), self.header.tensors[slot].shape[0]
+            first = 0
+            while left:
+                room = ROWS_BYTES - sum(rows.bytes for rows in batch)
+                if batch and room < row:
+                    yield batch
+                    batch = []
+                    continue
+                count = min(left, max(1, room // row))
+                batch.append(_Rows(slot, first, count, count * row))
+                first, left = first + count, left - count
         if batch:
             yield batch
 
+    def _row_bytes(self, slot: int) -> int:
+        stored = self.header.tensors[slot]
+        return stored.length // stored.shape[0] if stored.length and stored.shape else 0
+
     def _is_cut(self, slot: int) -> bool:
-        """Say whether some block of a tensor is no run of the whole, so that it is read aside."""
-        shape = self.header.tensors[slot].shape
-        return any(block.lengths[1:] != shape[1:] for block in self.merged.blocks[slot])
+        """Say whether some block of a tensor is no contiguous range of it."""
+        stored = self.header.tensors[slot]
+        blocks = self.merged.blocks[slot]
+        return stored.length > 0 and any(b.lengths[1:] != stored.shape[1:] for b in blocks)
 
 
 def gather(
@@ -155,18 +204,19 @@ def gather(
     if commit is None:
         raise IntegrityError(f"export: every commit record of {checkpoint.id} is damaged")
     tally = Tally()
-    parts = RankParts(checkpoint, commit.world_size, tiers, open_image, tally)
-    found = parts.headers()
+    parts = Parts(checkpoint, tiers, open_image, tally, None, CHUNKS_MAX)
+    images = RankImages(parts, commit.world_size)
+    found = images.headers()
     for header in found.values():
         refuse_files(header, doing="export")
-    headers, own = set_aside(found, lambda rank, pairs: _differing(parts, rank, pairs))
-    what = f"{checkpoint.id} of {commit.world_size} ranks"
-    merged = merge_headers(headers, what=what, own=0)
+    headers, own = set_aside(found, lambda rank, pairs: _differing(images, rank, pairs))
+    of = f" of {commit.world_size} ranks" if commit.world_size > 1 else ""
+    merged = merge_headers(headers, what=f"{checkpoint.id}{of}", own=0)
     return Gathered(
         run=commit.line.run,
         id=checkpoint.id,
         merged=merged,
-        parts=parts,
+        images=images,
         own=own if any(key == own for key, _ in merged.header.tree.entries) else None,
         tally=tally,
         watch=watch,
@@ -176,13 +226,13 @@ def gather(
 # What ranks have alike -------------------------------------------------------------------------------
 
 
-def _differing(parts: RankParts, rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
+def _differing(images: RankImages, rank: int, pairs: Sequence[Pair]) -> frozenset[Pair]:
     """Return the pairs whose bytes differ. Those in chunks of the same digests are the same; others are read."""
     found: set[Pair] = set()
     slices: list[tuple[Pair, int, int]] = []
     for pair in dict.fromkeys(pairs):
         own, first = pair
-        if parts.chunk_digests(rank, own.start, own.end) != parts.chunk_digests(
+        if images.chunk_digests(rank, own.start, own.end) != images.chunk_digests(
             0, first.start, first.end
         ):
             for at in range(0, own.length, COMPARED_BYTES):
@@ -194,17 +244,17 @@ def _differing(parts: RankParts, rank: int, pairs: Sequence[Pair]) -> frozenset[
         while slices and size + slices[0][2] - slices[0][1] <= COMPARED_BYTES:
             size += slices[0][2] - slices[0][1]
             batch.append(slices.pop(0))
-        found |= _compare(parts, rank, batch)
+        found |= _compare(images, rank, batch)
     return frozenset(found)
 
 
-def _compare(parts: RankParts, rank: int, batch: Sequence[tuple[Pair, int, int]]) -> set[Pair]:
+def _compare(images: RankImages, rank: int, batch: Sequence[tuple[Pair, int, int]]) -> set[Pair]:
     """Read slices of both ranks, and return the pairs whose slices differ."""
     ones = _read(
-        parts, rank, [(pair.own.start + low, pair.own.start + high) for pair, low, high in batch]
+        images, rank, [(pair.own.start + low, pair.own.start + high) for pair, low, high in batch]
     )
     others = _read(
-        parts, 0, [(pair.first.start + low, pair.first.start + high) for pair, low, high in batch]
+        images, 0, [(pair.first.start + low, pair.first.start + high) for pair, low, high in batch]
     )
     return {
         pair
@@ -213,66 +263,10 @@ def _compare(parts: RankParts, rank: int, batch: Sequence[tuple[Pair, int, int]]
     }
 
 
-def _read(parts: RankParts, rank: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def _read(images: RankImages, rank: int, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     read = {span: torch.empty(span[1] - span[0], dtype=torch.uint8) for span in sorted(set(ranges))}
-    parts.fill(rank, [Fill(name="", start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
+    images.read(rank, [Fill(name="", start=s, end=e, targets=(t,)) for (s, e), t in read.items()])
     return [read[span] for span in ranges]
-
-
-# Into a file -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Slots, and where in a mapped file the bytes of each begin; more than once where they are wanted so often."""
-
-    mapping: mmap.mmap
-    places: Mapping[int, Sequence[int]]
-
-    def flat(self, gathered: Gathered, slot: int, number: int = 0) -> torch.Tensor:
-        """Return the memory of a slot's bytes as a storage of its own: torch.save writes whole storages."""
-        length = gathered.header.tensors[slot].length
-        if not length:
-            return torch.empty(0, dtype=torch.uint8)
-        at = self.places[slot][number]
-        return torch.frombuffer(self.mapping, dtype=torch.uint8, count=length, offset=at)
-
-
-def place_file(
-    gathered: Gathered, descriptor: int, places: Mapping[int, Sequence[int]], length: int
-) -> Placed:
-    """Bring tensors to their places in a file of ``length`` bytes, and return it mapped.
-
-    Its room is taken before: a page that finds none later would end the process.
-    """
-    if length:
-        os.posix_fallocate(descriptor, 0, length)
-    mapping = mmap.mmap(descriptor if length else -1, max(length, 1))
-    placed = Placed(mapping=mapping, places=places)
-    gathered.fill(
-        [
-            Want(slot=slot, target=placed.flat(gathered, slot, number))
-            for slot in sorted(places)
-            for number in range(len(places[slot]))
-            if gathered.header.tensors[slot].length
-        ]
-    )
-    return placed
-
-
-def place_aside(gathered: Gathered, slots: Sequence[int], beside: Path) -> Placed:
-    """Bring tensors into a file without a name, which goes with its mapping; each begins at a multiple of 64 bytes."""
-    places, end = {}, 0
-    for slot in slots:
-        places[slot] = (end,)
-        end += -(-gathered.header.tensors[slot].length // 64) * 64
-    path = beside.with_name(f"{beside.name}.image")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        path.unlink()  # whatever happens
-        return place_file(gathered, descriptor, places, end)
-    finally:
-        os.close(descriptor)
 
 
 def slots_in(parts: Sequence[Part]) -> list[int]:
