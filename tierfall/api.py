@@ -12,8 +12,7 @@ import torch
 
 from tierfall.config import Config, load_config
 from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.copies.images import Image, StoredImage
-from tierfall.core.copies.shard_reader import OpenImage
+from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
 from tierfall.core.load.load import plan_load
 from tierfall.core.restore.reshard import Resize
@@ -109,14 +108,11 @@ def _load_path(path: Path, request: Request, map_location: str | torch.device) -
         request = _within(place.checkpoint, request, path)
     store, listings = open_place(place)
 
-    def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
-        return StoredImage(store, id, shard)
-
     try:
         return _load(
             list(listings.values()),
             request,
-            open_one,
+            image_opener({store.name: store}),
             map_location,
             place.shard or SHARD,
             str(path),

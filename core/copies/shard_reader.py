@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.buffer_ring import Ring
 from tierfall.core.copies.cached_reads import Written
 from tierfall.core.copies.chunk_reader import (
@@ -15,7 +16,14 @@ from tierfall.core.copies.chunk_reader import (
     in_threads,
     read_fills,
 )
-from tierfall.core.copies.images import Image, checked_manifest, unpacked
+from tierfall.core.copies.images import (
+    Image,
+    ReadableStore,
+    RegionImage,
+    StoredImage,
+    checked_manifest,
+    unpacked,
+)
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.format.commit_files import image_file
 from tierfall.core.format.records import Commit, Manifest
@@ -41,6 +49,26 @@ NOT_SENT = (
 )
 
 OpenImage = Callable[[str, CheckpointId, Shard], Image]
+Regions = Mapping[tuple[CheckpointId, Shard], HostRegion]
+"""Sealed images in host memory."""
+
+
+def image_opener(
+    stores: Mapping[str, ReadableStore], memory: str = "", regions: Regions | None = None
+) -> OpenImage:
+    """Return what opens one copy of one image: from ``regions`` on the tier named ``memory``, else from its store."""
+
+    def open_image(tier: str, id: CheckpointId, shard: Shard) -> Image:
+        if tier != memory:
+            return StoredImage(stores[tier], id, shard)
+        region = (regions or {}).get((id, shard))
+        if region is None:
+            raise IntegrityError(
+                f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
+            )
+        return RegionImage(tier, region)
+
+    return open_image
 
 
 class Job:

@@ -162,7 +162,7 @@ def _copy(
     counter: _Counter,
 ) -> Copied:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
-    source = origin(reader, checkpoint, held)
+    source = origin(checkpoint, held, reader.opener())
     attempt = writing_attempt(reader, listings, source.commit.line, tier=store.name)
     there = next(listing for listing in listings if listing.tier == store.name)
     _check_room(reader.config, there, source.commit)

@@ -6,7 +6,7 @@ trainer too: every byte that is believed was verified first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +14,16 @@ from typing import Self
 
 from tierfall.backends.posix.backend import NoFolderError, PosixBackend
 from tierfall.config import Config
-from tierfall.core.copies.images import Image, RegionImage, StoredImage
+from tierfall.core.copies.shard_reader import OpenImage, image_opener
 from tierfall.core.format.catalog import Listing
-from tierfall.core.format.commit_files import files_of
 from tierfall.core.runtime.bounded_calls import BoundedCalls
 from tierfall.core.runtime.run_lock import Owner, RunLock
 from tierfall.core.types import keys
-from tierfall.core.types.errors import ConfigError, IntegrityError, TierfallError, UnreachableError
+from tierfall.core.types.errors import ConfigError, TierfallError, UnreachableError
 from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.ops.local_memory import find_owner
 from tierfall.ops.moved_folder import moved_run, moved_shard, moved_step
+from tierfall.session.leftovers import regions_in
 from tierfall.setup.tier_identity import Identities
 from tierfall.setup.tiers import SLOT, any_slot, list_all, open_stores, run_folder
 from tierfall.tiers.arena.arena import lock_name
@@ -106,19 +106,9 @@ class Reader:
     def images(self) -> dict[CheckpointId, HeldImage]:
         return self.host.images()
 
-    def opener(self) -> Callable[[str, CheckpointId, Shard], Image]:
-        held = self.images()
-
-        def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
-            if tier != self.host.name:
-                return StoredImage(self.stores[tier], id, shard)
-            if id not in held or not files_of(held[id].commit, shard):
-                raise IntegrityError(
-                    f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
-                )
-            return RegionImage(tier, held[id].region)
-
-        return open_one
+    def opener(self) -> OpenImage:
+        """Return what opens images, those too that are in memory now."""
+        return image_opener(self.stores, self.host.name, regions_in([self.host]))
 
     def close(self) -> None:
         for store in self.stores.values():

@@ -172,7 +172,8 @@ class Repairer:
         return f"{keys.INDEX_NAME} made anew of the manifests"
 
     def _mend_files(self, store: StoredTier, checkpoint: KnownCheckpoint, copy: CheckedCopy) -> str:
-        source = origin(self._reader, checkpoint, self._sources(store, checkpoint, copy))
+        tiers = self._sources(store, checkpoint, copy)
+        source = origin(checkpoint, tiers, self._reader.opener())
         attempt = writing_attempt(self._reader, self._listings, source.commit.line, tier=store.name)
         store.check_fence(attempt)
         limits = lane_limits(store, self._reader.config)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, Tally, in_threads
-from tierfall.core.copies.shard_reader import find_images
+from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
 from tierfall.core.format.commit_files import files_of, plain, with_index, with_packed
 from tierfall.core.format.documents import sha256
@@ -129,20 +129,28 @@ class Origin:
         return self.commit.line.checkpoint
 
 
-def origin(reader: Reader, checkpoint: KnownCheckpoint, tiers: Sequence[str]) -> Origin:
-    """Open a checkpoint for reading from ``tiers``, fastest first; raises as ``find_images`` does."""
-    tally, shards = Tally(), []
-    opener = reader.opener()
+def origin(
+    checkpoint: KnownCheckpoint,
+    tiers: Sequence[str],
+    open_image: OpenImage,
+    shards: Sequence[Shard] | None = None,
+) -> Origin:
+    """Open the images of some shards of a checkpoint, or of all, for reading from ``tiers``, fastest first; raises as
+    ``find_images`` does."""
     records = {t: c for t in tiers if (c := checkpoint.copies[t].commit) is not None}
     if not records:
         raise IntegrityError(f"no other tier holds a good commit record of {checkpoint.id}")
     commit = _united([plain(record) for record in records.values()])
-    for rank in range(commit.world_size):
-        shard = Shard(rank, commit.world_size)
-        holding = [t for t in tiers if t not in records or files_of(records[t], shard)]
-        images, manifest = find_images(checkpoint, holding, opener, shard, tally)
-        shards.append((manifest, ChunkReader(images, manifest, tally)))
-    return Origin(commit=commit, shards=tuple(shards), tally=tally)
+    if shards is None:
+        shards = [Shard(rank, commit.world_size) for rank in range(commit.world_size)]
+    else:
+        files = [file for shard in shards for file in files_of(commit, shard)]
+        commit = replace(commit, files=tuple(files))
+    tally, opened = Tally(), []
+    for shard in shards:
+        images, manifest = find_images(checkpoint, tiers, open_image, shard, tally)
+        opened.append((manifest, ChunkReader(images, manifest, tally)))
+    return Origin(commit=commit, shards=tuple(opened), tally=tally)
 
 
 def _united(records: Sequence[Commit]) -> Commit:

@@ -110,7 +110,7 @@ class Restorer:
             candidates = self.candidates(listings, request, tally, look_again)
             if not candidates:
                 return None
-            open_image = session.open_image(regions_in(hosts))
+            open_image = session.opener(regions_in(hosts))
             where = (candidates, listings, request, open_image, ranks.shard)
             return fill_first(
                 candidates,
@@ -162,7 +162,7 @@ class Restorer:
 
     def opener(self) -> OpenImage:
         """What opens images, those in the memory of this process too."""
-        return self._session.open_image(regions_in(self._session.hosts()))
+        return self._session.opener(regions_in(self._session.hosts()))
 
     def continue_from(
         self, checkpoint: KnownCheckpoint, any_saved: bool, *, verified: tuple[str, ...] = ()

@@ -33,8 +33,6 @@ from tierfall.tiers.host import HeldImage, HostTier, slots_in
 
 logger = logging.getLogger("tierfall")
 
-Regions = dict[tuple[CheckpointId, Shard], HostRegion]
-
 
 @dataclass(frozen=True, slots=True)
 class AdoptedSlot:
@@ -111,7 +109,7 @@ def images_in(hosts: Iterable[HostTier]) -> list[tuple[CheckpointId, HeldImage]]
     return [item for host in hosts for item in host.images().items()]
 
 
-def regions_in(hosts: Iterable[HostTier]) -> Regions:
+def regions_in(hosts: Iterable[HostTier]) -> dict[tuple[CheckpointId, Shard], HostRegion]:
     return {(id, held.region.shard): held.region for id, held in images_in(hosts)}
 
 

@@ -18,10 +18,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tierfall.config import Config
-from tierfall.core.capture.snapshot import HostRegion
 from tierfall.core.copies.buffer_ring import Ring
 from tierfall.core.copies.chunk_reader import Tally
-from tierfall.core.copies.images import Image, RegionImage, StoredImage
+from tierfall.core.copies.shard_reader import OpenImage, Regions, image_opener
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, starts_in
 from tierfall.core.format.records import Attempt, Commit
 from tierfall.core.ranks.ranks import News, Ranks
@@ -45,7 +44,7 @@ from tierfall.core.types.errors import (
     UnreachableError,
 )
 from tierfall.core.types.lineage import Key
-from tierfall.core.types.values import CheckpointId, Shard
+from tierfall.core.types.values import CheckpointId
 from tierfall.policies import defaults
 from tierfall.session.adopt import check_life, take_over
 from tierfall.session.leftovers import (
@@ -564,22 +563,9 @@ class Session:
         """All slots of this node, for as long as they are read."""
         return looking_at_others(self._folder, mine=self.hosts(), name=self.host.name, run=self.run)
 
-    def open_image(
-        self, regions: Mapping[tuple[CheckpointId, Shard], HostRegion]
-    ) -> Callable[[str, CheckpointId, Shard], Image]:
+    def opener(self, regions: Regions) -> OpenImage:
         stores = {name: bounded(store, self.config) for name, store in self.stores.items()}
-
-        def open_one(tier: str, id: CheckpointId, shard: Shard) -> Image:
-            if tier != self.host.name:
-                return StoredImage(stores[tier], id, shard)
-            region = regions.get((id, shard))
-            if region is None:
-                raise IntegrityError(
-                    f"{tier}: {id} left memory while it was to be read, or rank {shard.rank}'s part is not here"
-                )
-            return RegionImage(tier, region)
-
-        return open_one
+        return image_opener(stores, self.host.name, regions)
 
     def tally(self) -> Tally:
         """Begin to read, in this process: what turns out to be damaged reaches the ledger."""

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from tierfall.config import Config, FileTier, ObjectTier
 from tierfall.config.sections import OnClose
-from tierfall.core.copies.chunk_reader import ChunkReader, Tally
-from tierfall.core.copies.images import Image, RegionImage, StoredImage
-from tierfall.core.copies.shard_reader import find_images
+from tierfall.core.copies.shard_reader import image_opener
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import files_of, plain
+from tierfall.core.format.commit_files import plain
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Manifest, Mark, NamedFile, read_manifest
 from tierfall.core.types import keys
@@ -33,7 +31,7 @@ from tierfall.core.types.values import CheckpointId, Codec, Shard
 from tierfall.ops.commands import unread, view_of
 from tierfall.ops.drain.turns import DrainTurns
 from tierfall.ops.local_memory import LocalMemory, Parts
-from tierfall.ops.write_copy import Origin, leave_index, write_parts
+from tierfall.ops.write_copy import Origin, leave_index, origin, write_parts
 from tierfall.policies.defaults import plan_eviction
 from tierfall.setup.tiers import lane_limits
 from tierfall.tiers.stored import StoredTier
@@ -102,11 +100,11 @@ class PartsDrain:
         store.check_fence(self.attempt)
         missing = self._not_there(known, store)
         if missing:
-            origin = self._origin(known, missing, without=tier)
-            self._make_room(store, origin.commit)
+            source = self._origin(known, missing, without=tier)
+            self._make_room(store, source.commit)
             began = time.monotonic()
-            write_parts(store, lane_limits(store, self.config), origin, self._count)
-            self.turns.note(tier, origin.commit.image_bytes, time.monotonic() - began)
+            write_parts(store, lane_limits(store, self.config), source, self._count)
+            self.turns.note(tier, source.commit.image_bytes, time.monotonic() - began)
         if not self.commit(id, tier):
             self.brought.append((id, tier))
 
@@ -146,30 +144,11 @@ class PartsDrain:
         return sorted(found.items(), key=lambda item: item[0].rank)
 
     def _origin(self, known: KnownCheckpoint, shards: Sequence[Shard], *, without: str) -> Origin:
-        tally, readers = Tally(), []
-        files: list[NamedFile] = []
         tiers = [x.tier for x in self.listings if x.tier in known.copies and x.tier != without]
-        for shard in shards:
-            holding = [t for t in tiers if _names_shard(known.copies[t].commit, shard)]
-            images, manifest = find_images(known, holding, self._open, shard, tally)
-            readers.append((manifest, ChunkReader(images, manifest, tally)))
-            record = next(known.copies[t].commit for t in holding)
-            assert record is not None
-            files += files_of(plain(record), shard)
-        assert known.commit is not None
-        return Origin(
-            commit=replace(plain(known.commit), files=tuple(files)),
-            shards=tuple(readers),
-            tally=tally,
+        regions = {(id, s): held.region for id, of in self.parts.items() for s, held in of.items()}
+        return origin(
+            known, tiers, image_opener(self.stores, self.config.host.name, regions), shards
         )
-
-    def _open(self, tier: str, id: CheckpointId, shard: Shard) -> Image:
-        if tier in self.stores:
-            return StoredImage(self.stores[tier], id, shard)
-        part = self.parts.get(id, {}).get(shard)
-        if part is None:
-            raise IntegrityError(f"{tier}: rank {shard.rank}'s part of {id} is not here")
-        return RegionImage(tier, part.region)
 
     def _make_room(self, store: StoredTier, commit: Commit) -> None:
         """Drop from a tier with a capacity what may go, as a trainer does before it begins a copy."""
@@ -313,10 +292,6 @@ def _world_size(known: KnownCheckpoint) -> int:
 def _shards(commit: Commit) -> set[Shard]:
     found = (keys.parse_shard(file.name) for file in commit.files if file.digest is None)
     return {shard for shard in found if shard is not None}
-
-
-def _names_shard(commit: Commit | None, shard: Shard) -> bool:
-    return commit is not None and shard in _shards(commit)
 
 
 def _at_hand(known: KnownCheckpoint) -> set[Shard]:
