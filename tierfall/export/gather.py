@@ -29,8 +29,8 @@ from tierfall.core.types.errors import IntegrityError, RestoreError
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.export.output import write_all
 from tierfall.export.select import Part
-from tierfall.export.stream import Progress, Span, write_spans
-from tierfall.ops.commands import Watch
+from tierfall.export.stream import Span, write_spans
+from tierfall.ops.commands import Progress, Watch
 
 CHUNKS_MAX = 2
 """How many chunks may be in memory at once."""

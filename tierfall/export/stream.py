@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tierfall.core.copies.shard_reader import Job
 from tierfall.export.output import write_all
-from tierfall.ops.commands import Watch
+from tierfall.ops.commands import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +18,6 @@ class Span:
     start: int
     end: int
     targets: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Progress:
-    """Counts bytes that were written, of ``total``, and reports them. Thread-safe."""
-
-    watch: Watch
-    total: int
-    _done: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self.watch(self._done, self.total)
 
 
 def write_spans(job: Job, spans: Sequence[Span], descriptor: int, progress: Progress) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,21 @@ from tierfall.tiers.stored import StoredTier
 POLL_S = 0.2
 Watch = Callable[[int, int], None]
 """Is told, from time to time, bytes done and bytes in all."""
+
+
+class Progress:
+    """Adds up the bytes that several threads have done, and reports them with those in all, ``total``."""
+
+    def __init__(self, watch: Watch, total: int) -> None:
+        self._watch = watch
+        self.total = total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._watch(self._done, self.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

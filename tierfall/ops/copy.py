@@ -7,7 +7,6 @@ the checkpoint has elsewhere. No rule of flushing or retention is asked; what re
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,7 +26,7 @@ from tierfall.core.types.errors import (
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
 from tierfall.core.types.view import Verdict
-from tierfall.ops.commands import Watch, trained_elsewhere, view_of
+from tierfall.ops.commands import Progress, Watch, trained_elsewhere, view_of
 from tierfall.ops.findings import NEWER
 from tierfall.ops.reader import Reader
 from tierfall.ops.write_copy import (
@@ -79,26 +78,11 @@ def copy(
         if there.error is not None:
             raise there.error
         _check_alone(reader, listings, checkpoint, tier)
-        counter = _Counter(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
+        counter = Progress(watch, checkpoint.commit.image_bytes if checkpoint.commit else 0)
         with writable(config, tier) as store:
             if tier in checkpoint.copies:
                 return _already(reader, store, checkpoint, counter)
             return _copy(reader, listings, store, checkpoint, counter)
-
-
-class _Counter:
-    """Adds up what several threads have done."""
-
-    def __init__(self, watch: Watch, total: int) -> None:
-        self._watch = watch
-        self._done = 0
-        self._total = total
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._watch(self._done, self._total)
 
 
 def _check_alone(
@@ -116,7 +100,7 @@ def _check_alone(
 
 
 def _already(
-    reader: Reader, store: StoredTier, checkpoint: KnownCheckpoint, counter: _Counter
+    reader: Reader, store: StoredTier, checkpoint: KnownCheckpoint, counter: Progress
 ) -> Copied:
     """Check the copy that is there, and bring the marks that it lacks."""
     id, tier = checkpoint.id, store.name
@@ -159,7 +143,7 @@ def _copy(
     listings: tuple[Listing, ...],
     store: StoredTier,
     checkpoint: KnownCheckpoint,
-    counter: _Counter,
+    counter: Progress,
 ) -> Copied:
     held = [listing.tier for listing in listings if listing.tier in checkpoint.copies]
     source = origin(checkpoint, held, reader.opener())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tierfall.core.format.records import Attempt
 from tierfall.core.types.errors import FencedError, IntegrityError
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId, CopyState
-from tierfall.ops.commands import POLL_S, Watch, check_folders, unread, view_of
+from tierfall.ops.commands import POLL_S, Progress, Watch, check_folders, unread, view_of
 from tierfall.ops.drain.shards import PartsDrain, drain_parts
 from tierfall.ops.local_memory import LocalMemory
 from tierfall.session.drain_forecast import Foretold
@@ -138,7 +137,7 @@ def _drain_parts(
             ),
         )
         held = [image for parts in memory.parts().values() for image in parts.values()]
-        moved = Moved(watch)
+        moved = Progress(watch, 0)
         drain = PartsDrain(
             config=config,
             memory=memory,
@@ -170,21 +169,6 @@ def _drain_parts(
         memory_kept=kept,
         seconds=time.monotonic() - began,
     )
-
-
-class Moved:
-    """Adds up what several threads have moved."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._lock = threading.Lock()
-        self._done = 0
-        self.total = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._watch(self._done, self.total)
 
 
 def _order(image: HeldImage) -> tuple[int, int]:
