@@ -20,9 +20,8 @@ from tierfall.core.capture.events import CaptureFailed, CaptureSealed
 from tierfall.core.capture.lazy_evidence import Evidence
 from tierfall.core.capture.snapshot import Snapshot
 from tierfall.core.capture.storage_watch import StorageWatch
-from tierfall.core.format.documents import sha256
-from tierfall.core.format.records import Commit, Manifest, NamedFile
-from tierfall.core.types import keys
+from tierfall.core.format.commit_files import raw_files
+from tierfall.core.format.records import Commit, Manifest
 from tierfall.core.types.errors import CaptureError, StateChangedError
 from tierfall.core.types.values import CheckpointId
 
@@ -387,12 +386,7 @@ def describe(snapshot: Snapshot) -> tuple[bytes, bytes]:
     commit = Commit(
         line=snapshot.line,
         world_size=snapshot.shard.world_size,
-        files=(
-            NamedFile(name=keys.shard_name(snapshot.shard), bytes=cut.image_bytes, digest=None),
-            NamedFile(
-                name=keys.manifest_name(snapshot.shard), bytes=len(data), digest=sha256(data)
-            ),
-        ),
+        files=raw_files(snapshot.shard, image_bytes=cut.image_bytes, manifest=data),
         nodes=(snapshot.node,),
         wall_time_s=snapshot.wall_time_s,
         metrics=read_metrics(snapshot.metrics),

@@ -16,6 +16,17 @@ from tierfall.core.types import keys
 from tierfall.core.types.values import Codec, Shard
 
 
+def document_file(name: str, data: bytes) -> NamedFile:
+    """Return what a commit record names of a document."""
+    return NamedFile(name=name, bytes=len(data), digest=sha256(data))
+
+
+def raw_files(shard: Shard, *, image_bytes: int, manifest: bytes) -> tuple[NamedFile, NamedFile]:
+    """Return what a commit record names of a raw image; ``manifest`` is its encoded manifest."""
+    image = NamedFile(name=keys.shard_name(shard), bytes=image_bytes, digest=None)
+    return image, document_file(keys.manifest_name(shard), manifest)
+
+
 class ImageFile(NamedTuple):
     """The file of an image, as a commit record names it."""
 
@@ -42,7 +53,7 @@ def packed_files(
             digest=None,
             raw_bytes=raw_bytes,
         ),
-        NamedFile(name=keys.stored_name(shard), bytes=len(record), digest=sha256(record)),
+        document_file(keys.stored_name(shard), record),
     )
 
 
@@ -73,7 +84,7 @@ def wrong_files(commit: Commit, sizes: Mapping[str, int]) -> Iterator[tuple[str,
 
 def with_index(commit: Commit, data: bytes) -> Commit:
     """Name this index, and no other."""
-    index = NamedFile(name=keys.INDEX_NAME, bytes=len(data), digest=sha256(data))
+    index = document_file(keys.INDEX_NAME, data)
     return replace(commit, files=(*without_index(commit).files, index))
 
 

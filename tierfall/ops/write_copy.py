@@ -7,8 +7,6 @@ so nobody else is fenced.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from tierfall.core.types.errors import ConfigError, IntegrityError, StepError, T
 from tierfall.core.types.values import CheckpointId, Shard
 from tierfall.ops.commands import check_folders
 from tierfall.ops.reader import Reader
-from tierfall.setup.attempts import newest_attempt
+from tierfall.setup.attempts import attempt_of, newest_attempt
 from tierfall.setup.tiers import SLOT, open_stores, run_folder
 from tierfall.tiers.arena.arena import lock_name
 from tierfall.tiers.arena.folder import prepare_folder
@@ -85,14 +83,7 @@ def writing_attempt(
     newest = newest_attempt(at_first, reader.stores)
     if newest is not None:
         return newest[0]
-    return Attempt(
-        run=reader.run,
-        number=line.checkpoint.attempt,
-        id=line.attempt_id,
-        node=socket.gethostname(),
-        pid=os.getpid(),
-        wall_time_s=time.time(),
-    )
+    return attempt_of(line)
 
 
 def marks_of(reader: Reader, checkpoint: KnownCheckpoint) -> tuple[Mark, ...]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +16,7 @@ from tierfall.core.format.catalog import (
     next_attempt,
     start_of,
 )
-from tierfall.core.format.records import Attempt
+from tierfall.core.format.records import Attempt, Line
 from tierfall.core.types.errors import ConfigError, KeyNotFoundError, TierfallError
 from tierfall.core.types.keys import ATTEMPT_MAX
 from tierfall.core.types.lineage import AttemptStart, Key, overtaken_starts
@@ -59,6 +62,18 @@ def next_number(
     ]
     number: int = min(next_attempt(counted, own), ATTEMPT_MAX)
     return number
+
+
+def attempt_of(line: Line) -> Attempt:
+    """Return the attempt that saved a checkpoint, for this process to write on its behalf."""
+    return Attempt(
+        run=line.run,
+        number=line.checkpoint.attempt,
+        id=line.attempt_id,
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        wall_time_s=time.time(),
+    )
 
 
 def _saved_by(listing: Listing) -> set[int]:

@@ -20,8 +20,7 @@ from torch.futures import Future
 
 from tierfall.config import Config
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.format.commit_files import files_of, with_packed
-from tierfall.core.format.documents import sha256
+from tierfall.core.format.commit_files import files_of, raw_files, with_packed
 from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, NamedFile
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.runtime.buffers import allocate
@@ -205,11 +204,8 @@ def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[Na
         raise
     data = manifest.encode()
     store.write_manifest(id, shard, data)
-    plain = (
-        NamedFile(name=keys.shard_name(shard), bytes=cut.image_bytes, digest=None),
-        NamedFile(name=keys.manifest_name(shard), bytes=len(data), digest=sha256(data)),
-    )
-    return files_of(with_packed(_commit(orders, plain), shard, packed), shard)
+    raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=data)
+    return files_of(with_packed(_commit(orders, raw), shard, packed), shard)
 
 
 def _write_chunks(writer: ImageWriter, cut: Geometry, source: _Bytes) -> tuple[str, ...]:

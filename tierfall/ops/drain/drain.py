@@ -25,7 +25,7 @@ from tierfall.ops.local_memory import LocalMemory
 from tierfall.session.drain_forecast import Foretold
 from tierfall.session.requests import must_keep_memory
 from tierfall.session.session import Session
-from tierfall.setup.attempts import ids_by_commits, newest_attempt
+from tierfall.setup.attempts import attempt_of, ids_by_commits, newest_attempt
 from tierfall.setup.tiers import open_stores
 from tierfall.tiers.host import HeldImage
 from tierfall.tiers.stored import StoredTier
@@ -193,14 +193,7 @@ def writer_of(
             f"that one. If no newer start of run {line.run!r} is alive, remove that file, and drain again"
         ) from error
     if later is None:
-        attempt = Attempt(
-            run=line.run,
-            number=number,
-            id=line.attempt_id,
-            node=socket.gethostname(),
-            pid=os.getpid(),
-            wall_time_s=time.time(),
-        )
+        attempt = attempt_of(line)
         # That these images are to be brought is a person's order: a damaged record counts as theirs, unless commit
         # records say that the number is another attempt's.
         for listing in listings:

@@ -15,7 +15,7 @@ from tierfall.config import Config, FileTier, ObjectTier
 from tierfall.config.sections import OnClose
 from tierfall.core.copies.shard_reader import image_opener
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import plain
+from tierfall.core.format.commit_files import document_file, plain
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Manifest, Mark, NamedFile, read_manifest
 from tierfall.core.types import keys
@@ -326,7 +326,7 @@ def _files_there(
         image = _image_there(store, manifest, sizes)
         if image is None:
             return None
-        files += [*image, _named(keys.manifest_name(shard), data)]
+        files += [*image, document_file(keys.manifest_name(shard), data)]
     return tuple(files)
 
 
@@ -342,12 +342,8 @@ def _image_there(
             if sizes[name] == manifest.image_bytes:
                 return (NamedFile(name=name, bytes=sizes[name], digest=None),)
         elif keys.stored_name(shard) in sizes:
-            record = _named(keys.stored_name(shard), store.read_stored(id, shard))
+            record = document_file(keys.stored_name(shard), store.read_stored(id, shard))
             raw_bytes = manifest.image_bytes
             packed = NamedFile(name=name, bytes=sizes[name], digest=None, raw_bytes=raw_bytes)
             return (packed, record)
     return None
-
-
-def _named(name: str, data: bytes) -> NamedFile:
-    return NamedFile(name=name, bytes=len(data), digest=sha256(data))
