@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from tierfall.core.capture.copier import chunk_digest
 from tierfall.core.compression.frames import frame_bytes_max
+from tierfall.core.copies.image_writes import ImageWriter, WritableStore, publish_image
 from tierfall.core.copies.images import (
     Image,
     ReadableStore,
@@ -21,12 +22,10 @@ from tierfall.core.copies.images import (
     unpacked,
 )
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.commit_files import files_of, with_packed
-from tierfall.core.format.documents import Spliced
+from tierfall.core.format.commit_files import files_of
 from tierfall.core.format.records import (
     Attempt,
     Commit,
-    Geometry,
     Manifest,
     Mark,
     geometry,
@@ -43,7 +42,6 @@ from tierfall.core.scheduler.ledger.tasks import (
     CopyRun,
     DropCopy,
     FinishCopy,
-    ImageWriter,
     Landed,
     NotWholeError,
     OpenCheck,
@@ -70,7 +68,7 @@ from tierfall.core.types.values import CheckpointId, Shard
 logger = logging.getLogger("tierfall")
 
 
-class Store(ReadableStore, Protocol):
+class Store(ReadableStore, WritableStore, Protocol):
     """A stored tier, as workers use it. All methods block."""
 
     def list(self) -> Listing: ...
@@ -92,12 +90,6 @@ class Store(ReadableStore, Protocol):
     ) -> None: ...
 
     def check_newest(self, attempt: Attempt | None, *, doing: str = ...) -> None: ...
-
-    def create_shard(
-        self, checkpoint: CheckpointId, shard: Shard, cut: Geometry, pieces: Spliced
-    ) -> ImageWriter: ...
-
-    def write_manifest(self, checkpoint: CheckpointId, shard: Shard, data: bytes) -> None: ...
 
     def read_index(self, checkpoint: CheckpointId) -> bytes: ...
 
@@ -375,9 +367,9 @@ class TaskRunner:
         # what is published replaces files of that name, perhaps of what a newer attempt has committed
         store.check_publish(task.id, task.shard, attempt=self._writer())
         try:
-            files = task.writer.finish(task.manifest)
-            commit = with_packed(task.commit, task.shard, files)
-            store.write_manifest(task.id, task.shard, task.manifest.encode())
+            commit = publish_image(
+                store, task.writer, task.manifest, task.commit, id=task.id, shard=task.shard
+            )
             if not task.land_only:
                 self._write_commit(commit, task, store)
         except BaseException as error:

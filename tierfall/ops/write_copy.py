@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from tierfall.config import Config
 from tierfall.core.compression.frames import frame_bytes_max
 from tierfall.core.copies.chunk_reader import ChunkReader, Tally, in_threads
+from tierfall.core.copies.image_writes import begun_image, publish_image
 from tierfall.core.copies.shard_reader import OpenImage, find_images
 from tierfall.core.format.catalog import KnownCheckpoint, Listing
-from tierfall.core.format.commit_files import files_of, plain, with_index, with_packed
+from tierfall.core.format.commit_files import files_of, plain, with_index
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Line, Manifest, Mark, geometry
 from tierfall.core.runtime.buffers import BufferPool
@@ -168,23 +169,17 @@ def write_parts(store: StoredTier, limits: LaneLimits, origin: Origin, on_bytes:
     """
     commit = origin.commit
     for manifest, reader in origin.shards:
-        shard, data = manifest.shard, manifest.encode()
+        shard = manifest.shard
         named = commit.file(keys.manifest_name(shard))
-        if named is None or sha256(data) != named.digest:
+        if named is None or sha256(manifest.encode()) != named.digest:
             raise StepError(
                 f"{origin.id}: its manifest holds what this version does not write; use the tierfall that saved it"
             )
-        writer = store.create_shard(origin.id, shard, geometry(manifest), manifest.pieces)
-        try:
+        with begun_image(store, origin.id, shard, geometry(manifest), manifest.pieces) as writer:
             # Frames of a packed image go in order.
             in_order = replace(limits, parallel=1) if store.packs else limits
             _write_chunks(manifest, reader, in_order, writer.put, on_bytes)
-            files = writer.finish(manifest)
-        except BaseException:
-            writer.abort()
-            raise
-        commit = with_packed(commit, shard, files)
-        store.write_manifest(origin.id, shard, data)
+            commit = publish_image(store, writer, manifest, commit, id=origin.id, shard=shard)
     return commit
 
 

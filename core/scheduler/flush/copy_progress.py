@@ -6,8 +6,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tierfall.core.copies.image_writes import ImageWriter
 from tierfall.core.scheduler.ledger.ledger import Entry
-from tierfall.core.scheduler.ledger.tasks import CopyRun, ImageWriter
+from tierfall.core.scheduler.ledger.tasks import CopyRun
 
 
 class Phase(StrEnum):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from tierfall.core.capture.events import (
     CaptureAdvanced,
@@ -16,6 +16,7 @@ from tierfall.core.capture.events import (
     SaveGivenUp,
 )
 from tierfall.core.capture.snapshot import HostRegion
+from tierfall.core.copies.image_writes import ImageWriter
 from tierfall.core.copies.images import Image
 from tierfall.core.format.documents import Spliced
 from tierfall.core.format.records import Commit, Geometry, Manifest, Mark, NamedFile
@@ -31,26 +32,6 @@ class Source:
 
     tier: str
     region: HostRegion | None = None
-
-
-class ImageWriter(Protocol):
-    """One image on its way to a tier; several threads bring its chunks.
-
-    ``put`` takes the chunks from ``index`` on, which lie from ``start`` in the image. After a retryable failure the
-    writer lives: a chunk that it ``took`` nevertheless is not brought again, and ``send`` sends what waits. ``finish``
-    makes the image visible and returns the files that the commit record names in place of the raw image; it may be
-    called again after a retryable failure. After any other failure the writer is dead.
-    """
-
-    def took(self, index: int) -> bool: ...
-
-    def put(self, index: int, start: int, view: memoryview) -> None: ...
-
-    def send(self) -> None: ...
-
-    def finish(self, manifest: Manifest) -> tuple[NamedFile, ...]: ...
-
-    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

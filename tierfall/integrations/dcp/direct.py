@@ -20,13 +20,13 @@ from torch.futures import Future
 
 from tierfall.config import Config
 from tierfall.core.capture.copier import chunk_digest
-from tierfall.core.format.commit_files import files_of, raw_files, with_packed
+from tierfall.core.copies.image_writes import ImageWriter, begun_image, publish_image
+from tierfall.core.format.commit_files import files_of, raw_files
 from tierfall.core.format.records import Attempt, Commit, Geometry, Line, Manifest, NamedFile
 from tierfall.core.image.layout import Layout, plan_layout
 from tierfall.core.runtime.buffers import allocate
 from tierfall.core.runtime.wait import Bell
 from tierfall.core.scheduler.group.external_commits import Finder
-from tierfall.core.scheduler.ledger.tasks import ImageWriter
 from tierfall.core.state.view import StateView
 from tierfall.core.state.walk import describe
 from tierfall.core.tensors.tensors import as_bytes, copy_whole
@@ -186,8 +186,7 @@ def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[Na
         data_start=layout.data_start,
         chunk_bytes=orders.config.chunk_bytes,
     )
-    writer = store.create_shard(id, shard, cut, layout.pieces)
-    try:
+    with begun_image(store, id, shard, cut, layout.pieces) as writer:
         manifest = Manifest(
             line=orders.line,
             shard=shard,
@@ -198,14 +197,9 @@ def _write_image(store: StoredTier, orders: Orders, view: StateView) -> tuple[Na
             structure=layout.structure,
             pieces=layout.pieces,
         )
-        packed = writer.finish(manifest)
-    except BaseException:
-        writer.abort()
-        raise
-    data = manifest.encode()
-    store.write_manifest(id, shard, data)
-    raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=data)
-    return files_of(with_packed(_commit(orders, raw), shard, packed), shard)
+        raw = raw_files(shard, image_bytes=cut.image_bytes, manifest=manifest.encode())
+        commit = _commit(orders, raw)
+        return files_of(publish_image(store, writer, manifest, commit, id=id, shard=shard), shard)
 
 
 def _write_chunks(writer: ImageWriter, cut: Geometry, source: _Bytes) -> tuple[str, ...]:
