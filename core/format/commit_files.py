@@ -127,15 +127,19 @@ def damage_mark(line: Line) -> str:
     return f"damaged-{sha256(line.attempt_id.encode()).removeprefix('sha256:')[:32]}"
 
 
+def shards_of(commit: Commit) -> list[Shard]:
+    """Return the shards whose images a record names, by rank."""
+    found = {keys.parse_shard(file.name) for file in commit.files if file.digest is None}
+    return sorted((s for s in found if s is not None), key=lambda shard: shard.rank)
+
+
 def named_shards(commit: Commit, world_size: int) -> frozenset[int]:
     """Return the ranks whose image and manifest a record names."""
     named = {file.name for file in commit.files}
-    shards = (keys.parse_shard(file.name) for file in commit.files if file.digest is None)
     return frozenset(
         shard.rank
-        for shard in shards
-        if shard is not None
-        and shard.world_size == world_size
+        for shard in shards_of(commit)
+        if shard.world_size == world_size
         and shard.rank < world_size
         and keys.manifest_name(shard) in named
     )

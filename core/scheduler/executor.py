@@ -22,7 +22,7 @@ from tierfall.core.copies.images import (
     unpacked,
 )
 from tierfall.core.format.catalog import FoundCopy, Listing
-from tierfall.core.format.commit_files import files_of
+from tierfall.core.format.commit_files import files_of, shards_of
 from tierfall.core.format.records import (
     Attempt,
     Commit,
@@ -55,7 +55,6 @@ from tierfall.core.scheduler.ledger.tasks import (
     Task,
 )
 from tierfall.core.scheduler.shared_reads import SharedReads
-from tierfall.core.types import keys
 from tierfall.core.types.errors import (
     BackendError,
     ConfigError,
@@ -440,10 +439,8 @@ def _check_whole(task: DropCopy | ReadMarks, store: Store) -> None:
 
 def _open_check(task: OpenCheck, store: Store) -> tuple[tuple[Image, Manifest], ...]:
     commit = store.read_commit(task.id)
-    named = {keys.parse_shard(file.name) for file in commit.files if file.digest is None}
-    shards = sorted((s for s in named if s is not None), key=lambda shard: shard.rank)
     opened = []
-    for shard in shards[task.turn :: task.of]:
+    for shard in shards_of(commit)[task.turn :: task.of]:
         image = StoredImage(store, task.id, shard)
         manifest = checked_manifest(image, commit, shard)
         opened.append((unpacked(image, commit, manifest), manifest))

@@ -15,7 +15,7 @@ from tierfall.config import Config, FileTier, ObjectTier
 from tierfall.config.sections import OnClose
 from tierfall.core.copies.shard_reader import image_opener
 from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
-from tierfall.core.format.commit_files import document_file, plain
+from tierfall.core.format.commit_files import document_file, plain, shards_of
 from tierfall.core.format.documents import sha256
 from tierfall.core.format.records import Attempt, Commit, Manifest, Mark, NamedFile, read_manifest
 from tierfall.core.types import keys
@@ -138,7 +138,7 @@ class PartsDrain:
         for tier, copy in known.copies.items():
             if tier == without or copy.commit is None:
                 continue
-            for shard in _shards(copy.commit):
+            for shard in shards_of(copy.commit):
                 named = copy.commit.file(keys.manifest_name(shard))
                 found.setdefault(shard, named.digest if named else None)
         return sorted(found.items(), key=lambda item: item[0].rank)
@@ -212,7 +212,7 @@ class PartsDrain:
         there = next(x for x in self.listings if x.tier == name)
         for copy in there.copies:
             if copy.commit is not None and copy.commit.world_size > self.memory.count:
-                return len(_shards(copy.commit)) == copy.commit.world_size
+                return len(shards_of(copy.commit)) == copy.commit.world_size
         raise IntegrityError(
             f"whether all nodes see {name} is not known here: say so in the configuration (shared: true, or false)"
         )
@@ -289,14 +289,9 @@ def _world_size(known: KnownCheckpoint) -> int:
     return known.commit.world_size
 
 
-def _shards(commit: Commit) -> set[Shard]:
-    found = (keys.parse_shard(file.name) for file in commit.files if file.digest is None)
-    return {shard for shard in found if shard is not None}
-
-
 def _at_hand(known: KnownCheckpoint) -> set[Shard]:
     records = [copy.commit for copy in known.copies.values() if copy.commit is not None]
-    return set().union(*map(_shards, records))
+    return set().union(*map(shards_of, records))
 
 
 def _manifest_on(store: StoredTier, id: CheckpointId, shard: Shard) -> str | None:
