@@ -18,6 +18,7 @@ from tierfall.core.image.tree import (
     SequenceNode,
     TensorNode,
     slots_of,
+    walk,
 )
 
 
@@ -28,12 +29,15 @@ def unfold(headers: Mapping[int, ImageHeader]) -> dict[int, ImageHeader]:
         return found
     count = max(headers) + 1
     for rank, header in headers.items():
-        names = _base_names(header.tree, header)
+        pieces = [node for node in walk(header.tree) if isinstance(node, PiecesNode)]
+        names = {
+            slot: header.tensors[node.slots[0]].name for node in pieces for slot in node.slots[1:]
+        }
         tensors = tuple(
             replace(stored, name=names.get(slot, stored.name))
             for slot, stored in enumerate(header.tensors)
         )
-        for number in range(1, _deepest(header.tree)):
+        for number in range(1, max((len(node.slots) for node in pieces), default=0)):
             tree = _further(header.tree, number)
             assert isinstance(tree, MapNode), "a tree that is no mapping"
             found[rank + number * count] = replace(header, tensors=tensors, tree=tree, values=())
@@ -53,44 +57,13 @@ def held(header: ImageHeader) -> Sequence[StoredTensor]:
     return [header.tensors[slot] for slot in sorted(set(slots_of(header.tree)))]
 
 
-def _deepest(node: Node) -> int:
-    """How many blocks of one tensor are below a node at most."""
-    if isinstance(node, PiecesNode):
-        return len(node.slots)
-    return max((_deepest(child) for child in _children(node)), default=0)
-
-
-def _children(node: Node) -> Sequence[Node]:
-    match node:
-        case MapNode():
-            return [child for _, child in node.entries]
-        case SequenceNode():
-            return node.nodes
-        case ModuleNode():
-            return [child for _, _, child in node.entries]
-    return ()
-
-
 def with_pieces(tree: MapNode, change: Callable[[PiecesNode], Node]) -> MapNode:
     """The tree with something else in the place of each tensor of which there are any number of blocks, in order."""
-    changed = _with_pieces(tree, change)
-    assert isinstance(changed, MapNode), "a tree that is no mapping"
-    return changed
 
+    def changed(node: Node) -> Node:
+        return change(node) if isinstance(node, PiecesNode) else node.map_children(changed)
 
-def _with_pieces(node: Node, change: Callable[[PiecesNode], Node]) -> Node:
-    match node:
-        case PiecesNode():
-            return change(node)
-        case MapNode():
-            entries = tuple((k, _with_pieces(n, change)) for k, n in node.entries)
-            return replace(node, entries=entries)
-        case SequenceNode():
-            return replace(node, nodes=tuple(_with_pieces(n, change) for n in node.nodes))
-        case ModuleNode():
-            named = tuple((k, b, _with_pieces(n, change)) for k, b, n in node.entries)
-            return replace(node, entries=named)
-    return node
+    return tree.map_children(changed)
 
 
 def _first(node: PiecesNode) -> Node:
@@ -117,13 +90,3 @@ def _further(node: Node, number: int) -> Node | None:
                 return None
             return replace(node, nodes=tuple(PiecesNode(()) if n is None else n for n in nodes))
     return None
-
-
-def _base_names(node: Node, header: ImageHeader) -> dict[int, str]:
-    """By slot, the name of the tensor that each further block is of."""
-    if isinstance(node, PiecesNode):
-        return {slot: header.tensors[node.slots[0]].name for slot in node.slots[1:]}
-    found: dict[int, str] = {}
-    for child in _children(node):
-        found.update(_base_names(child, header))
-    return found

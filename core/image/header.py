@@ -18,18 +18,15 @@ from tierfall.core.format.documents import FORMAT
 from tierfall.core.format.records import HEADER_BYTES_MAX
 from tierfall.core.image.layout import ELSEWHERE, LAYOUT_MEMBER, LENGTH_BYTES, VALUES_MEMBER
 from tierfall.core.image.tree import (
-    CodecNode,
     MapNode,
     Node,
-    ObjectNode,
     PiecesNode,
     QuantizedNode,
-    RandomNode,
     SequenceNode,
     TensorNode,
     TreeReader,
     ValueNode,
-    leaves,
+    walk,
 )
 from tierfall.core.tensors import dtypes, numpy_values, value_codec
 from tierfall.core.tensors.dtensor import Piece
@@ -306,28 +303,23 @@ def _types(static: dict[str, Any]) -> dict[str, str] | None:
 
 
 class _Check:
-    """Decodes every value once, with stand-ins for what is not read yet: afterwards none can be malformed."""
+    """Decodes every value, with stand-ins for what is not read yet: afterwards none can be malformed."""
 
     def __init__(self, tensors: tuple[StoredTensor, ...], values: list[Coded]) -> None:
         self._tensors = tensors
         self._values = values
 
     def tree(self, node: Node) -> None:
-        for _, leaf in leaves(node, ""):
-            match leaf:
+        for each in walk(node):
+            match each:
                 case ValueNode():
-                    self._decode(leaf)
-                case TensorNode():
-                    if self._tensors[leaf.slot].is_quantized:
-                        raise ValueError("a quantized tensor lacks its scale")
+                    self._decode(each)
                 case QuantizedNode():
-                    self._quantized(leaf)
+                    self._quantized(each)
                 case PiecesNode():
-                    self._pieces(leaf)
-                case ObjectNode() | RandomNode():
-                    self.tree(leaf.state)
-                case CodecNode():
-                    self.tree(leaf.value)
+                    self._pieces(each)
+                case TensorNode() if self._tensors[each.slot].is_quantized:
+                    raise ValueError("a quantized tensor lacks its scale")
 
     def groups(self, nodes: list[ValueNode]) -> None:
         for node in nodes:

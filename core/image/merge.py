@@ -21,7 +21,6 @@ from tierfall.core.image.tree import (
     MapNode,
     ModuleNode,
     Node,
-    ObjectNode,
     OptimizerNode,
     PiecesNode,
     QuantizedNode,
@@ -30,6 +29,7 @@ from tierfall.core.image.tree import (
     TensorNode,
     ValueNode,
     slots_of,
+    walk,
 )
 from tierfall.core.state.item import OnResize
 from tierfall.core.tensors import names as naming
@@ -281,15 +281,15 @@ class _Merging:
                 )
             case CodecNode():
                 return CodecNode(first.name, self._inside({r: n.value for r, n in nodes.items()}))
-        state = self._inside({rank: node.state for rank, node in nodes.items()})
-        return RandomNode(state) if isinstance(first, RandomNode) else ObjectNode(state)
+        whole: Node = replace(first, state=self._inside({r: n.state for r, n in nodes.items()}))
+        return whole
 
     def _inside(self, nodes: Mapping[int, Node]) -> Node:
         """Merge what is restored as one: a conflict anywhere in it is a conflict of all of it."""
         merged = self._node(nodes, _INSIDE)
-        conflict = _conflict_in(merged)
-        if conflict is not None:
-            raise _Conflict(conflict)
+        for node in walk(merged):
+            if isinstance(node, ConflictNode):
+                raise _Conflict(node.reason)
         return merged
 
     def _union(
@@ -377,20 +377,3 @@ class _Merging:
             lambda key: _INSIDE,
         )
         return OptimizerNode(all_names, tuple(groups), tuple(state.items()))
-
-
-def _conflict_in(node: Node) -> str | None:
-    match node:
-        case ConflictNode():
-            return node.reason
-        case MapNode():
-            below: Sequence[Node] = [child for _, child in node.entries]
-        case SequenceNode():
-            below = node.nodes
-        case ModuleNode():
-            below = [child for _, _, child in node.entries]
-        case OptimizerNode():
-            below = [child for _, child in (*node.groups, *node.state)]
-        case _:
-            return None
-    return next((said for child in below if (said := _conflict_in(child)) is not None), None)

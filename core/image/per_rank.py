@@ -15,14 +15,11 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.tree import (
     CodecNode,
     MapNode,
-    ModuleNode,
     Node,
     ObjectNode,
-    OptimizerNode,
     PiecesNode,
     QuantizedNode,
     RandomNode,
-    SequenceNode,
     TensorNode,
     ValueNode,
     leaves,
@@ -56,7 +53,10 @@ def set_aside(
     for rank, header in headers.items():
         if rank == 0:
             continue
-        asked = [(name_, node, first.pairs(header, name_, node)) for name_, node in _leaves(header)]
+        asked = [
+            (name_, node, first.pairs(header, name_, node))
+            for name_, node in leaves(header.tree, "")
+        ]
         other = differing(rank, [pair for _, _, pairs in asked for pair in pairs or ()])
         own = [
             (n, node) for n, node, pairs in asked if pairs is None or not other.isdisjoint(pairs)
@@ -65,16 +65,12 @@ def set_aside(
     return result, name
 
 
-def _leaves(header: ImageHeader) -> Iterator[tuple[str, Node]]:
-    return leaves(header.tree, "")
-
-
 class _First:
     """What rank 0 has, by name."""
 
     def __init__(self, header: ImageHeader) -> None:
         self._header = header
-        self._leaves = dict(_leaves(header))
+        self._leaves = dict(leaves(header.tree, ""))
         self._above = {above for name in self._leaves for above in _above(name)}
 
     def pairs(self, header: ImageHeader, name: str, node: Node) -> list[Pair] | None:
@@ -145,17 +141,18 @@ def _above(name: str) -> Iterator[str]:
 
 def _primitives(node: Node, name: str) -> Iterator[tuple[str, Node]]:
     """Yield the tensors and values that a node is made of, with names that tell where."""
-    for below, leaf in leaves(node, name):
-        match leaf:
-            case ObjectNode() | RandomNode():
-                yield from _primitives(leaf.state, f"{below}.s")
-            case CodecNode():
-                yield from _primitives(leaf.value, f"{below}.{leaf.name}")
-            case QuantizedNode():
-                yield f"{below}.{leaf.scheme}.{leaf.axis}", TensorNode(leaf.slot)
-                yield from _primitives(leaf.parameters, f"{below}.q")
-            case _:
-                yield below, leaf
+    match node:
+        case ObjectNode() | RandomNode():
+            name = f"{name}.s"
+        case CodecNode():
+            name = f"{name}.{node.name}"
+        case QuantizedNode():
+            name = f"{name}.{node.scheme}.{node.axis}"
+            yield name, TensorNode(node.slot)
+    if not node.children():
+        yield name, node
+    for below, child in node.named(name):
+        yield from _primitives(child, below)
 
 
 # Setting aside ---------------------------------------------------------------------------------------
@@ -205,36 +202,13 @@ def _tree(entries: Mapping[str, Any]) -> MapNode:
 
 def _moved(node: Node, slots: Mapping[int, int]) -> Node:
     """Return a node whose tensors lie at other places of the table."""
-
-    def move(child: Node) -> Node:
-        return _moved(child, slots)
-
     match node:
         case TensorNode():
             return TensorNode(slots[node.slot])
         case ValueNode():
             return replace(node, blobs=tuple(slots[blob] for blob in node.blobs))
+        case PiecesNode():
+            return PiecesNode(tuple(slots[slot] for slot in node.slots))
         case QuantizedNode():
-            return replace(node, slot=slots[node.slot], parameters=move(node.parameters))
-        case ObjectNode() | RandomNode():
-            return replace(node, state=move(node.state))
-        case CodecNode():
-            return replace(node, value=move(node.value))
-    return _moved_container(node, move)
-
-
-def _moved_container(node: Node, move: Callable[[Node], Node]) -> Node:
-    match node:
-        case MapNode():
-            return replace(node, entries=tuple((k, move(child)) for k, child in node.entries))
-        case SequenceNode():
-            return replace(node, nodes=tuple(map(move, node.nodes)))
-        case ModuleNode():
-            return replace(node, entries=tuple((k, n, move(child)) for k, n, child in node.entries))
-        case OptimizerNode():
-            return replace(
-                node,
-                groups=tuple((numbers, move(child)) for numbers, child in node.groups),
-                state=tuple((key, move(child)) for key, child in node.state),
-            )
-    raise AssertionError(f"no image holds {node}")
+            node = replace(node, slot=slots[node.slot])
+    return node.map_children(lambda child: _moved(child, slots))

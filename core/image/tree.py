@@ -6,8 +6,8 @@ no later code has to doubt them; whatever is off is a ValueError.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tierfall.core.tensors import names as naming
@@ -25,38 +25,93 @@ SCHEMES = frozenset(
 )
 
 
+class Node:
+    """A node of the tree; its children are the nodes directly below it."""
+
+    __slots__ = ()
+
+    def own_slots(self) -> Sequence[int]:
+        """Return the slots of the node's own data, without those of its children."""
+        return ()
+
+    def children(self) -> Sequence[Node]:
+        """Return the children, in the order of the tree."""
+        return ()
+
+    def named(self, name: str) -> Iterable[tuple[str, Node]]:
+        """Return name and node of each child; ``name`` is the node's own, which the one child of an object shares."""
+        return [(name, child) for child in self.children()]
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        """Return the node with each child replaced by ``change(child)``."""
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class TensorNode:
+class TensorNode(Node):
     slot: int
 
+    def own_slots(self) -> Sequence[int]:
+        return (self.slot,)
+
 
 @dataclass(frozen=True, slots=True)
-class ValueNode:
+class ValueNode(Node):
     number: int
     blobs: tuple[int, ...]
 
+    def own_slots(self) -> Sequence[int]:
+        return self.blobs
+
 
 @dataclass(frozen=True, slots=True)
-class MapNode:
+class MapNode(Node):
     kind: str
     entries: tuple[tuple[Any, Node], ...]
 
+    def children(self) -> Sequence[Node]:
+        return [child for _, child in self.entries]
+
+    def named(self, name: str) -> Iterable[tuple[str, Node]]:
+        return [(naming.join(name, naming.part(key)), child) for key, child in self.entries]
+
+    def map_children(self, change: Callable[[Node], Node]) -> MapNode:
+        return MapNode(self.kind, tuple((key, change(child)) for key, child in self.entries))
+
 
 @dataclass(frozen=True, slots=True)
-class SequenceNode:
+class SequenceNode(Node):
     is_tuple: bool
     nodes: tuple[Node, ...]
 
+    def children(self) -> Sequence[Node]:
+        return self.nodes
+
+    def named(self, name: str) -> Iterable[tuple[str, Node]]:
+        return [(naming.join(name, str(index)), child) for index, child in enumerate(self.nodes)]
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        return SequenceNode(self.is_tuple, tuple(map(change, self.nodes)))
+
 
 @dataclass(frozen=True, slots=True)
-class ModuleNode:
+class ModuleNode(Node):
     """Entries are key in the state_dict, name below the module, and node."""
 
     entries: tuple[tuple[str, str, Node], ...]
 
+    def children(self) -> Sequence[Node]:
+        return [child for _, _, child in self.entries]
+
+    def named(self, name: str) -> Iterable[tuple[str, Node]]:
+        return [(f"{name}.{below}", child) for _, below, child in self.entries]
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        return ModuleNode(tuple((key, below, change(child)) for key, below, child in self.entries))
+
 
 @dataclass(frozen=True, slots=True)
-class OptimizerNode:
+class OptimizerNode(Node):
     """``state`` maps a parameter's number, or a key in a tuple of one, to a node."""
 
     names: tuple[str | None, ...]
@@ -69,65 +124,128 @@ class OptimizerNode:
             return naming.part(key[0])
         return self.names[key] or f"%i{key}"
 
+    def children(self) -> Sequence[Node]:
+        return [child for _, child in (*self.groups, *self.state)]
+
+    def named(self, name: str) -> Iterable[tuple[str, Node]]:
+        for index, (_, child) in enumerate(self.groups):
+            yield f"{name}.param_groups.{index}", child
+        for key, child in self.state:
+            yield f"{name}.state.{self.part(key)}", child
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        groups = tuple((numbers, change(child)) for numbers, child in self.groups)
+        return OptimizerNode(self.names, groups, tuple((k, change(n)) for k, n in self.state))
+
 
 @dataclass(frozen=True, slots=True)
-class ObjectNode:
+class _StateNode(Node):
     state: Node
 
+    def children(self) -> Sequence[Node]:
+        return (self.state,)
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        return replace(self, state=change(self.state))
+
+
+class ObjectNode(_StateNode):
+    """An object with a state_dict."""
+
+    __slots__ = ()
+
+
+class RandomNode(_StateNode):
+    """The random state of the process."""
+
+    __slots__ = ()
+
 
 @dataclass(frozen=True, slots=True)
-class QuantizedNode:
+class QuantizedNode(Node):
     slot: int
     scheme: str
     axis: int
     parameters: Node
 
+    def own_slots(self) -> Sequence[int]:
+        return (self.slot,)
+
+    def children(self) -> Sequence[Node]:
+        return (self.parameters,)
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        return replace(self, parameters=change(self.parameters))
+
 
 @dataclass(frozen=True, slots=True)
-class CodecNode:
+class CodecNode(Node):
     name: str
     value: Node
 
+    def children(self) -> Sequence[Node]:
+        return (self.value,)
+
+    def map_children(self, change: Callable[[Node], Node]) -> Node:
+        return CodecNode(self.name, change(self.value))
+
 
 @dataclass(frozen=True, slots=True)
-class RandomNode:
-    state: Node
-
-
-@dataclass(frozen=True, slots=True)
-class PiecesNode:
+class PiecesNode(Node):
     """A tensor of which an image holds no block, or several: only with the images of all ranks is it one."""
 
     slots: tuple[int, ...]
 
+    def own_slots(self) -> Sequence[int]:
+        return self.slots
+
 
 @dataclass(frozen=True, slots=True)
-class ConflictNode:
+class ConflictNode(Node):
     """What the ranks that saved it do not have alike; no image holds one, only what several are merged into."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class KeptNode:
+class KeptNode(Node):
     """What a rank is to keep as it has it (``item(on_resize=...)``); no image holds one."""
 
 
-Node = (
-    TensorNode
-    | ValueNode
-    | MapNode
-    | SequenceNode
-    | ModuleNode
-    | OptimizerNode
-    | ObjectNode
-    | QuantizedNode
-    | CodecNode
-    | RandomNode
-    | PiecesNode
-    | ConflictNode
-    | KeptNode
-)
+CONTAINERS = frozenset({MapNode, SequenceNode, ModuleNode, OptimizerNode})
+CONTAINERS_AND_OBJECTS = CONTAINERS | {ObjectNode, RandomNode, CodecNode}
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """Yield ``node`` and every node below it, a parent before its children."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += reversed(node.children())
+
+
+def slots_of(node: Node) -> Iterator[int]:
+    """Yield every slot that a node's data lies in, some of them repeatedly."""
+    for each in walk(node):
+        yield from each.own_slots()
+
+
+def leaves(
+    node: Node, name: str, opened: frozenset[type[Node]] = CONTAINERS
+) -> Iterator[tuple[str, Node]]:
+    """Yield name and node of everything below ``node`` that is restored as one: tensors, values, objects.
+
+    ``opened`` are the kinds whose children are yielded in their place; a module without entries is a leaf.
+    """
+    if type(node) not in opened or (type(node) is ModuleNode and not node.entries):
+        yield name, node
+        return
+    for below, child in node.named(name):
+        if type(child) in opened:
+            yield from leaves(child, below, opened)
+        else:
+            yield below, child
 
 
 class TreeReader:
@@ -261,46 +379,3 @@ def _pair(entry: Coded, first: type, second: type) -> tuple[Any, Any]:
     if not isinstance(entry[0], first) or not isinstance(entry[1], second):
         raise ValueError("an entry of an optimizer is of a wrong type")
     return entry[0], entry[1]
-
-
-def leaves(node: Node, name: str) -> Iterator[tuple[str, Node]]:
-    """Yield name and node of everything below ``node`` that is restored as one: tensors, values, objects."""
-    match node:
-        case MapNode():
-            for key, child in node.entries:
-                yield from leaves(child, naming.join(name, naming.part(key)))
-        case SequenceNode():
-            for index, child in enumerate(node.nodes):
-                yield from leaves(child, f"{name}.{index}")
-        case ModuleNode() if node.entries:
-            for _, below, child in node.entries:
-                yield from leaves(child, f"{name}.{below}")
-        case OptimizerNode():
-            for index, (_, child) in enumerate(node.groups):
-                yield from leaves(child, f"{name}.param_groups.{index}")
-            for key, child in node.state:
-                yield from leaves(child, f"{name}.state.{node.part(key)}")
-        case _:
-            yield name, node
-
-
-def slots_of(node: Node) -> Iterator[int]:
-    """Yield every slot that a node's data lies in, some of them repeatedly."""
-    match node:
-        case TensorNode():
-            yield node.slot
-        case ValueNode():
-            yield from node.blobs
-        case PiecesNode():
-            yield from node.slots
-        case QuantizedNode():
-            yield node.slot
-            yield from slots_of(node.parameters)
-        case ObjectNode() | RandomNode():
-            yield from slots_of(node.state)
-        case CodecNode():
-            yield from slots_of(node.value)
-        case _:
-            for _, leaf in leaves(node, ""):
-                if leaf is not node:
-                    yield from slots_of(leaf)

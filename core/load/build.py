@@ -17,7 +17,6 @@ from tierfall.core.image.header import ImageHeader, StoredTensor
 from tierfall.core.image.tree import (
     CodecNode,
     ConflictNode,
-    KeptNode,
     MapNode,
     ModuleNode,
     Node,
@@ -36,18 +35,6 @@ from tierfall.core.tensors.value_codec import MAPPING_TYPES
 from tierfall.core.types.errors import IntegrityError, RestoreError
 
 CPU = torch.device("cpu")
-
-Leaf = (
-    TensorNode
-    | ValueNode
-    | ObjectNode
-    | RandomNode
-    | QuantizedNode
-    | CodecNode
-    | PiecesNode
-    | ConflictNode
-    | KeptNode
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +122,6 @@ class Builder:
         """Allocate all that ``build(node, device)`` will need; RestoreError, which tells its name below ``named``, for
         what ranks had differently, and where a codec is not registered."""
         for name, leaf in leaves(node, named):
-            if isinstance(leaf, ConflictNode):
-                raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
-            if isinstance(leaf, PiecesNode):
-                raise RestoreError(f"{self.header.what}: {name}: its bytes lie in other images")
             match leaf:
                 case TensorNode():
                     self.tensor(leaf.slot, device)
@@ -146,14 +129,14 @@ class Builder:
                     self._prepare_value(leaf)
                 case QuantizedNode():
                     self.flat(leaf.slot, device)
-                    self.prepare(leaf.parameters, device, name)
-                case ObjectNode():
-                    self.prepare(leaf.state, device, name)
-                case RandomNode():
-                    self.prepare(leaf.state, CPU, name)
                 case CodecNode():
                     self._codec(leaf.name)
-                    self.prepare(leaf.value, device, name)
+                case ConflictNode():
+                    raise RestoreError(f"{self.header.what}: {name}: {leaf.reason}")
+                case PiecesNode():
+                    raise RestoreError(f"{self.header.what}: {name}: its bytes lie in other images")
+            for child in leaf.children():
+                self.prepare(child, CPU if isinstance(leaf, RandomNode) else device, name)
 
     def _prepare_value(self, node: ValueNode) -> None:
         for slot in node.blobs:
@@ -193,10 +176,9 @@ class Builder:
                 return OrderedDict((k, self.build(child, device)) for k, _, child in node.entries)
             case OptimizerNode():
                 return self._optimizer(node, device)
-            case _:
-                return self._leaf(node, device)
+        return self._leaf(node, device)
 
-    def _leaf(self, node: Leaf, device: torch.device) -> Any:
+    def _leaf(self, node: Node, device: torch.device) -> Any:
         match node:
             case TensorNode():
                 return self.laid_out(node.slot, device)

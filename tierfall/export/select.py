@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tierfall.core.image.header import ImageHeader
 from tierfall.core.image.tree import (
-    CodecNode,
+    CONTAINERS_AND_OBJECTS,
     MapNode,
     ModuleNode,
     Node,
@@ -58,21 +58,16 @@ def select(header: ImageHeader, only: Sequence[str]) -> tuple[Part, ...]:
 def _find(node: Node, name: str) -> Node | None:
     """Return what lies at a dotted name below a node."""
     match node:
-        case MapNode():
-            named = [(names.part(key), child) for key, child in node.entries]
-        case SequenceNode():
-            named = [(str(index), child) for index, child in enumerate(node.nodes)]
         case ModuleNode():
             return _find_in_module(node, name)
         case ObjectNode() | RandomNode():
             return _find(node.state, name)
-        case _:
-            return None
-    for key, child in named:
-        if name == key:
-            return child
-        if names.is_within(name, key):
-            return _find(child, name.removeprefix(f"{key}."))
+        case MapNode() | SequenceNode():
+            for key, child in node.named(""):
+                if name == key:
+                    return child
+                if names.is_within(name, key):
+                    return _find(child, name.removeprefix(f"{key}."))
     return None
 
 
@@ -105,7 +100,7 @@ def tensors_of(header: ImageHeader, part: Part, *, full_names: bool) -> dict[str
 
 
 def _named(header: ImageHeader, name: str, node: Node) -> Iterator[tuple[str, int]]:
-    for below, leaf in deep_leaves(name, node):
+    for below, leaf in leaves(node, name, CONTAINERS_AND_OBJECTS):
         if isinstance(leaf, TensorNode):
             yield below, leaf.slot
         else:
@@ -116,18 +111,6 @@ def values_of(part: Part) -> list[str]:
     """Name what is no tensor and is not stored as one: numbers, short text, None and the like."""
     return [
         name
-        for name, leaf in deep_leaves(part.name, part.node)
+        for name, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS)
         if isinstance(leaf, ValueNode) and not leaf.blobs
     ]
-
-
-def deep_leaves(name: str, node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield name and node of every tensor and value, those within objects too."""
-    for below, leaf in leaves(node, name):
-        match leaf:
-            case ObjectNode() | RandomNode():
-                yield from deep_leaves(below, leaf.state)
-            case CodecNode():
-                yield from deep_leaves(below, leaf.value)
-            case _:
-                yield below, leaf

@@ -30,8 +30,10 @@ from tierfall.core.image.tree import (
     SequenceNode,
     TensorNode,
     ValueNode,
+    leaves,
 )
-from tierfall.core.tensors import names, value_codec
+from tierfall.core.load.choices import plain_value
+from tierfall.core.tensors import names
 from tierfall.core.types.errors import RestoreError
 
 Path = tuple[str | int, ...]
@@ -130,7 +132,8 @@ class _Names:
 
     def __init__(self, merged: Merged) -> None:
         self._header = merged.header
-        self._modules = tuple(_modules(merged.header.tree, ""))
+        named = leaves(merged.header.tree, "", frozenset({MapNode}))
+        self._modules = tuple(name for name, node in named if isinstance(node, ModuleNode))
 
     def below(self, node: Node, path: Path) -> Iterator[Leaf]:
         match node:
@@ -142,8 +145,7 @@ class _Names:
             case ObjectNode():
                 yield from self.below(node.state, path)
             case ValueNode():
-                value = value_codec.decode(self._header.values[node.number], _Shape())
-                yield from _inside(value, path, node, ())
+                yield from _inside(plain_value(self._header, node), path, node, ())
             case RandomNode():
                 return  # the process's own, which DCP has no name for
             case _:
@@ -175,25 +177,6 @@ def _children(node: MapNode | ModuleNode | SequenceNode) -> list[tuple[str | int
         case ModuleNode():
             return [(key, child) for key, _, child in node.entries]
     return list(enumerate(node.nodes))
-
-
-class _Shape:
-    """Decodes values for what they are made of, without what lies in tensors."""
-
-    def blob(self, number: int, kind: str, members: dict[str, Any]) -> object:
-        return None
-
-    def registered(self, name: str, value: object) -> object:
-        return None
-
-
-def _modules(node: Node, name: str) -> Iterator[str]:
-    """Yield the names of all modules in a state."""
-    if isinstance(node, ModuleNode):
-        yield name
-    elif isinstance(node, MapNode):
-        for key, child in node.entries:
-            yield from _modules(child, names.join(name, names.part(key)))
 
 
 def _inside(value: Any, path: Path, node: Node, inside: tuple[Any, ...]) -> Iterator[Leaf]:
