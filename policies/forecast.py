@@ -84,9 +84,7 @@ def loss_bounds(
 def _bound(view: View, lost: LossClass, step: int | None, step_s: float | None) -> LossBound:
     found = _newest_surviving(view, lost)
     if found is None:
-        return LossBound(
-            survives=None, tier=None, steps_lost=None, seconds_lost=None, restore_s=None
-        )
+        return LossBound(survives=None)
     checkpoint, tier = found
     steps_lost = None if step is None else max(0, step - checkpoint.id.step)
     rate = view.read_bytes_per_s.get(tier.name)

@@ -6,7 +6,7 @@ that kept it from answering. A commit record that is there but damaged is damage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierfall.core.format.records import Attempt, Commit
@@ -44,6 +44,11 @@ class FoundCopy:
     damage: TierfallError | None = None
     marks: frozenset[str] = frozenset()
     foreign: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its state in a word."""
+        return str(self.state) if self.damage is None else "damaged"
 
     @property
     def repairable(self) -> bool:
@@ -90,6 +95,26 @@ class KnownCheckpoint:
     commit: Commit | None
     copies: dict[str, FoundCopy]
     abandoned: bool
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its images; where no record says, those of its largest copy."""
+        return (
+            self.commit.image_bytes if self.commit else max(c.bytes for c in self.copies.values())
+        )
+
+    @property
+    def wall_time_s(self) -> float | None:
+        return self.commit.wall_time_s if self.commit else None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        return self.commit.metrics if self.commit else {}
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """Tags given at the save and since, less those that were taken away."""
+        return keys.tags_of(self.commit.tags if self.commit else (), self.marks)
 
     @property
     def marks(self) -> frozenset[str]:
@@ -239,9 +264,9 @@ def to_view(
                 abandoned=c.abandoned,
                 pinned=c.pinned,
                 tombstoned=c.tombstoned,
-                metrics=c.commit.metrics if c.commit else {},
-                tags=keys.tags_of(c.commit.tags if c.commit else (), c.marks),
-                wall_time_s=c.commit.wall_time_s if c.commit else None,
+                metrics=c.metrics,
+                tags=c.tags,
+                wall_time_s=c.wall_time_s,
                 overtaken=late.get(c.id, frozenset()),
                 copies={
                     tier: CopyView(state=copy.state, bytes=copy.bytes)

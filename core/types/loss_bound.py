@@ -18,7 +18,7 @@ class LossBound:
     """
 
     survives: CheckpointId | None
-    tier: str | None
-    steps_lost: int | None
-    seconds_lost: float | None
-    restore_s: float | None
+    tier: str | None = None
+    steps_lost: int | None = None
+    seconds_lost: float | None = None
+    restore_s: float | None = None

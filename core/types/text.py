@@ -1,13 +1,18 @@
-"""Small words of messages; nothing here knows what the messages are about."""
+"""Small words of messages, and values as JSON members; nothing here knows what they are about."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
 
 _NAMED_MAX = 8
 _VOWELS = ("a", "e", "i", "o", "un")
+_OF_IDS = ("id", "checkpoint", "survives")
+"""Attributes whose value, a checkpoint's id or None, is written as the members ``step`` and ``attempt``."""
 
 
 def with_article(noun: str) -> str:
@@ -40,3 +45,36 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def float_to_json(value: float) -> float | str:
     """Write a float so that every value survives JSON, not-a-number and infinities included."""
     return value if math.isfinite(value) else repr(value)
+
+
+def members(value: Any, *names: str) -> dict[str, Any]:
+    """Write the attributes ``names`` of a value, or all fields of a dataclass, as JSON members in that order.
+
+    Each of them is None where the value is. Text stands for errors and paths, a sorted list for a set.
+    """
+    found: dict[str, Any] = {}
+    for name in names or [each.name for each in fields(value)]:
+        member = None if value is None else getattr(value, name)
+        if name in _OF_IDS:
+            found |= members(member, "step", "attempt")
+        else:
+            found[name] = to_json(member)
+    return found
+
+
+def to_json(value: Any) -> Any:
+    """Write a value as JSON has it; dataclasses by their ``members``."""
+    match value:
+        case Enum():
+            return str(value)
+        case None | str() | int():
+            return value
+        case float():
+            return float_to_json(value)
+        case Mapping():
+            return {str(key): to_json(each) for key, each in value.items()}
+        case frozenset() | set():
+            return [to_json(each) for each in sorted(value)]
+        case list() | tuple():
+            return [to_json(each) for each in value]
+    return members(value) if is_dataclass(value) else str(value)

@@ -134,7 +134,7 @@ def told(made: DayForecast) -> str:
         lag = "?" if tier.lag_s is None else f"{tier.lag_s:.1f} s"
         late = "" if tier.late_s is None else f", late after {tier.late_s:.0f} s"
         lines.append(
-            f"  {tier.tier}: {tier.copy_bytes / GB:g} GB every {tier.every_s:g} s takes {takes}, busy {busy}, behind "
+            f"  {tier.name}: {tier.copy_bytes / GB:g} GB every {tier.every_s:g} s takes {takes}, busy {busy}, behind "
             f"{tier.behind_per_h:.2f}/h, keeps {tier.kept} (most {tier.kept_max}), {tier.bytes / GB:g} GB, full {full}"
             f"{', waits' if tier.waits else ''}, lag {lag}{late}"
         )

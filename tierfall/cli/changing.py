@@ -17,7 +17,6 @@ from tierfall.cli.common import (
     StepArgument,
     counted,
     find_step,
-    id_members,
     load_settings,
     of_tier,
     owner_members,
@@ -32,6 +31,7 @@ from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.runtime.run_lock import Owner
 from tierfall.core.scheduler.ledger.tasks import PersonsOrder
+from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.core.types.view import Decision, Verdict
 from tierfall.ops import commands
@@ -102,7 +102,7 @@ def _order(
     answer.document = {
         "run": settings.run,
         "order": verb,
-        **id_members(checkpoint.id),
+        **members(checkpoint, "id"),
         "done": list(carried.done),
         "failed": {tier: str(error) for tier, error in failed.items()},
         "left_to": owner_members(owner),
@@ -201,14 +201,7 @@ def prune(
 
 def _decision_members(decision: Decision, pruned: commands.Pruned, dry_run: bool) -> dict[str, Any]:
     gone = decision.verdict is Verdict.DROP and not dry_run and decision not in pruned.left
-    return {
-        **id_members(decision.checkpoint),
-        "tier": decision.tier,
-        "verdict": str(decision.verdict),
-        "reason": decision.reason,
-        "bytes": decision.bytes,
-        "dropped": gone,
-    }
+    return {**members(decision), "dropped": gone}
 
 
 def _decided(pruned: commands.Pruned, dry_run: bool) -> Sequence[Table | str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ from tierfall.cli.common import (
     check_tier,
     counted,
     find_on,
-    id_members,
     load_settings,
     parse_step,
     refuse,
@@ -26,6 +25,7 @@ from tierfall.cli.common import (
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
 from tierfall.core.copies.verify import CheckedCopy
+from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.ops.commands import trained_elsewhere
 from tierfall.ops.findings import Finding
@@ -33,6 +33,8 @@ from tierfall.ops.reader import Reader
 from tierfall.ops.repair import Repair, Repairer
 from tierfall.ops.verify import RunReport, Scope, check_run, planned_bytes, remember_damage
 from tierfall.ops.write_copy import owning
+
+_OF_COPY = ("id", "tier", "good", "gone", "chunks", "bytes", "error")
 
 
 def verify(
@@ -103,14 +105,14 @@ def _answer(
     good = [copy for copy in report.copies if copy.good]
     answer.document = {
         "run": settings.run,
-        "copies": [_copy_members(copy) for copy in report.copies],
-        "damage": [_finding_members(finding) for finding in report.findings],
+        "copies": [members(copy, *_OF_COPY) for copy in report.copies],
+        "damage": [members(finding) for finding in report.findings],
         "unread": [{"place": place, "reason": why} for place, why in report.unread],
         "notes": list(report.notes),
         "bytes": sum(copy.bytes for copy in report.copies),
     }
     if repairs is not None:
-        answer.document["repairs"] = [_repair_members(repair) for repair in repairs]
+        answer.document["repairs"] = [members(r) | {"file": r.file or None} for r in repairs]
     made = table("STEP", "TIER", "CHUNKS", "SIZE", "", right=("STEP", "CHUNKS", "SIZE"))
     for copy in sorted(report.copies, key=lambda c: c.id):
         made.add_row(
@@ -134,17 +136,6 @@ def _place(repair: Repair) -> str:
     return " ".join(str(part) for part in (repair.tier, repair.id, repair.file) if part)
 
 
-def _repair_members(repair: Repair) -> dict[str, Any]:
-    return {
-        "tier": repair.tier,
-        "step": repair.id.step if repair.id else None,
-        "attempt": repair.id.attempt if repair.id else None,
-        "file": repair.file or None,
-        "done": repair.done,
-        "why": repair.why,
-    }
-
-
 def _verdict(copy: CheckedCopy) -> str:
     if copy.gone:
         return "dropped meanwhile"
@@ -160,28 +151,3 @@ def _said(finding: Finding) -> str:
     chunk = "" if finding.chunk is None else f", chunk {finding.chunk}"
     verdict = "not checked" if finding.newer else "damaged"
     return f"{verdict}: {place}{chunk}: {finding.problem} ({finding.advice})"
-
-
-def _copy_members(copy: CheckedCopy) -> dict[str, Any]:
-    return {
-        **id_members(copy.id),
-        "tier": copy.tier,
-        "good": copy.good,
-        "gone": copy.gone,
-        "chunks": copy.chunks,
-        "bytes": copy.bytes,
-        "error": None if copy.error is None else str(copy.error),
-    }
-
-
-def _finding_members(finding: Finding) -> dict[str, Any]:
-    return {
-        "tier": finding.tier,
-        "step": finding.id.step if finding.id else None,
-        "attempt": finding.id.attempt if finding.id else None,
-        "file": finding.file,
-        "chunk": finding.chunk,
-        "problem": finding.problem,
-        "newer": finding.newer,
-        "advice": finding.advice,
-    }

@@ -25,8 +25,7 @@ from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge
 from tierfall.core.format.records import Attempt
 from tierfall.core.runtime.run_lock import Owner
 from tierfall.core.types.errors import ConfigError, NotSupportedError, StepError, TierfallError
-from tierfall.core.types.text import float_to_json
-from tierfall.core.types.values import CheckpointId
+from tierfall.core.types.text import members
 from tierfall.ops.commands import find, unread
 
 PIPED_WIDTH = 10_000
@@ -256,19 +255,8 @@ def warn_of(elsewhere: Attempt | None) -> None:
         )
 
 
-def id_members(id: CheckpointId) -> dict[str, int]:
-    return {"step": id.step, "attempt": id.attempt}
-
-
 def owner_members(owner: Owner | None) -> dict[str, Any] | None:
-    if owner is None:
-        return None
-    return {"pid": owner.pid, "node": owner.node, "since_wall_s": owner.since_wall_s}
-
-
-def metric_members(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON can hold them: what is not finite becomes text."""
-    return {name: float_to_json(value) for name, value in metrics.items()}
+    return None if owner is None else members(owner, "pid", "node", "since_wall_s")
 
 
 class _ToStderr(logging.Handler):

@@ -14,7 +14,6 @@ from tierfall.cli.common import (
     RunOption,
     StepArgument,
     check_tier,
-    id_members,
     load_settings,
     parse_step,
     refuse,
@@ -23,6 +22,7 @@ from tierfall.cli.common import (
 )
 from tierfall.cli.progress import Watch
 from tierfall.cli.unread import find_certain, saying_what_was_unread
+from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.ops import commands
 from tierfall.ops.copy import Copied
@@ -65,16 +65,7 @@ def copy(
 
 
 def _answer(answer: Answer, run: str, copied: Copied) -> None:
-    answer.document = {
-        "run": run,
-        **id_members(copied.id),
-        "tier": copied.tier,
-        "already": copied.already,
-        "bytes": copied.bytes,
-        "sources": dict(copied.sources),
-        "marks": list(copied.marks),
-        "notes": list(copied.notes),
-    }
+    answer.document = {"run": run, **members(copied)}
     size = format_size(copied.bytes)
     if copied.already:
         answer.show(f"{copied.tier} holds {copied.id} already, and it is good ({size} read)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,6 @@ from tierfall.cli.common import (
     JsonOption,
     RunOption,
     counted,
-    id_members,
     load_settings,
     refuse,
     watched,
@@ -21,9 +20,10 @@ from tierfall.cli.common import (
 from tierfall.cli.progress import Watch
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import members
 from tierfall.core.types.units import format_duration, format_size, parse_duration
 from tierfall.ops.commands import unread
-from tierfall.ops.drain.drain import Drained, Owed, known_owed
+from tierfall.ops.drain.drain import Drained, known_owed
 from tierfall.ops.drain.drain import drain as drain_run
 from tierfall.ops.local_memory import left_in_memory
 from tierfall.ops.reader import Reader
@@ -62,8 +62,8 @@ def drain(
         drained = drain_run(settings, deadline_s, watch.set, tell)
     answer.document = {
         "run": settings.run,
-        "done": [_members(owed) for owed in drained.done],
-        "left": [_members(owed) for owed in drained.left],
+        "done": [members(owed) for owed in drained.done],
+        "left": [members(owed) for owed in drained.left],
         "memory_kept": drained.memory_kept,
         "seconds": drained.seconds,
         "forecast": forecast,
@@ -102,7 +102,7 @@ def _say_nothing_lies_there(reader: Reader, answer: Answer) -> None:
     answer.document = {
         "run": reader.run,
         "done": [],
-        "left": [_members(owed) for owed in left],
+        "left": [members(owed) for owed in left],
         "memory_kept": False,
     }
     answer.show(f"run {reader.run}: nothing lies in host memory")
@@ -132,7 +132,3 @@ def _say(answer: Answer, settings: Config, drained: Drained) -> None:
         answer.problem(f"drain: not done: {owed}")
     for problem in drained.problems:
         answer.problem(problem)
-
-
-def _members(owed: Owed) -> dict[str, Any]:
-    return {**id_members(owed.checkpoint), "tier": owed.tier, "bytes": owed.bytes}

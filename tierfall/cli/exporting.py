@@ -16,13 +16,13 @@ from tierfall.cli.common import (
     StepArgument,
     check_tier,
     counted,
-    id_members,
     load_settings,
     parse_step,
     watched,
 )
 from tierfall.cli.progress import Watch
 from tierfall.cli.unread import find_certain, saying_what_was_unread
+from tierfall.core.types.text import members
 from tierfall.core.types.units import format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.export.export import Exported, Format, Wish
@@ -89,16 +89,7 @@ def _dropped(reader: Reader, id: CheckpointId, tiers: Sequence[str]) -> str:
 
 
 def _answer(answer: Answer, run: str, exported: Exported) -> None:
-    answer.document = {
-        "run": run,
-        **id_members(exported.id),
-        "path": str(exported.path),
-        "bytes": exported.bytes,
-        "tensors": exported.tensors,
-        "sources": dict(exported.sources),
-        "fallbacks": [{"what": f.what, "reason": f.reason} for f in exported.fallbacks],
-        "notes": list(exported.notes),
-    }
+    answer.document = {"run": run, **members(exported)}
     tensors = counted(exported.tensors, "tensor", "tensors")
     answer.show(
         f"exported {exported.id} from {', '.join(exported.sources)} to {exported.path}: {tensors}, "

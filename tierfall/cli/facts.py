@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tierfall.core.copies.images import checked_manifest
-from tierfall.core.format.catalog import FoundCopy, KnownCheckpoint, Listing, merge, to_view
+from tierfall.core.format.catalog import KnownCheckpoint, Listing, merge, to_view
 from tierfall.core.format.records import Manifest
 from tierfall.core.runtime.run_lock import Owner
 from tierfall.core.types import keys
@@ -24,9 +24,6 @@ from tierfall.ops.commands import unread, view_of
 from tierfall.ops.reader import Reader
 from tierfall.policies.defaults import plan_retention
 from tierfall.setup.tiers import tier_rules
-
-DAMAGED = "damaged"
-UNFINISHED = "unfinished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,30 +78,16 @@ class Facts:
             return "?"
         copy = listing.copy(id)
         if copy is not None:
-            return self.state(copy)
+            return copy.label
         if listing.no_folders(id.step, id.attempt):
-            return DAMAGED
+            return "damaged"
         if id in listing.unfinished:
-            return str(CopyState.ARRIVING) if self.owner else UNFINISHED
+            return str(CopyState.ARRIVING) if self.owner else "unfinished"
         return "-"
 
-    def state(self, copy: FoundCopy) -> str:
-        return DAMAGED if copy.damage is not None else str(copy.state)
-
-    def bytes(self, checkpoint: KnownCheckpoint) -> int:
-        if checkpoint.commit is not None:
-            return checkpoint.commit.image_bytes
-        return max(copy.bytes for copy in checkpoint.copies.values())
-
     def age_s(self, checkpoint: KnownCheckpoint) -> float | None:
-        if checkpoint.commit is None:
-            return None
-        return max(0.0, self.wall_time_s - checkpoint.commit.wall_time_s)
-
-    def tags(self, checkpoint: KnownCheckpoint) -> tuple[str, ...]:
-        """Tags given at the save and marked since, less those that were taken away."""
-        given = checkpoint.commit.tags if checkpoint.commit else ()
-        return tuple(sorted(keys.tags_of(given, checkpoint.marks)))
+        saved_s = checkpoint.wall_time_s
+        return None if saved_s is None else max(0.0, self.wall_time_s - saved_s)
 
     def owed(self, id: CheckpointId) -> tuple[str, ...]:
         """Name the tiers that were read and still wait for it."""
@@ -163,19 +146,6 @@ class Manifested:
 
     def largest(self, count: int) -> list[Tensor]:
         return sorted(self.tensors, key=lambda t: (-t.bytes, t.name))[:count]
-
-    def members(self) -> dict[str, Any]:
-        return {
-            "shard": self.shard,
-            "image_bytes": self.image_bytes,
-            "chunks": self.chunks,
-            "chunk_bytes": self.chunk_bytes,
-            "tensor_bytes": self.tensor_bytes,
-            "tensors": [
-                {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "bytes": t.bytes}
-                for t in self.tensors
-            ],
-        }
 
 
 def manifest_facts(

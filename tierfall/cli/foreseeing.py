@@ -15,6 +15,7 @@ from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint, merge
 from tierfall.core.format.records import Commit
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import members
 from tierfall.core.types.units import (
     format_duration,
     format_share,
@@ -25,7 +26,7 @@ from tierfall.core.types.units import (
 from tierfall.core.types.values import Codec
 from tierfall.ops.measure import Measured
 from tierfall.ops.reader import Reader
-from tierfall.plan.day import DayForecast, TierForecast, forecast_day
+from tierfall.plan.day import DayForecast, forecast_day
 from tierfall.plan.simulate import Chain, Workload
 from tierfall.session.start import is_shared
 from tierfall.setup.tiers import tier_rules
@@ -181,7 +182,8 @@ def foresee(answer: Answer, settings: Config, tiers: Sequence[Measured], wishes:
         max_wait_s=settings.max_wait_s,
     )
     made = forecast_day(chain, load)
-    answer.document["forecast"] = _members(made, load)
+    of_load = members(load, "image_bytes", "save_every_s", "ranks", "nodes")
+    answer.document["forecast"] = of_load | members(made)
     answer.show("", *_shown(made, load, source))
     packed = [t.name for t in settings.stored if t.compress.codec is not Codec.NONE]
     if packed:
@@ -218,7 +220,7 @@ def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
     rows = table("TIER", *right, right=right)
     for tier in made.tiers:
         rows.add_row(
-            tier.tier,
+            tier.name,
             format_size(tier.copy_bytes),
             format_duration(tier.every_s),
             "-" if tier.copy_s is None else format_duration(tier.copy_s),
@@ -228,42 +230,5 @@ def _shown(made: DayForecast, load: Workload, source: str) -> list[Table | str]:
             format_size(tier.bytes_max),
             "-" if tier.full_s is None else format_duration(tier.full_s),
         )
-    said = [f"{tier.tier}: {reason}" for tier in made.tiers for reason in tier.reasons]
+    said = [f"{tier.name}: {reason}" for tier in made.tiers for reason in tier.reasons]
     return [head, rows, *said, *made.reasons]
-
-
-def _members(made: DayForecast, load: Workload) -> dict[str, Any]:
-    return {
-        "image_bytes": load.image_bytes,
-        "save_every_s": load.save_every_s,
-        "ranks": load.ranks,
-        "nodes": load.nodes,
-        "horizon_s": made.horizon_s,
-        "played_s": made.played_s,
-        "saves": made.saves,
-        "skipped": made.skipped,
-        "superseded": made.superseded,
-        "waited_s": made.waited_s,
-        "reasons": list(made.reasons),
-        "tiers": [_tier_members(tier) for tier in made.tiers],
-    }
-
-
-def _tier_members(tier: TierForecast) -> dict[str, Any]:
-    return {
-        "name": tier.tier,
-        "copy_bytes": tier.copy_bytes,
-        "every_s": tier.every_s,
-        "copy_s": tier.copy_s,
-        "busy": tier.busy,
-        "behind_per_h": tier.behind_per_h,
-        "kept": tier.kept,
-        "kept_max": tier.kept_max,
-        "bytes": tier.bytes,
-        "bytes_max": tier.bytes_max,
-        "full_s": tier.full_s,
-        "waits": tier.waits,
-        "lag_s": tier.lag_s,
-        "late_s": tier.late_s,
-        "reasons": list(tier.reasons),
-    }

@@ -19,9 +19,7 @@ from tierfall.cli.common import (
     StepArgument,
     counted,
     find_step,
-    id_members,
     load_settings,
-    metric_members,
     of_tier,
     owner_members,
     parse_step,
@@ -31,6 +29,7 @@ from tierfall.cli.facts import Facts, Manifested, manifest_facts
 from tierfall.config import Config
 from tierfall.core.format.catalog import KnownCheckpoint
 from tierfall.core.types.errors import BackendError
+from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_size
 from tierfall.core.types.values import CheckpointId
 from tierfall.ops.reader import Reader
@@ -38,6 +37,7 @@ from tierfall.ops.watch import living
 from tierfall.telemetry.status import Status
 
 LARGEST_SHOWN = 5
+_OF_MANIFEST = ("shard", "image_bytes", "chunks", "chunk_bytes", "tensor_bytes", "tensors")
 
 
 def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption = False) -> None:
@@ -53,7 +53,7 @@ def ls(config: ConfigOption = None, run: RunOption = None, as_json: JsonOption =
             "owner": owner_members(facts.owner),
             "tiers": [_tier_members(reader, listing) for listing in facts.listings],
             "checkpoints": [_members(facts, c) for c in facts.known],
-            "loss_bound": losses.members(
+            "loss_bound": to_json(
                 losses.told_bounds(trainer) if trainer else losses.known_bounds(facts.safety)
             ),
         }
@@ -85,14 +85,13 @@ def show(
             "run": settings.run,
             **_members(facts, checkpoint),
             "owed": list(facts.owed(checkpoint.id)),
-            "world_size": checkpoint.commit.world_size if checkpoint.commit else None,
+            **members(checkpoint.commit, "world_size"),
             "nodes": list(checkpoint.commit.nodes) if checkpoint.commit else [],
-            "manifests": [manifest.members() for manifest in manifests],
+            "manifests": [members(manifest, *_OF_MANIFEST) for manifest in manifests],
         }
-        for tier, members in answer.document["copies"].items():
-            decision = facts.decision(tier, checkpoint.id)
-            members["decision"] = {"verdict": str(decision.verdict), "reason": decision.reason}
-            members["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
+        for tier, of_copy in answer.document["copies"].items():
+            of_copy["decision"] = members(facts.decision(tier, checkpoint.id), "verdict", "reason")
+            of_copy["files"] = [{"name": f, "bytes": n} for f, n in files[tier]]
         answer.show(*_in_full(facts, checkpoint, manifests, files))
     answer.finish()
 
@@ -114,35 +113,23 @@ def _tier_members(reader: Reader, listing: Any) -> dict[str, Any]:
         "place": store.place if store else str(reader.host.path),
         "checkpoints": len(listing.copies),
         "bytes": sum(copy.bytes for copy in listing.copies),
-        "error": None if listing.error is None else str(listing.error),
-        "damaged": [str(error) for error in listing.damaged],
-        "unfinished": [id_members(id) for id in sorted(listing.unfinished)],
+        **members(listing, "error", "damaged"),
+        "unfinished": to_json(sorted(listing.unfinished)),
     }
 
 
 def _members(facts: Facts, checkpoint: KnownCheckpoint) -> dict[str, Any]:
-    commit = checkpoint.commit
-    line = commit.line if commit else None
-    start = line.started_from if line else None
+    line = checkpoint.commit.line if checkpoint.commit else None
     return {
-        **id_members(checkpoint.id),
-        "ordinal": line.ordinal if line else None,
-        "started_from": id_members(start) if start else None,
-        "bytes": facts.bytes(checkpoint),
-        "wall_time_s": commit.wall_time_s if commit else None,
+        **members(checkpoint, "id"),
+        **members(line, "ordinal", "started_from"),
+        **members(checkpoint, "bytes", "wall_time_s"),
         "age_s": facts.age_s(checkpoint),
-        "pinned": checkpoint.pinned,
-        "abandoned": checkpoint.abandoned,
+        **members(checkpoint, "pinned", "abandoned"),
         "deleted": checkpoint.tombstoned,
-        "tags": list(facts.tags(checkpoint)),
-        "metrics": metric_members(commit.metrics) if commit else {},
+        **members(checkpoint, "tags", "metrics"),
         "copies": {
-            tier: {
-                "state": facts.state(copy),
-                "bytes": copy.bytes,
-                "marks": sorted(copy.marks),
-                "damage": None if copy.damage is None else str(copy.damage),
-            }
+            tier: {"state": copy.label, **members(copy, "bytes", "marks", "damage")}
             for tier, copy in checkpoint.copies.items()
         },
     }
@@ -164,7 +151,7 @@ def _note_unread(answer: Answer, facts: Facts) -> None:
 def _steps(facts: Facts) -> Table:
     tiers = [listing.tier for listing in facts.listings]
     rows = facts.rows_with_damage()
-    metrics = sorted({name for c in facts.known if c.commit for name in c.commit.metrics})
+    metrics = sorted({name for checkpoint in facts.known for name in checkpoint.metrics})
     made = table(
         "STEP", "AGE", "SIZE", *tiers, *metrics, "", right=("STEP", "AGE", "SIZE", *metrics)
     )
@@ -175,11 +162,11 @@ def _steps(facts: Facts) -> Table:
                 str(id), "", "", *(facts.cell(id, t) for t in tiers), *[""] * len(metrics), ""
             )
             continue
-        values = checkpoint.commit.metrics if checkpoint.commit else {}
+        values = checkpoint.metrics
         made.add_row(
             str(id),
             _age(facts, checkpoint),
-            format_size(facts.bytes(checkpoint)),
+            format_size(checkpoint.bytes),
             *(facts.cell(id, tier) for tier in tiers),
             *(f"{values[name]:.6g}" if name in values else "" for name in metrics),
             ", ".join(_remarks(facts, checkpoint)),
@@ -193,7 +180,7 @@ def _age(facts: Facts, checkpoint: KnownCheckpoint) -> str:
 
 
 def _remarks(facts: Facts, checkpoint: KnownCheckpoint) -> Iterable[str]:
-    yield from (f"#{tag}" for tag in facts.tags(checkpoint))
+    yield from (f"#{tag}" for tag in sorted(checkpoint.tags))
     if checkpoint.pinned:
         yield "pinned"
     if checkpoint.abandoned:
@@ -232,7 +219,7 @@ def _in_full(
         decision = facts.decision(tier, checkpoint.id)
         copies.add_row(
             tier,
-            facts.state(copy),
+            copy.label,
             format_size(copy.bytes),
             ", ".join(sorted(copy.marks)),
             f"{decision.verdict}: {decision.reason}",
@@ -262,9 +249,9 @@ def _head(facts: Facts, checkpoint: KnownCheckpoint) -> Table:
         made.add_row(
             "by", f"{', '.join(commit.nodes)} ({counted(commit.world_size, 'rank', 'ranks')})"
         )
-    made.add_row("size", format_size(facts.bytes(checkpoint)))
-    if commit is not None and commit.metrics:
-        made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in commit.metrics.items()))
+    made.add_row("size", format_size(checkpoint.bytes))
+    if checkpoint.metrics:
+        made.add_row("metrics", ", ".join(f"{k} {v:.6g}" for k, v in checkpoint.metrics.items()))
     if remarks := list(_remarks(facts, checkpoint)):
         made.add_row("remarks", ", ".join(remarks))
     if owed := facts.owed(checkpoint.id):

@@ -4,7 +4,6 @@ programs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from tierfall.cli.common import readable_number
 from tierfall.core.types.loss_bound import LossBound
@@ -28,9 +27,7 @@ def told_bounds(status: Status) -> dict[LossClass, LossBound]:
 
 def _told(found: LossStatus | None) -> LossBound:
     if found is None:
-        return LossBound(
-            survives=None, tier=None, steps_lost=None, seconds_lost=None, restore_s=None
-        )
+        return LossBound(survives=None)
     return LossBound(
         survives=CheckpointId(found.step, found.attempt),
         tier=found.tier,
@@ -69,18 +66,3 @@ def in_words(
     said = [f"of the {lost}, {what(bound)}" for lost, bound in bounds.items()]
     doubt = f" (not asked: {', '.join(unread)})" if unread else ""
     return f"survives the loss {'; '.join(said)}{doubt}"
-
-
-def members(bounds: Mapping[LossClass, LossBound]) -> dict[str, Any]:
-    """Write it as JSON has it."""
-    return {
-        str(lost): {
-            "step": None if bound.survives is None else bound.survives.step,
-            "attempt": None if bound.survives is None else bound.survives.attempt,
-            "tier": bound.tier,
-            "steps_lost": bound.steps_lost,
-            "seconds_lost": bound.seconds_lost,
-            "restore_s": bound.restore_s,
-        }
-        for lost, bound in bounds.items()
-    }

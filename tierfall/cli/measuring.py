@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ from tierfall.cli.facts import Facts
 from tierfall.cli.foreseeing import Wishes, foresee
 from tierfall.config import Config
 from tierfall.core.types.errors import ConfigError
+from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_rate, format_size, parse_size
 from tierfall.ops.commands import notes_on_metrics
 from tierfall.ops.measure import SIZE_MAX_BYTES, Measured, measure
@@ -81,7 +82,7 @@ def check(
     answer.document = {
         "run": settings.run,
         "size_bytes": size_bytes,
-        "tiers": [_members(tier) for tier in tiers],
+        "tiers": [members(tier) for tier in tiers],
     }
     _show(answer, tiers, size_bytes)
     foresee(answer, settings, tiers, wishes)
@@ -97,7 +98,7 @@ def _say_what_a_loss_costs(answer: Answer, settings: Config, tiers: Sequence[Mea
     rates = {t.name: t.read_bytes_per_s for t in tiers if t.read_bytes_per_s is not None}
     bounds = losses.known_bounds(replace(facts.safety, read_bytes_per_s=rates))
     saved = any(bound.survives for bound in bounds.values())
-    answer.document["loss_bound"] = losses.members(bounds) if saved else None
+    answer.document["loss_bound"] = to_json(bounds) if saved else None
     if saved:
         answer.show("", losses.in_words(bounds, tuple(facts.unread)))
     answer.document["notes"] = notes = notes_on_metrics(settings, facts.listings)
@@ -174,21 +175,3 @@ def _rate(bytes_per_s: float | None) -> str:
 
 def _bytes(count: int | None) -> str:
     return "-" if count is None else format_size(count)
-
-
-def _members(tier: Measured) -> dict[str, Any]:
-    return {
-        "name": tier.name,
-        "kind": str(tier.kind),
-        "place": tier.place,
-        "write_bytes_per_s": tier.write_bytes_per_s,
-        "read_bytes_per_s": tier.read_bytes_per_s,
-        "round_trip_s": tier.round_trip_s,
-        "durable": tier.durable,
-        "fenced": tier.fenced,
-        "direct_io": tier.direct_io,
-        "free_bytes": tier.free_bytes,
-        "read_only": tier.read_only,
-        "capacity_bytes": tier.capacity_bytes,
-        "error": None if tier.error is None else str(tier.error),
-    }

@@ -13,6 +13,7 @@ from tierfall.cli import losses
 from tierfall.cli.common import counted, of_tier, owner_members, readable_number, table
 from tierfall.cli.facts import Facts
 from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.text import members, to_json
 from tierfall.core.types.units import format_duration, format_rate, format_share, format_size
 from tierfall.core.types.values import CheckpointId, CopyState, LossClass
 from tierfall.ops.watch import Glimpse, Slot
@@ -20,6 +21,7 @@ from tierfall.policies.forecast import loss_bounds
 from tierfall.telemetry.status import (
     CheckpointStatus,
     CopyStatus,
+    RunStatus,
     Status,
     TierStatus,
     TransferStatus,
@@ -36,12 +38,8 @@ _TOLD = ("bytes", "seconds", "outcome", "reason", "doing", "count")
 class Picture:
     """A run at a moment. ``problems`` are what could not be read, ``unread`` the tiers of which nothing is known."""
 
-    run: str
     glimpse: Glimpse
-    tiers: tuple[TierStatus, ...]
-    checkpoints: tuple[CheckpointStatus, ...]
-    checkpoints_known: int
-    transfers: tuple[TransferStatus, ...]
+    seen: RunStatus
     bounds: dict[LossClass, LossBound]
     unread: tuple[str, ...] = ()
     problems: tuple[str, ...]
@@ -49,19 +47,16 @@ class Picture:
     @property
     def document(self) -> dict[str, Any]:
         return {
-            "run": self.run,
+            "run": self.seen.run,
             "wall_time_s": self.glimpse.wall_time_s,
             "owner": owner_members(self.glimpse.owner),
             "slots": [_slot_members(self.glimpse, slot) for slot in self.glimpse.slots],
-            "tiers": [tier.model_dump(mode="json") for tier in self.tiers],
-            "checkpoints": [one.model_dump(mode="json") for one in self.checkpoints],
-            "checkpoints_known": self.checkpoints_known,
-            "transfers": [one.model_dump(mode="json") for one in self.transfers],
+            **self.seen.model_dump(mode="json", include=RunStatus.model_fields.keys() - {"run"}),
             "newest": {
                 str(lost): bound.survives and bound.survives.step
                 for lost, bound in self.bounds.items()
             },
-            "loss_bound": losses.members(self.bounds),
+            "loss_bound": to_json(self.bounds),
             "events": list(self.glimpse.events),
         }
 
@@ -69,16 +64,17 @@ class Picture:
         """What a person sees of it."""
         yield from _heading(self)
         yield ""
-        yield _tier_table(self.tiers)
-        yield from (of_tier(tier.name, tier.failing) for tier in self.tiers if tier.failing)
-        if self.checkpoints:
+        seen = self.seen
+        yield _tier_table(seen.tiers)
+        yield from (of_tier(tier.name, tier.failing) for tier in seen.tiers if tier.failing)
+        if seen.checkpoints:
             yield ""
             yield _grid(self)
-        if more := self.checkpoints_known - len(self.checkpoints[-ROWS_MAX:]):
+        if more := seen.checkpoints_known - len(seen.checkpoints[-ROWS_MAX:]):
             yield f"and {counted(more, 'older one', 'older ones')}"
-        if self.transfers:
+        if seen.transfers:
             yield ""
-            yield _transfer_table(self.transfers)
+            yield _transfer_table(seen.transfers)
         yield ""
         yield losses.in_words(self.bounds, self.unread, what=losses.lost_and_read_back)
         if len(self.glimpse.slots) > 1:
@@ -92,12 +88,8 @@ class Picture:
 def of_status(status: Status, glimpse: Glimpse) -> Picture:
     """What a living trainer says."""
     return Picture(
-        run=status.run,
         glimpse=glimpse,
-        tiers=status.tiers,
-        checkpoints=status.checkpoints,
-        checkpoints_known=status.checkpoints_known,
-        transfers=status.transfers,
+        seen=status,
         bounds=losses.told_bounds(status),
         problems=glimpse.problems,
     )
@@ -108,12 +100,13 @@ def of_facts(run: str, facts: Facts, glimpse: Glimpse) -> Picture:
     unread = (of_tier(tier, error) for tier, error in facts.unread.items())
     damaged = (of_tier(x.tier, error) for x in facts.listings for error in x.damaged)
     return Picture(
-        run=run,
         glimpse=glimpse,
-        tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
-        checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
-        checkpoints_known=len(facts.rows()),
-        transfers=(),
+        seen=RunStatus(
+            run=run,
+            tiers=tuple(_listed_tier(facts, tier.name) for tier in facts.view.tiers),
+            checkpoints=tuple(_listed(facts, id) for id in facts.rows()),
+            checkpoints_known=len(facts.rows()),
+        ),
         bounds=loss_bounds(facts.safety),
         unread=tuple(facts.unread),
         problems=(*glimpse.problems, *unread, *damaged),
@@ -161,14 +154,9 @@ def _slot_members(glimpse: Glimpse, slot: Slot) -> dict[str, Any]:
         "slot": slot.number,
         "alive": slot.alive,
         "owner": owner_members(slot.owner),
-        "rank": status.rank if status else None,
-        "world_size": status.world_size if status else None,
-        "attempt": status.attempt if status else None,
-        "pid": status.pid if status else None,
-        "node": status.node if status else None,
+        **members(status, "rank", "world_size", "attempt", "pid", "node"),
         "age_s": glimpse.age_s(status) if status else None,
-        "failure": status.failure if status else None,
-        "lost_events": status.lost_events if status else None,
+        **members(status, "failure", "lost_events"),
         "transfers": [t.model_dump(mode="json") for t in status.transfers] if status else [],
     }
 
@@ -189,9 +177,9 @@ def _heading(picture: Picture) -> Iterator[str]:
             yield f"it has said nothing for {format_duration(age_s)}: it may hang"
         return
     if glimpse.owner is not None:
-        yield f"run {picture.run}: a process owns it, and has said nothing yet: {glimpse.owner}"
+        yield f"run {picture.seen.run}: a process owns it, and has said nothing yet: {glimpse.owner}"
     else:
-        yield f"run {picture.run}: no trainer lives on this machine; this is what the tiers hold"
+        yield f"run {picture.seen.run}: no trainer lives on this machine; this is what the tiers hold"
     if (last := glimpse.last_words) is not None:
         yield f"process {last.pid} is gone, and said last, {_ago(glimpse, last)}:"
         for transfer in last.transfers:
@@ -223,9 +211,9 @@ def _tier_table(tiers: tuple[TierStatus, ...]) -> Table:
 
 
 def _grid(picture: Picture) -> Table:
-    names = [tier.name for tier in picture.tiers]
+    names = [tier.name for tier in picture.seen.tiers]
     made = table("STEP", *names, "", right=("STEP",))
-    for one in picture.checkpoints[-ROWS_MAX:]:
+    for one in picture.seen.checkpoints[-ROWS_MAX:]:
         remarks = [
             w for w, said in (("pinned", one.pinned), ("left behind", one.abandoned)) if said
         ]

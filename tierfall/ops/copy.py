@@ -51,8 +51,8 @@ class Copied:
 
     id: CheckpointId
     tier: str
-    bytes: int
     already: bool = False
+    bytes: int
     sources: Mapping[str, int]
     marks: tuple[str, ...]
     notes: tuple[str, ...]

@@ -26,11 +26,11 @@ class Finding:
     tier: str
     id: CheckpointId | None
     file: str
-    problem: str
-    advice: str
     chunk: int | None = None
+    problem: str
     newer: bool = False
     """It is not damaged: a newer tierfall wrote it, and this one cannot read it."""
+    advice: str
 
 
 def damage_findings(

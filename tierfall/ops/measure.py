@@ -69,8 +69,8 @@ class Measured:
     fenced: bool | None = None
     direct_io: bool | None = None
     free_bytes: int | None = None
-    capacity_bytes: int | None = None
     read_only: bool = False
+    capacity_bytes: int | None = None
     error: TierfallError | None = None
 
 

@@ -31,7 +31,7 @@ class TierForecast:
     ``late_s``: when it was first further behind than its ``within``.
     """
 
-    tier: str
+    name: str
     copy_bytes: int
     every_s: float
     copy_s: float | None
@@ -59,8 +59,8 @@ class DayForecast:
     skipped: int
     superseded: int
     waited_s: float
-    tiers: tuple[TierForecast, ...]
     reasons: tuple[str, ...]
+    tiers: tuple[TierForecast, ...]
 
 
 def forecast_day(
@@ -100,7 +100,7 @@ def _reasons(made: DayForecast) -> Iterator[str]:
     lost += [f"training waits {format_duration(made.waited_s)} in all"] * (made.waited_s >= 1.0)
     if lost:
         host = made.tiers[0]
-        slow = [tier.tier for tier in made.tiers if tier.behind_per_h > 0 or tier.waits]
+        slow = [tier.name for tier in made.tiers if tier.behind_per_h > 0 or tier.waits]
         held = f", held for {', '.join(slow)}" if slow else ""
         since = f" from {format_duration(host.full_s)} on" if host.full_s is not None else ""
         yield f"memory is full{since}{held}: {', '.join(lost)}"
@@ -141,7 +141,7 @@ def _tier(
     copy_s = None if rules.kind is TierKind.HOST else copy_s_of(rules, chain, load)
     behind = 0.0 if not copy_s else max(0.0, 3600 / every_s - 3600 / copy_s)
     made = TierForecast(
-        tier=name,
+        name=name,
         copy_bytes=size,
         every_s=every_s,
         copy_s=copy_s,

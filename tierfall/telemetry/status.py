@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tierfall.core.format import documents
 from tierfall.core.types.errors import BackendError, IntegrityError
 from tierfall.core.types.loss_bound import LossBound
+from tierfall.core.types.text import members
 from tierfall.core.types.values import CopyState, LossClass, TierKind
 
 logger = logging.getLogger("tierfall")
@@ -90,11 +91,20 @@ class LossStatus(_Part):
     restore_s: float | None = None
 
 
-class Status(_Part):
-    """What one rank's process says of the run. ``checkpoints`` are the newest, oldest first, of ``checkpoints_known``;
-    ``newest`` names the newest step that survives each loss (None: none would), ``loss_bound`` says more of it."""
+class RunStatus(_Part):
+    """What is where of a run. ``checkpoints`` are the newest, oldest first, of ``checkpoints_known``."""
 
     run: str
+    tiers: tuple[TierStatus, ...]
+    checkpoints: tuple[CheckpointStatus, ...]
+    checkpoints_known: int
+    transfers: tuple[TransferStatus, ...] = ()
+
+
+class Status(RunStatus):
+    """What one rank's process says of the run. ``newest`` names the newest step that survives each loss (None: none
+    would), ``loss_bound`` says more of it."""
+
     wall_time_s: float
     pid: int
     start_ticks: int | None
@@ -103,10 +113,6 @@ class Status(_Part):
     rank: int
     world_size: int
     attempt: int | None
-    tiers: tuple[TierStatus, ...]
-    checkpoints: tuple[CheckpointStatus, ...]
-    checkpoints_known: int
-    transfers: tuple[TransferStatus, ...]
     newest: dict[LossClass, int | None]
     loss_bound: dict[LossClass, LossStatus | None] = {}
     events: tuple[dict[str, Any], ...] = ()
@@ -117,16 +123,7 @@ class Status(_Part):
 def losses_of(bounds: Mapping[LossClass, LossBound]) -> dict[LossClass, LossStatus | None]:
     """Write a loss bound as a status holds it."""
     return {
-        lost: None
-        if bound.survives is None or bound.tier is None
-        else LossStatus(
-            step=bound.survives.step,
-            attempt=bound.survives.attempt,
-            tier=bound.tier,
-            steps_lost=bound.steps_lost,
-            seconds_lost=bound.seconds_lost,
-            restore_s=bound.restore_s,
-        )
+        lost: None if bound.survives is None else LossStatus(**members(bound))
         for lost, bound in bounds.items()
     }
 
