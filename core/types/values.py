@@ -53,7 +53,8 @@ class Driver(StrEnum):
 
 
 class LossClass(StrEnum):
-    """What may be lost at one blow; a copy survives its own class and every smaller one."""
+    """What may be lost at one blow; a copy survives its own class and every smaller one. They compare by how much is
+    lost, never as text."""
 
     NONE = "none"
     PROCESS = "process"
@@ -64,13 +65,25 @@ class LossClass(StrEnum):
         """Say whether a loss of this class is one of the other, too."""
         return self.extent >= other.extent
 
+    def __lt__(self, other: str) -> bool:
+        return _EXTENTS[self] < _EXTENTS[other]
+
+    def __le__(self, other: str) -> bool:
+        return _EXTENTS[self] <= _EXTENTS[other]
+
+    def __gt__(self, other: str) -> bool:
+        return _EXTENTS[self] > _EXTENTS[other]
+
+    def __ge__(self, other: str) -> bool:
+        return _EXTENTS[self] >= _EXTENTS[other]
+
     @property
     def extent(self) -> int:
         """Say how much is lost: larger where more is."""
         return _EXTENTS[self]
 
 
-_EXTENTS = {loss: extent for extent, loss in enumerate(LossClass)}
+_EXTENTS: dict[str, int] = {loss: extent for extent, loss in enumerate(LossClass)}
 LOSS_CLASSES = (LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -396,3 +397,16 @@ def test_the_views_that_are_drawn_have_something_to_supersede() -> None:
 
     look()
     assert found
+
+
+def test_loss_classes_compare_by_how_much_is_lost_not_as_text() -> None:
+    assert sorted(reversed(LossClass)) == [*LossClass]
+    for smaller, larger in combinations(LossClass, 2):
+        assert smaller < larger
+        assert smaller <= larger
+        assert larger > smaller
+        assert larger >= smaller
+        assert larger.covers(smaller)
+        assert not smaller.covers(larger)
+        assert not smaller > larger
+    assert LossClass.NODE == "node"

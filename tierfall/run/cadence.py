@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from tierfall.config import Config, Interval
 from tierfall.core.capture.handle import SaveHandle
-from tierfall.core.types.values import LossClass
+from tierfall.core.types.values import LOSS_CLASSES, LossClass
 from tierfall.core.types.view import TierRules
 from tierfall.policies.cadence import (
     Bound,
@@ -51,8 +51,7 @@ def rules_of(interval: Interval, tiers: tuple[TierRules, ...]) -> CadenceRules:
 
 
 def _by_class(*times: float | None) -> dict[LossClass, float]:
-    classes = (LossClass.PROCESS, LossClass.NODE, LossClass.SITE)
-    return {loss: s for loss, s in zip(classes, times, strict=True) if s is not None}
+    return {loss: s for loss, s in zip(LOSS_CLASSES, times, strict=True) if s is not None}
 
 
 def cycle_of(tiers: Sequence[TierRules]) -> int:
