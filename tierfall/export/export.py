@@ -21,7 +21,7 @@ import torch
 
 from tierfall.core.copies.shard_reader import OpenImage
 from tierfall.core.format.catalog import KnownCheckpoint
-from tierfall.core.image.tree import OptimizerNode, ValueNode
+from tierfall.core.image.tree import CONTAINERS_AND_OBJECTS, OptimizerNode, ValueNode, leaves
 from tierfall.core.load.build import CPU, Builder
 from tierfall.core.types.errors import ConfigError
 from tierfall.export.dcp_names import as_state, by_parameter, prefix_of
@@ -37,7 +37,7 @@ from tierfall.export.options import (
     left_out,
 )
 from tierfall.export.output import check_free, check_free_folder, new_file, new_folder, write_all
-from tierfall.export.select import Part, deep_leaves, select, tensors_of
+from tierfall.export.select import Part, select, tensors_of
 from tierfall.export.torch_file import save_torch
 from tierfall.ops.commands import Watch
 
@@ -134,7 +134,7 @@ def _named_values(gathered: Gathered, parts: Sequence[Part]) -> str:
         {
             name: [header.values[leaf.number], [header.tensors[slot].name for slot in leaf.blobs]]
             for part in parts
-            for name, leaf in deep_leaves(part.name, part.node)
+            for name, leaf in leaves(part.node, part.name, CONTAINERS_AND_OBJECTS)
             if isinstance(leaf, ValueNode)
         },
         separators=(",", ":"),
