@@ -1,9 +1,8 @@
 """Which tier is which: an id that each tier of a run bears, and what the others and this machine remember of it.
 
-A folder in which nothing lies was never used, or was emptied, or is a mount point without its file system. A tier that
-all nodes see, and of which another tier or this machine remembers an id, counts as the third: it could not be looked
-at. One that a node alone sees may be empty at any start, as another node's is; but not where this machine remembers
-that its folder lay on another device.
+An empty folder was never used, or was emptied, or is a mount point without its file system. A tier that all nodes see,
+and of which another tier or this machine remembers an id, counts as the third: it could not be looked at. A tier of one
+node may be empty at any start, unless this machine remembers that its folder lay on another device.
 """
 
 from __future__ import annotations
