@@ -1,8 +1,10 @@
-"""Backends: where a tier stores bytes; and the wrappers around them. The contract is ``core.contracts``.
+"""Backends: where a tier stores bytes; and the wrappers around them. The contract is ``core.types.backend``.
 
-``register`` adds one of a user's own (docs/write-a-backend.md).
+A backend of your own imports ``tierfall.backends.toolkit`` (docs/write-a-backend.md). ``open_backend`` opens an address
+of any kind.
 """
 
-from tierfall.backends.registry import register
+from tierfall.backends.open import open_backend
+from tierfall.backends.toolkit.registry import register
 
-__all__ = ["register"]
+__all__ = ["open_backend", "register"]

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tierfall.backends import registry
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.object.client import NotServedError, ObjectClient
 from tierfall.backends.posix.backend import PosixBackend
+from tierfall.backends.toolkit import registry
 from tierfall.backends.wrappers.retry import Patience
 from tierfall.core.types.backend import Backend
 from tierfall.core.types.errors import ConfigError

@@ -29,11 +29,11 @@ from unittest.mock import patch
 import torch
 
 import tierfall
-from tierfall.backends import registry
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Entry
 from tierfall.backends.posix.writer import PosixWriter
+from tierfall.backends.toolkit import registry
 from tierfall.backends.wrappers.base import Wrapper
 from tierfall.core.format.records import read_commit
 from tierfall.core.scheduler.coordinator import Coordinator
@@ -295,7 +295,7 @@ def _tier(medium: Medium, folder: Path, requests: Requests) -> tuple[dict[str, s
         _stores[url] = SlowStore(memory, requests)
 
         def put(key: str, data: bytes) -> None:
-            memory.put(key, memoryview(data), publish=Publish.REPLACE)
+            memory.store.put(key, memoryview(data), if_absent=False)
 
         return {"name": "store", "kind": "object", "url": url}, memory, put
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,26 @@ import torch
 import yaml
 
 import tierfall
-from tierfall.backends import register, registry
-from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends import conformance, register, toolkit
+from tierfall.backends.conformance import CHECKS
+from tierfall.backends.memory import MemoryBackend, MemoryStore
 from tierfall.backends.open import is_remote, open_backend
+from tierfall.backends.toolkit import registry
 from tierfall.config import load_config
-from tierfall.core.types.errors import BackendError, ConfigError, KeyNotFoundError, UnreachableError
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    ConfigError,
+    KeyNotFoundError,
+    StorageFullError,
+    UnreachableError,
+)
 from tierfall.core.types.values import Driver, LossClass
 from tierfall.setup.tiers import tier_rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-backend.md"
 TEXT = PAGE.read_text()
+EXAMPLE = PAGE.parents[1] / "examples" / "plugins" / "table.py"
 
 
 def blocks(language: str) -> list[str]:
@@ -42,7 +54,7 @@ def forgotten() -> Iterator[None]:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the page's module in it."""
-    (tmp_path / "table.py").write_text("".join(blocks("python")[:2]))
+    (tmp_path / "table.py").write_text(EXAMPLE.read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -55,33 +67,88 @@ def table(desk: Path) -> Any:
     return table
 
 
-def test_the_page_has_what_is_run_here() -> None:
-    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [4, 1, 1]
-    assert "check_backend(" in blocks("python")[2]
-    assert "check_promise(" in blocks("python")[3]
+def test_the_page_shows_the_example_whole() -> None:
+    assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [3, 1, 1]
+    assert blocks("python")[0] == EXAMPLE.read_text()
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+def test_the_page_names_what_the_toolkit_has() -> None:
+    """Each name that the page sets as code and that looks like one of the toolkit's is there."""
+    words = set(re.findall(r"`(?:toolkit\.)?([A-Z][A-Za-z]+)`", TEXT))
+    assert words - {"None", "AssertionError", "OSError", "ENOSPC", "PermissionError"} <= {
+        *toolkit.__all__
+    }
+    assert {*re.findall(r"`(check_\w+|flat|copy_bytes)`", TEXT)} <= {*toolkit.__all__}
+
+
+def test_all_that_the_toolkit_offers_says_what_it_is_for() -> None:
+    members = [(name, getattr(toolkit, name)) for name in toolkit.__all__]
+    for name, member in list(members):
+        if isinstance(member, type) and not issubclass(member, Exception):
+            own = [(f"{name}.{n}", v) for n, v in vars(member).items() if not n.startswith("_")]
+            members += [(n, v) for n, v in own if callable(v)]
+    undocumented = {name for name, member in members if not (member.__doc__ or "").strip()}
+    assert {name for name in undocumented if not name.startswith("KeyValueBackend.")} == set()
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_pages_backend_keeps_each_promise(
     name: str, table: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def make() -> Any:
-        return table.TableBackend(f"{tmp_path_factory.mktemp('tier')}/objects.db")
-
-    def reopen(backend: Any) -> Any:
-        return table.TableBackend(backend.place.removeprefix("table://"))
-
-    check_promise(name, make, reopen=reopen, leaves_unfinished=False)
-
-
-def test_the_pages_two_ways_to_run_the_suite_run(desk: Path) -> None:
-    exec(compile(blocks("python")[2], str(PAGE), "exec"), {})
     names: dict[str, Any] = {}
-    exec(
-        compile("from table import TableBackend\n" + blocks("python")[3], str(PAGE), "exec"), names
-    )
-    (mark,) = names["test_promise"].pytestmark
-    assert mark.args == ("name", CHECKS)
+    exec(compile(blocks("python")[2], str(PAGE), "exec"), names)
+    names["test_promise"](name, tmp_path_factory)
+
+
+def test_it_promises_all_that_a_run_wants(table: Any, tmp_path: Path) -> None:
+    """It commits as SQLite has to, so that a power cut takes nothing back."""
+    backend = open_backend(f"table://{tmp_path}/x.db")
+    assert backend.traits.durable
+    assert backend.traits.conditional_create
+    statements: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        connect = sqlite3.connect
+
+        def traced(*arguments: Any, **named: Any) -> sqlite3.Connection:
+            db = connect(*arguments, **named)
+            db.set_trace_callback(statements.append)
+            return db
+
+        patch.setattr(sqlite3, "connect", traced)
+        with backend.create("run/key") as writer:
+            writer.publish()
+    (level,) = {s.partition("=")[2] for s in statements if "synchronous" in s}
+    assert level in ("FULL", "EXTRA")
+    assert statements.index("COMMIT") > statements.index(f"PRAGMA synchronous={level}")
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (sqlite3.OperationalError("database or disk is full"), StorageFullError),
+        (sqlite3.OperationalError("database is locked"), UnreachableError),
+    ],
+)
+def test_a_full_disk_and_a_lock_are_told_apart(
+    raised: Exception,
+    kind: type[BackendError],
+    table: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise raised
+
+    backend = open_backend(f"table://{tmp_path}/x.db")
+    monkeypatch.setattr(sqlite3, "connect", fail)
+    with pytest.raises(kind):
+        backend.stat("run/key")
+
+
+def test_the_pages_way_to_run_the_suite_runs(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "CHECKS", dict(list(CHECKS.items())[:3]))
+    exec(compile(blocks("python")[1], str(PAGE), "exec"), {})
 
 
 def test_a_run_trains_on_it_and_is_loaded_from_it(desk: Path, table: Any, memory: Path) -> None:
@@ -167,8 +234,9 @@ def test_two_functions_cannot_open_one_protocol() -> None:
 
 def test_options_come_to_it_as_they_are_and_a_driver_passes_it_by() -> None:
     calls: list[Any] = []
-    register("kv")(opener(calls=calls, answer="it"))
-    assert open_backend("kv://place", options={"a": 1}, read_only=True) == "it"
+    memory = MemoryBackend()
+    register("kv")(opener(calls=calls, answer=memory))
+    assert open_backend("kv://place", options={"a": 1}, read_only=True) is memory
     assert calls == [("kv://place", {"a": 1}, True)]
     with pytest.raises(ConfigError):
         open_backend("kv://place", driver=Driver.FSSPEC)
@@ -182,6 +250,73 @@ def test_what_it_raises_of_its_own_is_a_backend_error_that_names_it() -> None:
 
     with pytest.raises(BackendError, match=r"^open kv://: its backend failed: RuntimeError\('out"):
         open_backend("kv://place")
+
+
+def test_a_store_of_values_is_opened_as_a_backend() -> None:
+    store = MemoryStore()
+    register("kv")(opener(calls=[], answer=store))
+    with open_backend("kv://place").create("key") as writer:
+        writer.publish()
+    assert [s.key for s in open_backend("kv://place", read_only=True).scan("")] == ["key"]
+    assert open_backend("kv://place").place == "kv://place"
+    with pytest.raises(AccessDeniedError):
+        open_backend("kv://place", read_only=True).delete("key")
+
+
+class NoScan(MemoryBackend):
+    scan = None  # type: ignore[assignment]
+
+
+class OldCreate(MemoryBackend):
+    def create(self, key: str, length: int | None = None) -> Any:  # type: ignore[override]
+        return None
+
+
+class NoTraits(MemoryBackend):
+    traits = "durable"  # type: ignore[assignment]
+
+
+class Nameless(MemoryBackend):
+    place = ""  # type: ignore[assignment]
+
+
+class Unsynced(MemoryBackend):
+    traits = replace(MemoryBackend().traits, needs_sync=True)  # type: ignore[assignment]
+
+
+class Unstored(MemoryStore):
+    durable = "yes"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("it", r"opener.<locals>.open_it returned str, which is no backend: it has no method crea"),
+        (NoScan(), r"NoScan, which is no backend: it has no method scan\(prefix\) \(docs/write-a"),
+        (
+            OldCreate(),
+            r"create: it takes \(key.*\); expected \(key, \*, length, length_max, publish",
+        ),
+        (NoTraits(), "its traits are 'durable'; expected a Traits"),
+        (Nameless(), "its place is ''; expected a text"),
+        (Unsynced(), r"it has no method sync\(folder\)"),
+        (Unstored(), "Unstored does not say whether it is durable"),
+    ],
+)
+def test_what_is_no_backend_is_refused_with_what_it_lacks(answer: Any, message: str) -> None:
+    register("kv")(opener(calls=[], answer=answer))
+    with pytest.raises(ConfigError, match=message):
+        open_backend("kv://place")
+
+
+def test_a_function_that_takes_other_arguments_is_refused_where_it_is_registered() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^register: kv://: .*: it takes \(url\); expected \(url, \*, options, read",
+    ):
+
+        @register("kv")
+        def open_kv(url: str) -> Any: ...
 
 
 def test_only_what_is_said_to_be_remote_survives_the_site() -> None:

@@ -21,7 +21,7 @@ from tierfall.backends.conformance.kit import (
     read,
     refused,
 )
-from tierfall.core.types.backend import Backend, Publish, Stored
+from tierfall.core.types.backend import Backend, Publish, Stored, backend_fault
 from tierfall.core.types.errors import BackendError, KeyInvalidError, KeyNotFoundError
 
 ODD_KEYS = (
@@ -275,15 +275,17 @@ def what_the_dead_left_is_removed(bench: Bench) -> None:
 
 
 def traits_make_sense(bench: Bench) -> None:
-    """Traits are constant, sizes positive, bounds in order; the place is named."""
+    """Every method is there and takes what the contract says. Traits are constant, sizes positive, bounds in order; the
+    place is named."""
     with bench.backend() as backend:
+        fault = backend_fault(backend)
+        assert fault is None, fault
         traits = backend.traits
         assert traits == backend.traits
         assert traits.alignment_bytes >= 1
         assert traits.max_parallel >= 1
         assert traits.part_bytes_min >= 0
         assert traits.part_bytes_max == 0 or traits.part_bytes_max >= traits.part_bytes_min
-        assert backend.place, "the place has no name"
 
 
 def _calls(backend: Backend) -> list[tuple[str, Callable[[str], object]]]:

@@ -1,4 +1,4 @@
-"""Conformance checks about writing: what a writer promises before, at and after ``publish``.
+"""Conformance checks about writing: what a writer promises before, at and after ``publish``, for objects of any length.
 
 Each function is one promise; its docstring says it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from tierfall.backends.conformance.kit import (
     Bench,
@@ -31,6 +31,9 @@ from tierfall.core.types.errors import (
     KeyNotFoundError,
 )
 
+# More than any backend keeps in memory before it begins to send.
+LONG_BYTES = 21 * 1024 * 1024 + 4099
+STEP_BYTES = 4 * 1024 * 1024
 RAGGED_BYTES = (0, 1, 4095, 4096, 4097, 65_537, 262_144, 1_048_577)
 
 
@@ -214,6 +217,68 @@ def too_many_bytes_are_refused(bench: Bench) -> None:
         _only_old_is_left(bench, backend)
 
 
+def a_long_object_comes_back(bench: Bench) -> None:
+    """An object of many pieces comes back whole, its length told, bounded or not said, and replaces another."""
+    with bench.backend() as backend:
+        put(backend, "run/key", b"old")
+        lengths: tuple[dict[str, Any], ...] = (
+            {"length": LONG_BYTES},
+            {"length_max": 2 * LONG_BYTES},
+            {},
+        )
+        for seed, words in enumerate(lengths):
+            data = pattern(LONG_BYTES, seed=seed)
+            with backend.create("run/key", **words) as writer:
+                write_pieces(writer, backend.traits, in_memory(data), STEP_BYTES)
+                assert backend.stat("run/key").bytes in (3, LONG_BYTES), "seen before its end"
+                writer.publish()
+            assert get(backend, "run/key") == data, "a long object came back changed"
+        assert keys(backend) == ["run/key"], "more than the object is listed"
+
+
+def a_long_object_given_up_leaves_nothing(bench: Bench) -> None:
+    """A long object that is given up after many pieces leaves nothing, and an older object as it was."""
+    with bench.backend() as backend:
+        put(backend, "run/key", b"old")
+        view = in_memory(pattern(LONG_BYTES))
+        for key in ("run/key", "run/new"):
+            writer = backend.create(key, length=LONG_BYTES)
+            write_pieces(writer, backend.traits, view[: 5 * STEP_BYTES], STEP_BYTES)
+            writer.abort()
+            short = backend.create(key, length=LONG_BYTES)
+            write_pieces(short, backend.traits, view[: 5 * STEP_BYTES], STEP_BYTES)
+            refused(BackendError, short.publish, "publish of a part of a long object")
+        assert keys(backend) == ["run/key"], "what was given up is listed"
+        assert get(backend, "run/key") == b"old", "what was given up changed an object"
+        with bench.reopened(backend) as second:
+            assert second.discard_unfinished("") == 0, "what was given up left something behind"
+
+
+def length_max_is_a_bound(bench: Bench) -> None:
+    """An object may have fewer bytes than its length_max, as many, and never more; senseless numbers are refused."""
+    with bench.backend() as backend:
+        for size_bytes in (0, 9, 10):
+            with backend.create("run/key", length_max=10) as writer:
+                writer.write(0, memoryview(bytes(size_bytes)))
+                writer.publish()
+            assert backend.stat("run/key").bytes == size_bytes
+        with backend.create("run/key", length_max=10) as writer:
+            refused(
+                BackendError,
+                partial(writer.write, 1, memoryview(bytes(10))),
+                "bytes beyond length_max",
+            )
+        senseless: tuple[dict[str, Any], ...] = (
+            {"length": -1},
+            {"length_max": -1},
+            {"length": 11, "length_max": 10},
+        )
+        for words in senseless:
+            refused(BackendError, partial(backend.create, "run/new", **words), f"{words}")
+        assert keys(backend) == ["run/key"], "a refused object is listed"
+        assert backend.stat("run/key").bytes == 10, "a refused object changed another"
+
+
 def the_last_publish_wins(bench: Bench) -> None:
     """Of two writers of one key the one that publishes last wins, and longer and shorter objects replace cleanly."""
     with bench.backend() as backend:
@@ -251,9 +316,13 @@ def replace_is_atomic(bench: Bench) -> None:
 
 
 def conditional_create_has_one_winner(bench: Bench) -> None:
-    """Of many writers that create one key IF_ABSENT at once, one wins; the others raise KeyExistsError."""
+    """Of many writers that create one key IF_ABSENT at once, one wins; the others raise KeyExistsError. Where the
+    traits do not say ``conditional_create``, each is refused."""
     with bench.backend() as backend:
         if not backend.traits.conditional_create:
+            what = "creating IF_ABSENT, though the traits do not say conditional_create"
+            refused(BackendError, partial(_create_as, backend, "attempts/0", 0), what)
+            assert keys(backend) == [], "what was refused is listed"
             return
         for number in range(6):
             key, count = f"attempts/{number}", 8
@@ -284,6 +353,24 @@ def a_lost_conditional_create_leaves_no_litter(bench: Bench) -> None:
         backend.delete("run/key")
         put(backend, "run/key", b"third", publish=Publish.IF_ABSENT)
         assert get(backend, "run/key") == b"third", "a deleted key cannot be created again"
+
+
+def what_is_durable_is_there_for_the_next_process(bench: Bench) -> None:
+    """Where the traits say ``durable``, what was published or deleted is so for a backend that is opened after this one
+    was closed. (That it survives a power cut no test can see.)"""
+    with bench.backend() as backend:
+        if not backend.traits.durable:
+            return
+        assert bench.reopen is not None, (
+            "the traits say durable, and nothing shows it: hand in reopen, which opens a second backend on the place "
+            "of the first, or say durable=False"
+        )
+        for key in ("run/stays", "run/goes"):
+            put(backend, key, b"bytes")
+        backend.delete("run/goes")
+    with bench.reopened(backend) as second:
+        assert keys(second) == ["run/stays"], "after a close, the place holds something else"
+        assert get(second, "run/stays") == b"bytes", "after a close, other bytes came back"
 
 
 def what_is_visible_can_be_made_durable(bench: Bench) -> None:

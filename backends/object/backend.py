@@ -13,7 +13,6 @@ from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
 from tierfall.backends.object.multipart_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
 from tierfall.backends.object.stream_writer import OrderedWriter
 from tierfall.backends.object.writer_base import Shop
-from tierfall.backends.toolkit.coverage import Extent
 from tierfall.backends.toolkit.keys import (
     RESERVED_PREFIX,
     check_key,
@@ -23,6 +22,7 @@ from tierfall.backends.toolkit.keys import (
     unfinished_name,
 )
 from tierfall.backends.toolkit.views import flat
+from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import Publish, Stored, Traits, Writer
 from tierfall.core.types.errors import (
     AccessDeniedError,

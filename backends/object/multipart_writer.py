@@ -27,8 +27,8 @@ from tierfall.backends.object.writer_base import (
     Shop,
     State,
 )
-from tierfall.backends.toolkit.coverage import Extent
 from tierfall.backends.toolkit.views import flat
+from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import PARTS_MAX, Publish, part_bytes
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 

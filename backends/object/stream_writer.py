@@ -17,8 +17,8 @@ from tierfall.backends.object.writer_base import (
     ObjectFrame,
     Shop,
 )
-from tierfall.backends.toolkit.coverage import Extent
 from tierfall.backends.toolkit.views import flat
+from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError
 

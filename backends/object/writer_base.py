@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tierfall.backends.object.client import ObjectClient
-from tierfall.backends.toolkit.coverage import Extent
-from tierfall.backends.toolkit.frame import AbortsOnLeave
 from tierfall.backends.toolkit.views import copy_bytes
+from tierfall.backends.toolkit.writers import AbortOnExit, Extent
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError
 
@@ -42,7 +41,7 @@ class Shop:
     living: set[str]
 
 
-class ObjectFrame(AbortsOnLeave):
+class ObjectFrame(AbortOnExit):
     """One new object; a subclass takes the bytes."""
 
     def __init__(self, shop: Shop, key: str, *, extent: Extent, publish: Publish) -> None:

@@ -19,9 +19,9 @@ from tierfall.backends.posix.io import BOUNCE_BYTES, DIRECT_BYTES_MIN, is_cached
 from tierfall.backends.posix.listings import Listings
 from tierfall.backends.posix.probe import UNPROBED, Exclusive, direct_block, probe
 from tierfall.backends.posix.writer import PosixWriter, Shop
-from tierfall.backends.toolkit.coverage import Extent
 from tierfall.backends.toolkit.keys import check_key, check_prefix, is_key, is_part, is_unfinished
 from tierfall.backends.toolkit.views import BouncePool, flat
+from tierfall.backends.toolkit.writers import Extent
 from tierfall.core.types.backend import Publish, Stored, Traits
 from tierfall.core.types.errors import (
     AccessDeniedError,

@@ -19,10 +19,9 @@ from tierfall.backends.posix.errors import sync_error, translated
 from tierfall.backends.posix.folders import Folders
 from tierfall.backends.posix.io import split, write_bounced, write_whole
 from tierfall.backends.posix.probe import Exclusive, Medium
-from tierfall.backends.toolkit.coverage import Coverage, Extent
-from tierfall.backends.toolkit.frame import AbortsOnLeave
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import BouncePool, address_of, flat
+from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import BackendError, KeyExistsError, UnreachableError
 
@@ -47,7 +46,7 @@ class Shop:
     living: set[str]
 
 
-class PosixWriter(AbortsOnLeave):
+class PosixWriter(AbortOnExit):
     """Fills one new object; see ``core.contracts.Writer``."""
 
     def __init__(self, shop: Shop, key: str, *, extent: Extent, publish: Publish) -> None:

@@ -2,7 +2,7 @@
 
 A backend stores named byte strings ("objects") under keys such as ``gpt/step-00000400-a0007/commit.json``. It knows
 nothing of checkpoints. A concrete backend never retries, sleeps, throttles or logs: wrappers do (``backends/``). The
-conformance suite ``tierfall.backends.conformance.suite`` runs every promise below.
+conformance suite ``tierfall.backends.conformance`` runs every promise below.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self
+
+from tierfall.core.types.text import signature_fault
 
 PARTS_MAX = 10_000
 """No store takes an object in more parts than this."""
@@ -34,13 +36,14 @@ class Publish(StrEnum):
 class Traits:
     """What a backend can do, as data.
 
-    ``durable``: a published object survives a power cut. ``atomic_replace``: a reader sees the old or the new object,
-    never a mixture. ``conditional_create``: ``Publish.IF_ABSENT`` lets exactly one of several writers win.
-    ``ordered_writes``: a writer takes offsets in rising order only. ``alignment_bytes``: address, offset and length
-    multiples for which bytes move without a copy of the backend's own (1: any). ``direct_io``: bytes bypass the page
-    cache. ``part_bytes_min`` and ``part_bytes_max`` bound one ``write`` (0: no bound). ``max_parallel``: calls that may
-    usefully run at once. ``needs_sync``: an object may be visible and not durable, where its writer failed or died in
-    the middle of ``publish``; the backend is a ``SyncedBackend`` then.
+    ``durable``: a published object survives a power cut. ``atomic_replace``: a reader sees the old or the new
+    object, never a mixture. ``conditional_create``: ``Publish.IF_ABSENT`` lets exactly one of several writers win;
+    without it, ``create`` refuses that with a BackendError. ``ordered_writes``: a writer takes offsets in rising
+    order only. ``alignment_bytes``: address, offset and length multiples for which bytes move without a copy of the
+    backend's own (1: any). ``direct_io``: bytes bypass the page cache. ``part_bytes_min`` and ``part_bytes_max``
+    bound one ``write`` (0: no bound). ``max_parallel``: calls that may usefully run at once. ``needs_sync``: an
+    object may be visible and not durable, where its writer failed or died in the middle of ``publish``; the backend
+    is a ``SyncedBackend`` then.
     """
 
     durable: bool
@@ -79,11 +82,17 @@ class Writer(Protocol):
     lost. ``abort``, and leaving the ``with`` without publish, leave nothing visible; both may be called twice.
     """
 
-    def write(self, offset: int, view: memoryview) -> None: ...
+    def write(self, offset: int, view: memoryview) -> None:
+        """Take the bytes of a view as those from ``offset`` on; an empty view is no error."""
+        ...
 
-    def publish(self) -> None: ...
+    def publish(self) -> None:
+        """Make the object visible; BackendError where bytes are missing between 0 and its end."""
+        ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """Leave nothing; after ``publish`` do nothing."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -103,7 +112,9 @@ class Backend(Protocol):
     """
 
     @property
-    def traits(self) -> Traits: ...
+    def traits(self) -> Traits:
+        """What this backend can do; always the same."""
+        ...
 
     @property
     def place(self) -> str:
@@ -135,7 +146,9 @@ class Backend(Protocol):
         those of ``read_into``."""
         ...
 
-    def stat(self, key: str) -> Stored: ...
+    def stat(self, key: str) -> Stored:
+        """Describe one object; KeyNotFoundError where the store has answered that it is not there."""
+        ...
 
     def scan(self, prefix: str) -> Iterator[Stored]:
         """Every object whose key starts with ``prefix`` (empty, or ending in '/'), sorted by key; unfinished objects
@@ -158,7 +171,9 @@ class Backend(Protocol):
         writers; return how many. Only for callers that know that no other process writes there."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back connections and files. No other call is going on, and none but a writer's ``abort`` follows."""
+        ...
 
 
 class SyncedBackend(Backend, Protocol):
@@ -169,6 +184,40 @@ class SyncedBackend(Backend, Protocol):
         it. Raises KeyNotFoundError where the folder is not there, and another BackendError where what lies there may
         not survive a power cut: a second call may then say wrongly that all is well, so write the object anew."""
         ...
+
+
+_PARAMETERS = {
+    "create": "(key, *, length, length_max, publish)",
+    "read_into": "(key, offset, view)",
+    "read_cached": "(key, offset, end, views)",
+    "stat": "(key)",
+    "scan": "(prefix)",
+    "delete": "(key)",
+    "delete_some": "(keys)",
+    "discard_unfinished": "(prefix)",
+    "close": "()",
+}
+
+
+def backend_fault(backend: object) -> str | None:
+    """Say what keeps an object from being a ``Backend``: the first method that is missing or takes other parameters, or
+    a ``traits`` or ``place`` of another type. None where it is one; no method is called."""
+    traits = getattr(backend, "traits", None)
+    needed = _PARAMETERS | ({"sync": "(folder)"} if getattr(traits, "needs_sync", False) else {})
+    for name, expected in needed.items():
+        method = getattr(backend, name, None)
+        if not callable(method):
+            return f"it has no method {name}{expected}"
+        if fault := signature_fault(method, expected):
+            return f"{name}: {fault}"
+    if not isinstance(traits, Traits):
+        return f"its traits are {traits!r}; expected a Traits(durable=..., atomic_replace=..., conditional_create=...)"
+    place = getattr(backend, "place", None)
+    if not isinstance(place, str) or not place:
+        return (
+            f"its place is {place!r}; expected a text that messages can show, without a credential"
+        )
+    return None
 
 
 def delete_all(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -40,6 +41,25 @@ def nearest(word: str, known: Iterable[str]) -> str:
     by_shape = {name.lower().replace("-", "_"): name for name in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_shape, n=1, cutoff=0.6)
     return f'; did you mean "{by_shape[near[0]]}"?' if near else ""
+
+
+def signature_fault(function: Callable[..., Any], expected: str) -> str | None:
+    """Say that a function cannot be called with the parameters that ``expected`` lists, such as ``(key, *, length)``:
+    those after the star by name, the others by place. None where it can, and where Python does not know its parameters.
+    """
+    by_place, _, by_name = expected.strip("()").partition("*")
+    places = [name for name in by_place.replace(" ", "").split(",") if name]
+    names = [name for name in by_name.replace(" ", "").split(",") if name]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins
+        return None
+    try:
+        signature.bind(*places, **dict.fromkeys(names))
+    except TypeError:
+        bare = (each.replace(annotation=each.empty) for each in signature.parameters.values())
+        return f"it takes ({', '.join(map(str, bare))}); expected {expected}"
+    return None
 
 
 def float_to_json(value: float) -> float | str:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from tierfall.backends.toolkit.coverage import Coverage
+from tierfall.backends.toolkit.writers import Coverage
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=20)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from backend_places import files_below, get, put
 
-from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.wrappers.faults import Fault, FaultKind, Faulty, Operation

@@ -10,7 +10,7 @@ import pytest
 from backend_places import retrying
 
 from tests.object_store import SeaweedFS
-from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.object.backend import ObjectStoreBackend
 from tierfall.backends.obstore.client import ObstoreClient
 from tierfall.backends.open import open_backend

@@ -20,7 +20,7 @@ from backend_places import (
     root_of,
 )
 
-from tierfall.backends.conformance.suite import CHECKS, check_promise
+from tierfall.backends.conformance import CHECKS, check_promise
 from tierfall.backends.posix import linux
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.errors import backend_error

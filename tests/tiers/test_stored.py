@@ -340,7 +340,7 @@ def test_a_checkpoint_that_is_dropped_while_it_is_listed_is_not_there(
             super().read_into(key, offset, view)
 
     racing = Dropping("disk")
-    racing._objects = disk._objects
+    racing.store.objects = disk.store.objects
     assert steps(tier_on(racing)) == ["2@1"]
 
 
@@ -423,7 +423,7 @@ def test_what_is_committed_while_it_is_listed_is_whole(
                     yield stored
 
     growing = Growing("disk")
-    growing._objects = disk._objects
+    growing.store.objects = disk.store.objects
     (copy,) = tier_on(growing).list().copies
     assert copy.damage is None
 
@@ -548,9 +548,9 @@ def test_a_tier_that_was_away_at_open_is_told_of_the_attempt_at_the_first_commit
 def test_two_that_take_a_number_at_once_fence_one_of_them(disk: MemoryBackend) -> None:
     class Racing(MemoryBackend):
         def create(self, key: str, **options: object) -> object:  # type: ignore[override]
-            if key.endswith("a0001.json") and not self._objects:
+            if key.endswith("a0001.json") and not self.store.objects:
                 tier_on(disk).take_attempt(attempt(1, "b"))
-                self._objects = disk._objects
+                self.store.objects = disk.store.objects
             return super().create(key, **options)  # type: ignore[arg-type]
 
     with pytest.raises(FencedError, match="was taken by another process just now"):
@@ -751,7 +751,7 @@ def test_a_drop_takes_the_commit_record_first(tier: StoredTier, disk: MemoryBack
             super().delete(key)
 
     noting = Noting("disk")
-    noting._objects = disk._objects
+    noting.store.objects = disk.store.objects
     tier_on(noting).drop(CheckpointId(1, 1), attempt=None)
     assert order[0] == "commit.json"
     assert set(order) == {"commit.json", f"{STEM}.json", f"{STEM}.safetensors"}
@@ -1064,7 +1064,7 @@ def test_a_record_that_was_written_anew_is_read_anew() -> None:
     tier = tier_on(counting)
     commit(tier, 1)
     key = "step-00000001-a0001/commit.json"
-    whole = bytes(counting._objects[f"run/{key}"])
+    whole = bytes(counting.store.objects[f"run/{key}"])
     assert tier.list().copies[0].damage is None
     for damaged in (whole.replace(b'"ordinal":1', b'"ordinal":2'), whole[:-9], whole + b"x"):
         put(counting, key, damaged)

@@ -89,7 +89,7 @@ def test_a_writer_that_was_opened_meanwhile_is_taken_back() -> None:
     world.coordinator.stop(STOPPED)
     world.coordinator.post(outcome)
     assert world.disks["nvme"].discard_unfinished("") == 0
-    with pytest.raises(BackendError, match="published or dead"):
+    with pytest.raises(BackendError, match="this writer is dead"):
         outcome.value[0].put(0, 0, memoryview(b"x"))
 
 

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar
 
-from tierfall.core.types.backend import Backend
+from tierfall.backends.toolkit.key_value import KeyValueBackend
+from tierfall.backends.toolkit.store import KeyValueStore
+from tierfall.core.types.backend import Backend, backend_fault
 from tierfall.core.types.errors import BackendError, ConfigError, TierfallError
+from tierfall.core.types.text import signature_fault
 
 GROUP = "tierfall.backends"
 BUILT_IN = ("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
@@ -24,7 +27,9 @@ class Open(Protocol):
     """Opens the place that an address names, with what the configuration has under ``options``; ``read_only`` asks for
     one that makes nothing where nothing is."""
 
-    def __call__(self, url: str, *, options: Mapping[str, Any], read_only: bool) -> Backend: ...
+    def __call__(
+        self, url: str, *, options: Mapping[str, Any], read_only: bool
+    ) -> Backend | KeyValueStore: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +41,21 @@ class Registered:
     remote: bool
 
 
-Opener = TypeVar("Opener", bound=Callable[..., Backend])
+Opener = TypeVar("Opener", bound=Callable[..., Backend | KeyValueStore])
 
 _registered: dict[str, Registered] = {}
 
 
 def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]:
-    """Register the function below as what opens addresses of a protocol, as in ``kv://place``.
+    """Register the function or the class below as what opens addresses of a protocol, as in ``kv://place``.
 
-    It is called with the address, ``options`` (a mapping, from the configuration) and ``read_only``, and returns a
-    Backend (``core.contracts``) or raises a BackendError. ``remote`` says that what lies there survives the loss of the
-    site; without it, it counts as a folder of this node's. Raises ConfigError for a protocol that is none, that is
-    built in, or that another function has.
+    It is called with the address (which holds no credential), ``options`` (a mapping, from the tier's configuration)
+    and ``read_only`` (True: make nothing where nothing is). It returns a ``Backend`` or a ``KeyValueStore``, which a
+    ``KeyValueBackend`` is put around, or raises a BackendError. ``remote`` says that what lies there survives the loss
+    of the site; without it, it counts as a folder of this node's.
+
+    Raises ConfigError for a protocol that is none, that is built in or that another function has, and for a function
+    that does not take these arguments.
     """
     if not _SCHEME.match(scheme):
         raise ConfigError(f"register: {scheme!r} is no protocol; expected one such as kv")
@@ -60,6 +68,8 @@ def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]
             raise ConfigError(
                 f"register: {scheme}:// is opened by {_home(known.open)} already; choose another protocol"
             )
+        if fault := signature_fault(opener, "(url, *, options, read_only)"):
+            raise ConfigError(f"register: {scheme}://: {_home(opener)}: {fault}")
         _registered[scheme] = Registered(scheme=scheme, open=opener, remote=remote)
         return opener
 
@@ -89,13 +99,23 @@ def find(scheme: str) -> Registered | None:
 
 
 def open_by(found: Registered, url: str, *, options: Mapping[str, Any], read_only: bool) -> Backend:
-    """Open a place by what is registered for it; what that raises of its own becomes a BackendError."""
+    """Open a place by what is registered for it. What that raises of its own becomes a BackendError; where it returns
+    no backend, ConfigError says what is missing."""
+    what = f"open {found.scheme}://"
     try:
-        return found.open(url, options=options, read_only=read_only)
+        opened = found.open(url, options=options, read_only=read_only)
     except TierfallError:
         raise
     except Exception as error:
-        raise BackendError(f"open {found.scheme}://: its backend failed: {error!r}") from error
+        raise BackendError(f"{what}: its backend failed: {error!r}") from error
+    if isinstance(opened, KeyValueStore):
+        return KeyValueBackend(opened, place=url, read_only=read_only)
+    if fault := backend_fault(opened):
+        raise ConfigError(
+            f"{what}: {_home(found.open)} returned {type(opened).__name__}, which is no backend: {fault} "
+            "(docs/write-a-backend.md)"
+        )
+    return opened
 
 
 def _home(function: Callable[..., Any]) -> str:

@@ -1,13 +1,12 @@
-"""Which bytes of an object may be written, and which were: ranges that may come in any order, and twice after a retry.
-
-Counting bytes alone would take a range written twice for one that is missing, so ranges are kept, merged as they
-meet. Not thread-safe: its owner holds a lock.
-"""
+"""What every writer needs: the length that its object may have, the ranges that were written, and its ``with``."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from tierfall.core.types.errors import BackendError
 
@@ -48,13 +47,15 @@ class Extent:
 
 
 class Coverage:
-    """The union of the ranges added so far."""
+    """The union of the byte ranges added so far, in any order, also twice after a retry: a count of bytes would take a
+    range that was written twice for one that is missing. Not thread-safe: its owner holds a lock."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
+        """Add the bytes ``start`` to ``end``; an empty range adds nothing."""
         if start >= end:
             return
         first = bisect_left(self._ends, start)
@@ -79,3 +80,23 @@ class Coverage:
             return None
         covered = sum(self._ends) - sum(self._starts)
         return f"{covered} of {expected} bytes were written"
+
+
+class AbortOnExit(ABC):
+    """The ``with`` of a writer: leaving it calls ``abort``, which a subclass defines. That does nothing once the object
+    is published, and may be called twice."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave nothing visible of an object that is not published."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
