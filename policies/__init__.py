@@ -1,19 +1,25 @@
 """Policies: pure functions from (view, rules, now) to orders and decisions, each with its reason.
 
-``register`` adds one of a user's own (docs/write-a-policy.md).
+All that a policy of your own imports is here: ``register``, and the types of what it is given (docs/write-a-policy.md).
 """
 
 from tierfall.core.types.policy import Policy, PolicyKind
-from tierfall.core.types.view import CheckpointView, TierRules, TierView, View
+from tierfall.core.types.values import CheckpointId, CopyState, LossClass, TierKind
+from tierfall.core.types.view import CheckpointView, CopyView, TierRules, TierView, View
 from tierfall.policies import eviction, flush, retention
 from tierfall.policies.cadence import Measured
 from tierfall.policies.registry import register
 
 __all__ = [
+    "CheckpointId",
     "CheckpointView",
+    "CopyState",
+    "CopyView",
+    "LossClass",
     "Measured",
     "Policy",
     "PolicyKind",
+    "TierKind",
     "TierRules",
     "TierView",
     "View",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
+from tierfall.core.types.text import nearest, signature_fault
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import CheckpointView, TierRules, TierView, View
 
@@ -31,20 +32,30 @@ def register(
 ) -> Callable[[Decide], Decide]:
     """Register the function below as a policy, which a configuration then asks for by ``name``.
 
-    ``kind`` is one of interval, retain, evict, flush; what such a function is given and answers stands in
-    docs/write-a-policy.md. ``rules`` is the pydantic model, or another type that pydantic reads, of what stands behind
-    the name in YAML; without it, nothing does. ``due``, called with what the function is called with, says at which
-    wall time in seconds its answer may change though nothing happens; without it, it is asked when something does.
-    ``words`` says given rules in words, for reasons. ``alike`` says that the answer hangs on steps and attempts alone.
+    ``kind`` is one of interval, retain, evict, flush. The function takes three arguments by place: a ``TierView``, or a
+    ``Measured`` for an interval; the rules, or None; the time in seconds since 1970. What it answers stands in
+    docs/write-a-policy.md.
 
-    Raises ConfigError for a name that is none, or that another function has.
+    ``rules`` is the pydantic model, or another type that pydantic reads, of what stands behind the name in YAML;
+    without it, ``true`` does. ``due`` takes the same arguments and returns the time, in seconds since 1970, at which
+    the answer may change though nothing happens (None: never); without it, the function is asked when something
+    happens. ``words`` takes the rules and returns them as a text for reasons. ``alike`` says that the answer depends on
+    steps and attempts alone, so that every rank comes to the same.
+
+    Raises ConfigError for a kind or a name that is none, for a name that another function has, and for a function that
+    does not take these arguments.
     """
     if kind not in set(PolicyKind):
-        raise ConfigError(f"register: {kind!r} is no kind of policy; expected {_kinds()}")
+        hint = nearest(kind, PolicyKind) if isinstance(kind, str) else ""
+        raise ConfigError(f"register: {kind!r} is no kind of policy; expected {_kinds()}{hint}")
     check_name(name, what=f"register: {kind} policy")
     place = (PolicyKind(kind), name)
+    given = "(measured, rules, now_s)" if kind == PolicyKind.INTERVAL else "(tier, rules, now_s)"
 
     def remember(decide: Decide) -> Decide:
+        for function, expected in ((decide, given), (due, given), (words, "(rules)")):
+            if function is not None and (fault := signature_fault(function, expected)):
+                raise ConfigError(f"register: {kind} policy {name!r}: {_home(function)}: {fault}")
         known = _policies.get(place)
         if known is not None and _home(known.decide) != _home(decide):
             raise ConfigError(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import tierfall
 from tests.policies.pictures import Picture
+from tierfall import policies
 from tierfall.cli import app
 from tierfall.config import load_config
 from tierfall.core.types import keys
@@ -30,6 +31,8 @@ from tierfall.setup.tiers import tier_rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "write-a-policy.md"
 TEXT = PAGE.read_text()
+EXAMPLES = PAGE.parents[1] / "examples" / "plugins"
+NAMES = ("milestones", "worst_loss", "tagged_first", "by_day")
 
 
 def blocks(language: str) -> list[str]:
@@ -40,12 +43,14 @@ def blocks(language: str) -> list[str]:
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working directory with the page's module in it; what is registered meanwhile is forgotten after."""
     known = dict(registry._policies)
-    (tmp_path / "milestones.py").write_text(blocks("python")[0])
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
     (tmp_path / "tiers.yaml").write_text(blocks("yaml")[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    sys.modules.pop("milestones", None)
+    for name in NAMES:
+        sys.modules.pop(name, None)
     registry._policies.clear()
     registry._policies.update(known)
 
@@ -55,10 +60,15 @@ def left(folder: Path) -> list[int]:
     return sorted(id.step for id in found if id is not None)
 
 
-def test_the_page_has_what_is_run_here() -> None:
+def test_the_page_shows_the_examples_whole() -> None:
     assert [len(blocks(language)) for language in ("python", "yaml", "toml")] == [5, 4, 1]
-    lines = blocks("python")[0].splitlines()
-    assert len(lines) <= 20
+    shown = [block for block in blocks("python") if "@register" in block]
+    assert shown == [(EXAMPLES / f"{name}.py").read_text() for name in NAMES]
+    assert max(len(block.splitlines()) for block in shown) <= 15
+
+
+def test_all_that_policies_offer_says_what_it_is_for() -> None:
+    assert [name for name in policies.__all__ if not getattr(policies, name).__doc__] == []
 
 
 def test_the_rule_keeps_what_the_page_says(desk: Path) -> None:
@@ -73,11 +83,12 @@ def test_the_rule_keeps_what_the_page_says(desk: Path) -> None:
     assert said[1] in result.stdout
 
 
-def test_settings_that_do_not_fit_are_refused_with_their_place(desk: Path) -> None:
+@pytest.mark.parametrize("value", ["one", 1, True])
+def test_settings_that_do_not_fit_are_refused_with_their_place(value: object, desk: Path) -> None:
     importlib.import_module("milestones")
     document = yaml.safe_load((desk / "tiers.yaml").read_text())
-    document["tiers"][1]["retain"]["milestones"] = {"base": "one"}
-    with pytest.raises(ConfigError, match=r"^tiers\[1\].retain.milestones.base: \"one\" does not"):
+    document["tiers"][1]["retain"]["milestones"] = value
+    with pytest.raises(ConfigError, match=r"^tiers\[1\].retain.milestones: .* does not fit"):
         load_config(document)
 
 
@@ -87,7 +98,7 @@ def test_without_the_import_the_rule_is_not_known_and_it_is_said_where_to_look(d
 
 
 def test_the_order_gives_up_the_worst_loss_first(desk: Path) -> None:
-    exec(compile(blocks("python")[2], str(PAGE), "exec"), {})
+    importlib.import_module("worst_loss")
     tier = {"name": "disk", "kind": "file", "path": "./c", "capacity": "1GiB"}
     section = yaml.safe_load(blocks("yaml")[1])
     config = load_config(
@@ -116,7 +127,7 @@ def test_the_order_gives_up_the_worst_loss_first(desk: Path) -> None:
 
 
 def test_the_order_brings_what_was_tagged_first(desk: Path) -> None:
-    exec(compile(blocks("python")[3], str(PAGE), "exec"), {})
+    importlib.import_module("tagged_first")
     disk = {"name": "disk", "kind": "file", "path": "./c", **yaml.safe_load(blocks("yaml")[2])}
     config = load_config({"run": "x", "tiers": [{"name": "h", "kind": "host"}, disk]})
     picture = Picture(tiers=list(tier_rules(config)))
@@ -145,7 +156,7 @@ def test_the_order_brings_what_was_tagged_first(desk: Path) -> None:
 def test_the_cadence_saves_half_as_often_at_night(
     desk: Path, hour: int, steps: int, when: str
 ) -> None:
-    exec(compile(blocks("python")[4], str(PAGE), "exec"), {})
+    importlib.import_module("by_day")
     section = yaml.safe_load(blocks("yaml")[3])
     config = load_config({"run": "x", "tiers": "./c", **section})
     rules = rules_of(config.interval, ())

@@ -76,7 +76,7 @@ def verdicts(view: View) -> dict[int, tuple[Verdict, str]]:
         (
             "retian",
             "x",
-            "register: 'retian' is no kind of policy; expected one of interval, retain",
+            "register: 'retian' is no kind of policy; expected one of interval, retain, evict, flush; did you",
         ),
         ("retain", "a b", "register: retain policy: 'a b' is not a usable name"),
         ("retain", "last", "there is a retain policy named 'last' already, tierfall.policies."),
@@ -88,6 +88,40 @@ def test_what_cannot_be_registered_is_refused(kind: str, name: str, message: str
         @register(kind, name)
         def keep(tier: TierView, rules: None, now_s: float) -> dict[Any, str]:
             return {}
+
+
+def takes_two(tier: TierView, now_s: float) -> dict[Any, str]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("retain", {}, r"takes_two: it takes \(tier, now_s\); expected \(tier, rules, now_s\)"),
+        ("interval", {}, r"it takes \(tier, now_s\); expected \(measured, rules, now_s\)"),
+        (
+            "retain",
+            {"due": takes_two},
+            r"takes_two: it takes \(tier, now_s\); expected \(tier, rules",
+        ),
+        ("evict", {"words": takes_two}, r"it takes \(tier, now_s\); expected \(rules\)"),
+    ],
+)
+def test_a_function_that_takes_other_arguments_is_refused_where_it_is_registered(
+    kind: str, given: dict[str, Any], message: str
+) -> None:
+    decide = keep_nothing if given else takes_two
+    with pytest.raises(ConfigError, match=f"^register: {kind} policy 'mine': .*{message}"):
+        register(kind, "mine", **given)(decide)
+    assert registry.find(PolicyKind(kind), "mine") is None
+
+
+def test_rules_that_are_no_type_are_named_where_a_file_asks_for_the_policy() -> None:
+    register("retain", "mine", rules=object())(keep_nothing)
+    with pytest.raises(
+        ConfigError, match=r"^tiers\[1\].retain.mine: retain policy mine: it is regis"
+    ):
+        config_of(retain={"mine": 3})
 
 
 @pytest.mark.parametrize("kind", PolicyKind)

@@ -15,7 +15,7 @@ from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
+from pydantic import PydanticUserError, TypeAdapter
 
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
@@ -58,10 +58,17 @@ def names_of(kind: PolicyKind) -> tuple[str, ...]:
 
 def read_rules(policy: Policy, value: object) -> Any:
     """Read what stands behind a policy's name in YAML by its own model; true means that nothing does. Raises pydantic's
-    ValidationError."""
+    ValidationError, and ConfigError where the policy was registered with what is no type."""
     if policy.rules is None:
         return _NOTHING.validate_python(value in (None, True, "true") or value == {} or value)
-    return TypeAdapter(policy.rules).validate_python({} if value in (None, True) else value)
+    try:
+        reader: TypeAdapter[Any] = TypeAdapter(policy.rules)
+    except PydanticUserError as error:
+        raise ConfigError(
+            f"{policy.kind} policy {policy.name}: it is registered with rules={policy.rules!r}, which pydantic does "
+            "not read; expected a pydantic model, or a type such as int"
+        ) from error
+    return reader.validate_python({} if value in (None, True) else value)
 
 
 def rule(kind: PolicyKind, name: str, rules: Any) -> Rule:
