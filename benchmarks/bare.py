@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tierfall.backends.posix import linux
+from tierfall.backends.posix import system
 from tierfall.core.runtime.pinned import PageLock, lock_pages, synchronize
 
 PIECE_BYTES = 16 << 20
@@ -130,7 +130,7 @@ def write_file(path: Path, view: memoryview, *, direct: bool, threads: int = WRI
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
     descriptor = os.open(partial, flags, 0o600)
     try:
-        linux.fallocate(descriptor, view.nbytes)
+        system.fallocate(descriptor, view.nbytes)
         _in_pieces(threads, view, lambda part, at: _write(descriptor, part, at))
         os.fsync(descriptor)
     finally:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the package
 from benchmarks import bare, figures, machine, many, memory, report, rounds, workload  # noqa: E402
 from benchmarks.__main__ import parse  # noqa: E402
 from benchmarks.figures import Results  # noqa: E402
-from tierfall.backends.posix.io import is_cached  # noqa: E402
+from tierfall.backends.posix.system import is_cached  # noqa: E402
 
 SAMPLES = {"a": [3.0, 1.0, 2.0], "b": [1.0, 1.0, 4.0]}
 

@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tierfall.backends.posix.errors import backend_error, translated
-from tierfall.backends.posix.folders import Entry, Folders, is_missing, make_root
-from tierfall.backends.posix.io import BOUNCE_BYTES, DIRECT_BYTES_MIN, is_cached, read_whole
-from tierfall.backends.posix.listings import Listings
+from tierfall.backends.posix.folders import Entry, Folders, Listings, is_missing, make_root
 from tierfall.backends.posix.probe import UNPROBED, Exclusive, direct_block, probe
+from tierfall.backends.posix.system import (
+    BOUNCE_BYTES,
+    DIRECT_BYTES_MIN,
+    backend_error,
+    is_cached,
+    read_whole,
+    translated,
+)
 from tierfall.backends.posix.writer import PosixWriter, Shop
 from tierfall.backends.toolkit.keys import check_key, check_prefix, is_key, is_part, is_unfinished
 from tierfall.backends.toolkit.views import BouncePool, flat

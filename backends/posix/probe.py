@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tierfall.backends.posix import linux
-from tierfall.backends.posix.errors import translated
+from tierfall.backends.posix import system
 from tierfall.backends.posix.folders import is_missing
+from tierfall.backends.posix.system import translated
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.core.types.errors import BackendError, StorageFullError
@@ -50,7 +50,7 @@ UNPROBED = Medium(direct_bytes=0, exclusive=Exclusive.LINK)
 
 def direct_block(file: int) -> int:
     """Return the block for direct I/O on an open file as the kernel tells it; 0 where it does not, or refuses."""
-    told = linux.direct_alignment(file)
+    told = system.direct_alignment(file)
     return max(told, mmap.PAGESIZE) if told and hasattr(os, "O_DIRECT") else 0
 
 
@@ -95,7 +95,7 @@ def _remove(name: str, folder: int) -> None:
 
 
 def _direct_bytes(folder: int, name: str, descriptor: int) -> int:
-    told = linux.direct_alignment(descriptor)
+    told = system.direct_alignment(descriptor)
     if told == 0 or not hasattr(os, "O_DIRECT"):
         return 0
     # Never less than a page: partial blocks go through the page cache, and a page that is written both ways at once
@@ -139,7 +139,7 @@ def _exclusive(folder: int, name: str) -> Exclusive:
 
 
 def _exclusive_rename(folder: int, name: str, other: str) -> Exclusive:
-    if not linux.rename_if_absent(folder, name, other):
+    if not system.rename_if_absent(folder, name, other):
         return Exclusive.NONE
     _remove(other, folder)
     return Exclusive.RENAME

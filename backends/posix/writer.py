@@ -14,11 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tierfall.backends.posix import linux
-from tierfall.backends.posix.errors import sync_error, translated
+from tierfall.backends.posix import system
 from tierfall.backends.posix.folders import Folders
-from tierfall.backends.posix.io import split, write_bounced, write_whole
 from tierfall.backends.posix.probe import Exclusive, Medium
+from tierfall.backends.posix.system import (
+    split,
+    sync_error,
+    translated,
+    write_bounced,
+    write_whole,
+)
 from tierfall.backends.toolkit.keys import unfinished_name
 from tierfall.backends.toolkit.views import BouncePool, address_of, flat
 from tierfall.backends.toolkit.writers import AbortOnExit, Coverage, Extent
@@ -135,7 +140,7 @@ class PosixWriter(AbortOnExit):
         length = self._extent.length
         if length:
             with translated(self._what(f"reserve {length} bytes for")):
-                linux.fallocate(self._file, length)
+                system.fallocate(self._file, length)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -219,7 +224,7 @@ class PosixWriter(AbortOnExit):
             os.replace(self._name, self._leaf, src_dir_fd=folder, dst_dir_fd=folder)
         elif self._shop.medium.exclusive is Exclusive.LINK:
             self._link()
-        elif not linux.rename_if_absent(folder, self._name, self._leaf):
+        elif not system.rename_if_absent(folder, self._name, self._leaf):
             raise BackendError(
                 f"{self._what('publish')}: this folder's file system cannot create conditionally"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from s3_stub import Stub
 
-from tierfall.backends.posix import listings
+from tierfall.backends.posix import folders
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import BackendError
 
@@ -35,7 +35,7 @@ def direct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def grouped_listings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are listed as on a medium that is slow to answer: several at a time."""
-    monkeypatch.setattr(listings, "SLOW_IN_A_ROW", 0)
+    monkeypatch.setattr(folders, "SLOW_IN_A_ROW", 0)
 
 
 @pytest.fixture(params=["buffered", "direct"])

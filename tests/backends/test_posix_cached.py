@@ -10,9 +10,9 @@ import pytest
 from backend_places import put
 
 from tierfall.backends.memory import MemoryBackend
-from tierfall.backends.posix import io, linux
+from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.io import is_cached
+from tierfall.backends.posix.system import is_cached
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.backends.wrappers.faults import Faulty
 from tierfall.backends.wrappers.limit import Limited
@@ -82,7 +82,7 @@ def test_part_of_a_cached_object_is_read_from_where_it_begins(stored: Path) -> N
 
 def test_cached_object_is_read_from_the_disk_where_that_is_asked_for(stored: Path) -> None:
     with (stored / KEY).open("rb") as file:
-        if not linux.direct_alignment(file.fileno()):
+        if not system.direct_alignment(file.fileno()):
             pytest.skip("the kernel does not tell whether this file takes direct I/O")
     (stored / KEY).read_bytes()
     backend = PosixBackend(stored)
@@ -147,13 +147,13 @@ def test_cached_object_that_is_cut_short_while_it_is_read_is_an_error(
 ) -> None:
     """A mapping would end the process here: what is read was asked for by size, and what came is counted."""
     (stored / KEY).read_bytes()
-    real = io._read
+    real = system._read
 
     def cut(descriptor: int, view: memoryview, offset: int) -> int:
         os.truncate(stored / KEY, BYTES // 2)
         return real(descriptor, view, offset)
 
-    monkeypatch.setattr(io, "_read", cut)
+    monkeypatch.setattr(system, "_read", cut)
     backend = PosixBackend(stored)
     with pytest.raises(BackendError, match="it was cut short"):
         backend.read_cached(KEY, 0, BYTES, [aligned_block(BYTES, 4096)])
@@ -164,7 +164,7 @@ def test_kernel_that_does_not_say_counts_as_not_cached(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (stored / KEY).read_bytes()
-    monkeypatch.setattr(linux, "_LIBC", object())
+    monkeypatch.setattr(system, "_LIBC", object())
     with (stored / KEY).open("rb") as file:
         assert not is_cached(file.fileno(), 0, BYTES)
 

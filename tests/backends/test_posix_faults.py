@@ -21,9 +21,9 @@ from backend_places import (
 )
 
 from tierfall.backends.conformance import CHECKS, check_promise
-from tierfall.backends.posix import linux
+from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.posix.errors import backend_error
+from tierfall.backends.posix.system import backend_error
 from tierfall.backends.toolkit.keys import is_unfinished
 from tierfall.core.types.backend import Publish
 from tierfall.core.types.errors import (
@@ -174,7 +174,7 @@ def test_without_hard_links_an_exclusive_rename_is_taken_or_the_trait_says_no(
 ) -> None:
     fail(monkeypatch, "link", errno.EPERM)
     if not renames:
-        monkeypatch.setattr(linux, "rename_if_absent", lambda *args: False)
+        monkeypatch.setattr(system, "rename_if_absent", lambda *args: False)
     backend = PosixBackend(tmp_path)
     assert backend.traits.conditional_create is renames
     assert files_below(tmp_path) == []

@@ -18,7 +18,7 @@ from backend_places import (
     root_of,
 )
 
-from tierfall.backends.posix import linux
+from tierfall.backends.posix import system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.core.types.errors import BackendError, StorageFullError, UnreachableError
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_told_when_space_is_reserved(
     def full(descriptor: int, length: int) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(linux, "fallocate", full)
+    monkeypatch.setattr(system, "fallocate", full)
     with pytest.raises(StorageFullError, match="reserve 1048576 bytes for 'run/key'"):
         backend.create("run/key", length=CHUNK_BYTES)
     assert os.listdir(root_of(backend)) == []
@@ -97,7 +97,7 @@ def test_a_full_disk_is_told_when_space_is_reserved(
 def test_where_nothing_can_be_reserved_writing_goes_on(
     backend: PosixBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linux, "fallocate", lambda descriptor, length: False)
+    monkeypatch.setattr(system, "fallocate", lambda descriptor, length: False)
     data = chunk()
     with backend.create("run/key", length=CHUNK_BYTES) as writer:
         writer.write(0, data)
@@ -122,10 +122,10 @@ def test_a_full_disk_that_takes_direct_io_is_opened_with_it(
     direct_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(linux, "direct_alignment", lambda descriptor: 512)
+        patch.setattr(system, "direct_alignment", lambda descriptor: 512)
         fail(patch, "pwrite", errno.ENOSPC)
         told = PosixBackend(direct_folder)
-        patch.setattr(linux, "direct_alignment", lambda descriptor: None)
+        patch.setattr(system, "direct_alignment", lambda descriptor: None)
         untold = PosixBackend(direct_folder)
     assert (told.traits.direct_io, untold.traits.direct_io) == (True, False)
     told.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from backend_places import fail, put
 
-from tierfall.backends.posix import listings
+from tierfall.backends.posix import folders
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.posix.folders import Entry, Folders
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
@@ -50,8 +50,8 @@ def test_a_scan_of_a_slow_medium_asks_for_several_folders_at_once(
     keys = [stored.key for stored in tier.scan("")]
     assert keys == sorted(keys)
     assert len(keys) == 4 * 3 * TOGETHER + 5
-    monkeypatch.setattr(listings, "SLOW_S", -1.0)  # no answer is quick enough
-    monkeypatch.setattr(listings, "SLOW_IN_A_ROW", 3)  # the root, run/, run/attempts/
+    monkeypatch.setattr(folders, "SLOW_S", -1.0)  # no answer is quick enough
+    monkeypatch.setattr(folders, "SLOW_IN_A_ROW", 3)  # the root, run/, run/attempts/
     Together(monkeypatch, TOGETHER)
     assert [stored.key for stored in tier.scan("")] == keys
 
@@ -64,8 +64,8 @@ def test_what_is_unfinished_on_a_slow_medium_is_looked_for_in_several_folders_at
         left = tmp_path / "tier" / "run" / folder / ".tierfall-1-0123456789abcdef.part"
         left.write_bytes(b"x")
     (tmp_path / "tier/run/step-0007/empty/in/it").mkdir(parents=True)
-    monkeypatch.setattr(listings, "SLOW_S", -1.0)
-    monkeypatch.setattr(listings, "SLOW_IN_A_ROW", 1)
+    monkeypatch.setattr(folders, "SLOW_S", -1.0)
+    monkeypatch.setattr(folders, "SLOW_IN_A_ROW", 1)
     Together(monkeypatch, TOGETHER)
     assert tier.discard_unfinished("run/") == 3
     assert not (tmp_path / "tier/run/step-0007/empty").exists()

@@ -18,7 +18,7 @@ from backend_places import (
     put,
 )
 
-from tierfall.backends.posix import linux, probe
+from tierfall.backends.posix import probe, system
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
 from tierfall.core.types.errors import AccessDeniedError, BackendError, UnreachableError
@@ -40,7 +40,7 @@ def test_direct_io_is_found_where_it_works(direct_folder: Path) -> None:
 def test_alignment_is_the_kernels_or_the_usual(
     direct_folder: Path, monkeypatch: pytest.MonkeyPatch, told: int | None
 ) -> None:
-    monkeypatch.setattr(linux, "direct_alignment", lambda descriptor: told)
+    monkeypatch.setattr(system, "direct_alignment", lambda descriptor: told)
     backend = PosixBackend(direct_folder)
     page = os.sysconf("SC_PAGE_SIZE")
     assert backend.traits.direct_io is (told != 0)
@@ -186,7 +186,7 @@ def test_read_only_reads_directly_where_the_kernel_says_so(
     stored: Path, monkeypatch: pytest.MonkeyPatch, direct_io: bool | None
 ) -> None:
     backend = PosixBackend(stored, read_only=True, direct_io=direct_io)
-    monkeypatch.setattr(linux, "direct_alignment", lambda descriptor: 512)
+    monkeypatch.setattr(system, "direct_alignment", lambda descriptor: 512)
     asked = []
     real = fcntl.fcntl
 

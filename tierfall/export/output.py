@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierfall.backends.posix.errors import translated
+from tierfall.backends.posix.system import translated
 from tierfall.core.types.errors import BackendError, CapacityError
 from tierfall.core.types.units import format_size
 

@@ -1,0 +1,274 @@
+"""The operating system as this backend uses it: whole reads and writes on a file descriptor, the few Linux calls that
+Python's ``os`` lacks, and what an errno means in the error tree. It knows offsets and memory, no keys.
+
+Direct and buffered I/O never touch the same page of a file that is being written: only whole aligned blocks go
+directly, whatever is left over at either end goes through the page cache, and the fsync at the end covers both.
+``os.posix_fallocate`` is not used: where a file system cannot reserve, the C library emulates it by touching every
+block, which on a parallel file system costs as much as writing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tierfall.backends.toolkit.views import BouncePool, address_of, copy_bytes
+from tierfall.core.types.errors import (
+    AccessDeniedError,
+    BackendError,
+    KeyExistsError,
+    KeyInvalidError,
+    LostWriteError,
+    StorageFullError,
+    UnreachableError,
+)
+
+DIRECT_BYTES_MIN = 256 * 1024
+BOUNCE_BYTES = 2 * 1024 * 1024
+SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Where the aligned middle of a range begins and ends, counted from the start of the view."""
+
+    start: int
+    end: int
+
+
+def split(offset: int, size_bytes: int, block_bytes: int) -> Split | None:
+    """Find the whole blocks in a range; None where there are too few to be worth direct I/O."""
+    if not block_bytes or size_bytes < DIRECT_BYTES_MIN:
+        return None
+    start = -offset % block_bytes
+    end = size_bytes - (offset + size_bytes) % block_bytes
+    return Split(start=start, end=end) if end - start >= block_bytes else None
+
+
+def write_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: int = 1) -> None:
+    """Write a flat view at an offset; after a short write that ended inside a block, the block is written again."""
+    done = 0
+    while done < view.nbytes:
+        count = os.pwrite(descriptor, view[done:], offset + done)
+        done += _whole_blocks(count, view.nbytes - done, block_bytes, "write")
+
+
+def write_bounced(
+    descriptor: int, view: memoryview, offset: int, *, block_bytes: int, pool: BouncePool
+) -> None:
+    """Write whole blocks whose memory is not aligned, by way of a block that is."""
+    with pool.block() as block:
+        for start in range(0, view.nbytes, block.nbytes):
+            piece = view[start : start + block.nbytes]
+            copy_bytes(block[: piece.nbytes], piece)
+            write_whole(descriptor, block[: piece.nbytes], offset + start, block_bytes=block_bytes)
+
+
+def read_whole(descriptor: int, view: memoryview, offset: int, *, block_bytes: int) -> int:
+    """Fill a flat view from an offset; return how many bytes there were before the end of the file.
+
+    The descriptor must be the caller's own: its direct flag is switched on for the aligned middle.
+    """
+    middle = split(offset, view.nbytes, block_bytes)
+    if middle is None or (address_of(view) + middle.start) % block_bytes:
+        return _read(descriptor, view, offset)
+    count = _read(descriptor, view[: middle.start], offset)
+    if count < middle.start:
+        return count
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    count += _read_direct(
+        descriptor, view[middle.start : middle.end], offset + middle.start, block_bytes
+    )
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return count + _read(descriptor, view[count:], offset + count)
+
+
+def is_cached(descriptor: int, offset: int, size_bytes: int) -> bool:
+    """Say whether a range of a file of this user's own is in the page cache, as far as a few of its pages tell.
+
+    The range is mapped to be asked about, and never touched: a file that is cut short, or a disk that fails, would end
+    the process at the touch (docs/decisions/0012). Of other users' files the kernel does not say.
+    """
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = offset + size_bytes - start
+    try:
+        mapping = mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=start)
+    except (OSError, ValueError):  # not to be mapped, or shorter than the range
+        return False
+    with mapping, memoryview(mapping) as view:
+        address = address_of(view)
+        pages = -(-length // mmap.PAGESIZE)
+        wanted = {page * (pages - 1) // (SAMPLES - 1) for page in range(SAMPLES)}
+        return all(is_resident(address + page * mmap.PAGESIZE) for page in sorted(wanted))
+
+
+def _read(descriptor: int, view: memoryview, offset: int) -> int:
+    done = 0
+    while done < view.nbytes:
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _read_direct(descriptor: int, view: memoryview, offset: int, block_bytes: int) -> int:
+    """Read whole blocks; a short read ends it, and the caller goes on without the direct flag."""
+    done = 0
+    while done < view.nbytes:
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        done += count
+        if count == 0 or count % block_bytes:
+            break
+    return done
+
+
+def _whole_blocks(count: int, wanted: int, block_bytes: int, operation: str) -> int:
+    taken = count if count == wanted else count - count % block_bytes
+    if taken <= 0:
+        raise OSError(errno.EIO, f"a {operation} of {wanted} bytes took {count}")
+    return taken
+
+
+# Linux calls: each says when the kernel, the C library or the file system does not know it --------
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STATX_DIO_OFFSET = 152
+_RENAME_NOREPLACE = 1
+
+
+def direct_alignment(fd: int) -> int | None:
+    """Return the alignment in bytes that direct I/O on this file needs; 0: refused; None: the kernel does not say."""
+    call = getattr(_LIBC, "statx", None)
+    if call is None:
+        return None
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    if call(ctypes.c_int(fd), b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+        return None
+    (mask,) = struct.unpack_from("=I", answer, 0)
+    if not mask & _STATX_DIOALIGN:
+        return None
+    memory, offset = struct.unpack_from("=II", answer, _STATX_DIO_OFFSET)
+    return max(memory, offset) if memory and offset else 0
+
+
+def fallocate(fd: int, length: int) -> bool:
+    """Reserve space for ``length`` bytes, setting the size; False where the file system cannot.
+
+    Raises OSError where it can and there is none.
+    """
+    call = getattr(_LIBC, "fallocate", None)
+    if call is None:
+        return False
+    while call(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
+        number = ctypes.get_errno()
+        if number in _UNSUPPORTED:
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return True
+
+
+def is_resident(address: int) -> bool:
+    """Say whether the page mapped at ``address``, the start of a page, is in memory; False where the kernel does not
+    say. Nothing is read, and the page is not touched."""
+    call = getattr(_LIBC, "mincore", None)
+    answer = ctypes.c_ubyte()
+    if call is None or call(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(answer)):
+        return False
+    return bool(answer.value & 1)
+
+
+def rename_if_absent(folder: int, source: str, target: str) -> bool:
+    """Rename within a folder unless the target is there (then FileExistsError); False where this is not known."""
+    call = getattr(_LIBC, "renameat2", None)
+    if call is None:
+        return False
+    where = ctypes.c_int(folder)
+    names = os.fsencode(source), os.fsencode(target)
+    if call(where, names[0], where, names[1], ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_MAY_PASS = (
+    errno.EIO,
+    errno.EREMOTEIO,
+    errno.ETIMEDOUT,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.ESHUTDOWN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENODEV,
+    errno.ENXIO,
+    errno.ENOMEDIUM,
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+)
+
+# A retryable error says that nothing is known. ENOENT is not here: only the caller knows whether the folder that
+# answered is still the tier.
+_TABLE: dict[int, tuple[type[BackendError], str]] = {
+    errno.EEXIST: (KeyExistsError, "the key is taken"),
+    errno.ENAMETOOLONG: (KeyInvalidError, "this file system takes no name of that length"),
+    errno.ELOOP: (AccessDeniedError, "symbolic links are not followed below the tier's folder"),
+    **dict.fromkeys(_FULL, (StorageFullError, "free space there, or raise the quota")),
+    **dict.fromkeys(_DENIED, (AccessDeniedError, "check owner, mode and mount options")),
+    **dict.fromkeys(
+        _MAY_PASS, (UnreachableError, "nothing is known about what is stored; try again")
+    ),
+}
+
+
+def backend_error(error: OSError, what: str) -> BackendError:
+    """Make the error that stands for an OSError; ``what`` names operation, key and place."""
+    kind, hint = _TABLE.get(error.errno or 0, (BackendError, "see the chained error"))
+    return kind(f"{what}: {error.strerror or error}; {hint}")
+
+
+def sync_error(error: OSError, what: str, state: str) -> BackendError:
+    """Make the error for a failed fsync or close; ``state`` says what is left.
+
+    Never retryable: the kernel may have dropped the bytes and forgotten it, and a second fsync would then lie.
+    """
+    kind = StorageFullError if error.errno in _FULL else LostWriteError
+    return kind(f"{what}: {error.strerror or error}; {state}")
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raise every OSError of the block as a BackendError; a BackendError passes as it is."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except OSError as error:
+        raise backend_error(error, what) from error
