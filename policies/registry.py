@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tierfall.core.types.errors import ConfigError
 from tierfall.core.types.keys import check_name
 from tierfall.core.types.policy import Policy, PolicyKind, Rule
-from tierfall.core.types.text import nearest, signature_fault
+from tierfall.core.types.text import nearest, signature_fault, with_article
 from tierfall.core.types.values import CheckpointId
 from tierfall.core.types.view import CheckpointView, TierRules, TierView, View
 
@@ -59,7 +59,8 @@ def register(
         known = _policies.get(place)
         if known is not None and _home(known.decide) != _home(decide):
             raise ConfigError(
-                f"register: there is a {kind} policy named {name!r} already, {_home(known.decide)}; choose another name"
+                f"register: there is {with_article(kind)} policy named {name!r} already, {_home(known.decide)}; choose "
+                "another name"
             )
         _policies[place] = Policy(
             kind=PolicyKind(kind),

@@ -18,7 +18,7 @@ from tests.core.ranks.threads import network
 from tests.media import Medium
 from tests.object_store import SeaweedFS
 from tests.steps import state_of
-from tierfall.backends.wrappers import compose
+from tierfall.backends.wrappers import retry
 from tierfall.core.ranks.ranks import Ranks
 
 SHARED = Path("/dev/shm")
@@ -95,7 +95,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once: what is waited for here is never the passing of time."""
     monkeypatch.setattr("tierfall.core.scheduler.flush.lane.FIRST_RETRY_S", 0.01)
     monkeypatch.setattr("tierfall.core.scheduler.flush.flusher.LONGEST_RETRY_S", 0.05)
-    real = compose.wrap
+    real = retry.wrap
     monkeypatch.setattr(
         "tierfall.setup.tiers.wrap", lambda inner, **more: real(inner, sleep=lambda s: None, **more)
     )

@@ -80,7 +80,8 @@ def check_promise(
         raise
     except Exception as error:
         # One that is no BackendError is a mistake in the backend, or in ``make`` and ``reopen``.
-        what = "an error" if isinstance(error, BackendError) else "an error that is no BackendError"
+        is_ours = isinstance(error, BackendError)
+        what = "an error" if is_ours else "an error that is no BackendError, as all have to be,"
         failed = AssertionError(f"{name}: {what} where none was expected: {error!r}")
         failed.add_note(promise)
         raise failed from error

@@ -11,8 +11,7 @@ from contextlib import suppress
 
 from tierfall.backends.object.client import BareAbsenceError, ObjectClient, Row
 from tierfall.backends.object.multipart_writer import PART_BYTES_MAX, PART_BYTES_MIN, ObjectWriter
-from tierfall.backends.object.stream_writer import OrderedWriter
-from tierfall.backends.object.writer_base import Shop
+from tierfall.backends.object.writer_base import OrderedWriter, Shop
 from tierfall.backends.toolkit.keys import (
     RESERVED_PREFIX,
     check_key,

@@ -1,10 +1,11 @@
-"""The plain wrapper: a backend around a backend that changes nothing.
+"""The plain wrapper: a backend around a backend that changes nothing; and one that notes when the medium last answered.
 
 Retry, limits and faults derive from it and override what they are about. It owns no state but what it wraps.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, cast
@@ -62,6 +63,33 @@ class Wrapper:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class Heard(Wrapper):
+    """Passes every call on to ``inner``; ``heard_s`` is when a read, an fsync or a row of a listing last came, in
+    seconds of the monotonic clock: whoever waits with a bound tells by that a long listing from silence."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.heard_s = time.monotonic()
+
+    def read_into(self, key: str, offset: int, view: memoryview) -> None:
+        self._inner.read_into(key, offset, view)
+        self.heard_s = time.monotonic()
+
+    def stat(self, key: str) -> Stored:
+        found = self._inner.stat(key)
+        self.heard_s = time.monotonic()
+        return found
+
+    def sync(self, folder: str) -> None:
+        super().sync(folder)
+        self.heard_s = time.monotonic()
+
+    def scan(self, prefix: str) -> Iterator[Stored]:
+        for stored in self._inner.scan(prefix):
+            self.heard_s = time.monotonic()
+            yield stored
 
 
 class WriterWrapper:

@@ -16,9 +16,8 @@ import pytest
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.posix.backend import PosixBackend
 from tierfall.backends.toolkit.views import aligned_block
-from tierfall.backends.wrappers.compose import wrap
 from tierfall.backends.wrappers.limit import Limited
-from tierfall.backends.wrappers.retry import Retrying
+from tierfall.backends.wrappers.retry import Retrying, wrap
 from tierfall.core.types.backend import Backend
 
 CHUNK_BYTES = 1024 * 1024

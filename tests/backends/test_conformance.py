@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tierfall.backends.conformance import CHECKS, check_backend, check_promise, 
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.toolkit.key_value import KeyValueWriter
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.core.types.backend import Backend, Publish, Stored, Writer
+from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
 from tierfall.core.types.errors import BackendError, KeyNotFoundError
 
 
@@ -192,6 +193,41 @@ class _BorrowingWriter(WriterWrapper):
         self._inner.publish()
 
 
+class _Forgetful(_Changed):
+    """Says that what it holds in memory is durable."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, durable=True)
+
+
+class _Modest(_Changed):
+    """Creates conditionally, and says that it does not; as one that ignores the condition looks."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, conditional_create=False)
+
+
+class _Outdated(_Changed):
+    def read_into(self, key: str, view: memoryview) -> None:  # type: ignore[override]
+        super().read_into(key, 0, view)
+
+
+class _Leaking(_Changed):
+    def stat(self, key: str) -> Stored:
+        raise OSError("what a library says")
+
+
+def test_a_claim_of_durability_is_held_against_a_second_opening() -> None:
+    name = "what_is_durable_is_there_for_the_next_process"
+    with pytest.raises(AssertionError, match="hand in reopen"):
+        check_promise(name, _Forgetful)
+    with pytest.raises(AssertionError, match="after a close, the place holds something else"):
+        check_promise(name, _Forgetful, reopen=lambda backend: _Forgetful())
+    check_promise(name, MemoryBackend)
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -213,6 +249,9 @@ class _BorrowingWriter(WriterWrapper):
         (_Standing, "many_are_deleted_by_few_calls"),
         (_Hasty, "many_are_deleted_by_few_calls"),
         (_Borrowing, "a_writer_keeps_no_reference"),
+        (_Modest, "conditional_create_has_one_winner"),
+        (_Outdated, "traits_make_sense"),
+        (_Leaking, "any_length_comes_back"),
     ],
 )
 def test_the_suite_notices_a_broken_promise(make: Callable[[], Backend], name: str) -> None:

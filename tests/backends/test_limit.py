@@ -11,9 +11,8 @@ from backend_places import get, put
 
 from tierfall.backends.memory import MemoryBackend
 from tierfall.backends.wrappers.base import Wrapper, WriterWrapper
-from tierfall.backends.wrappers.compose import wrap
 from tierfall.backends.wrappers.limit import SLICE_BYTES_MIN, Limited
-from tierfall.backends.wrappers.retry import Retrying
+from tierfall.backends.wrappers.retry import Retrying, wrap
 from tierfall.core.types.backend import Backend, Publish, Stored, Traits, Writer
 from tierfall.core.types.errors import KeyNotFoundError, UnreachableError
 

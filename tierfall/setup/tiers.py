@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tierfall.backends.open import is_remote, open_backend
 from tierfall.backends.posix.backend import PosixBackend
-from tierfall.backends.wrappers.compose import wrap
-from tierfall.backends.wrappers.last_answer import Heard
+from tierfall.backends.wrappers.base import Heard
+from tierfall.backends.wrappers.retry import wrap
 from tierfall.config import Config, FileTier, ObjectTier, Tier
 from tierfall.config import StoredTier as StoredSection
 from tierfall.core.compression.frames import LEVEL_MIN, frame_bytes_max
