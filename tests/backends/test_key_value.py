@@ -150,17 +150,18 @@ def test_pieces_of_the_dead_go_and_those_of_objects_and_the_living_stay(
     assert reopened(store).discard_unfinished("") == 0
 
 
+@pytest.mark.parametrize("failing", ["put", "/00000000", "/00000001"])
 def test_a_failed_write_is_tried_again_and_no_byte_is_lost(
-    backend: KeyValueBackend, store: Store
+    failing: str, backend: KeyValueBackend, store: Store
 ) -> None:
-    """The range that fails ends in a piece that another range began."""
+    """The range that fails begins in a piece that another range began, and may have been stored in part."""
     with backend.create("run/key", length=len(LONG)) as writer:
         writer.write(0, memoryview(LONG)[:100])
-        store.failing["put"] = TimeoutError("slow")
+        store.failing[failing] = TimeoutError("slow")
         for _ in range(2):
             with pytest.raises(UnreachableError, match="TimeoutError"):
                 writer.write(100, memoryview(LONG)[100:9000])
-        del store.failing["put"]
+        store.failing.clear()
         writer.write(100, memoryview(LONG)[100:9000])
         writer.write(9000, memoryview(LONG)[9000:])
         writer.publish()
