@@ -319,6 +319,16 @@ def test_a_function_that_takes_other_arguments_is_refused_where_it_is_registered
         def open_kv(url: str) -> Any: ...
 
 
+def test_a_store_that_lacks_a_method_is_refused_where_it_is_registered() -> None:
+    class Half(toolkit.KeyValueStore):
+        def get(self, key: str) -> bytes | None: ...
+
+        def delete(self, key: str) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"^register: kv://: .*Half lacks list, put; a KeyValueSt"):
+        register("kv")(Half)
+
+
 def test_only_what_is_said_to_be_remote_survives_the_site() -> None:
     register("here")(opener(calls=[]))
     register("there", remote=True)(opener(calls=[]))

@@ -54,8 +54,8 @@ def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]
     ``KeyValueBackend`` is put around, or raises a BackendError. ``remote`` says that what lies there survives the loss
     of the site; without it, it counts as a folder of this node's.
 
-    Raises ConfigError for a protocol that is none, that is built in or that another function has, and for a function
-    that does not take these arguments.
+    Raises ConfigError for a protocol that is none, that is built in or that another function has, for a function that
+    does not take these arguments, and for a class that lacks a method.
     """
     if not _SCHEME.match(scheme):
         raise ConfigError(f"register: {scheme!r} is no protocol; expected one such as kv")
@@ -67,6 +67,11 @@ def register(scheme: str, *, remote: bool = False) -> Callable[[Opener], Opener]
         if known is not None and _home(known.open) != _home(opener):
             raise ConfigError(
                 f"register: {scheme}:// is opened by {_home(known.open)} already; choose another protocol"
+            )
+        if missing := ", ".join(sorted(getattr(opener, "__abstractmethods__", ()))):
+            raise ConfigError(
+                f"register: {scheme}://: {_home(opener)} lacks {missing}; a KeyValueStore has get(key), "
+                "put(key, value, if_absent), delete(key) and list(prefix)"
             )
         if fault := signature_fault(opener, "(url, *, options, read_only)"):
             raise ConfigError(f"register: {scheme}://: {_home(opener)}: {fault}")
