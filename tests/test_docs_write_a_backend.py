@@ -325,7 +325,9 @@ def test_a_store_that_lacks_a_method_is_refused_where_it_is_registered() -> None
 
         def delete(self, key: str) -> None: ...
 
-    with pytest.raises(ConfigError, match=r"^register: kv://: .*Half lacks list, put; a KeyValueSt"):
+    with pytest.raises(
+        ConfigError, match=r"^register: kv://: .*Half lacks list, put; a KeyValueSt"
+    ):
         register("kv")(Half)
 
 
