@@ -220,12 +220,13 @@ class KeyValueWriter(AbortOnExit):
         self._filling: dict[int, _Piece] = {}
         self._stored: set[int] = set()
         self._is_unanswered = False
-        self._name = unfinished_name()
+        self._name = ""
         limit = backend.values.value_bytes
         self._is_one_value = limit is None or (extent.length is not None and extent.length <= limit)
         # Of a store without a limit, and of an object that fits one value, the only piece never ends before publish.
         self._piece_bytes = limit if limit is not None and not self._is_one_value else 1 << 62
-        backend.living.add(self._name)
+        if not self._is_one_value:
+            self._begin()
 
     def write(self, offset: int, view: memoryview) -> None:
         data = flat(view)
@@ -270,6 +271,11 @@ class KeyValueWriter(AbortOnExit):
                 return
             self._state = _State.DEAD
         self._die()
+
+    def _begin(self) -> None:
+        """Name the pieces, before the first one is stored."""
+        self._name = unfinished_name()
+        self._backend.living.add(self._name)
 
     def _fill(self, offset: int, data: memoryview) -> list[tuple[int, memoryview]]:
         """Take bytes; return the pieces that are whole now. One in memory stays there until it is stored."""
@@ -321,6 +327,8 @@ class KeyValueWriter(AbortOnExit):
         value = self._only_value()
         pieces = None
         if value is None:
+            if not self._name:
+                self._begin()
             for index, piece in sorted(self._filling.items()):
                 self._put(index, memoryview(piece.data), what)
             size = min(self._piece_bytes, self._coverage.end)
