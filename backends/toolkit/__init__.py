@@ -19,6 +19,7 @@ from tierfall.core.types.errors import (
     KeyExistsError,
     KeyInvalidError,
     KeyNotFoundError,
+    LostWriteError,
     StorageFullError,
     UnreachableError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "KeyNotFoundError",
     "KeyValueBackend",
     "KeyValueStore",
+    "LostWriteError",
     "Publish",
     "StorageFullError",
     "Stored",
